@@ -1,0 +1,62 @@
+"""hf-zero: ZeRO for Hugging Face. The public names are listed below and imported on first use.
+
+Importing this package costs next to nothing: torch runs our autoload hook at the end of every ``import torch``, so
+what stands here is paid by every process of every user.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ZeroConfig": "hf_zero.config",
+    "Engine": "hf_zero.core.engine",
+    "initialize": "hf_zero.initialize",
+    "init_distributed": "hf_zero.core.comm",
+    "GatheredParameters": "hf_zero.core.gathered",
+    "safe_get_full_fp32_param": "hf_zero.core.gathered",
+    "safe_get_full_grad": "hf_zero.core.gathered",
+    "safe_get_full_optimizer_state": "hf_zero.core.gathered",
+    "safe_set_full_fp32_param": "hf_zero.core.gathered",
+    "safe_set_full_grad": "hf_zero.core.gathered",
+    "safe_set_full_optimizer_state": "hf_zero.core.gathered",
+    "TrainingArguments": "hf_zero.integrations.transformers",
+    "ZeroCallback": "hf_zero.integrations.transformers",
+    "convert_checkpoint": "hf_zero.checkpoint",
+    "estimate": "hf_zero.estimate",
+    "HfZeroError": "hf_zero.errors",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from hf_zero.errors import HfZeroError as HfZeroError
+
+
+class _Package(ModuleType):
+    """Keeps ``hf_zero.initialize`` the function when somebody imports the module ``hf_zero.initialize``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system binds a submodule to its name in the package, after the submodule has run.
+        if not (name in _EXPORTS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

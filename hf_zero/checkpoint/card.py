@@ -1,0 +1,135 @@
+"""What a converted folder gets besides weights: configuration, tokenizer and processor files, the card with this run's facts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.errors import CheckpointError
+
+CONFIG, CARD = "config.json", "README.md"
+
+# Files that from_pretrained of models, tokenizers and processors reads, and code that their configurations name.
+PATTERNS = (
+    CONFIG, "generation_config.json", CARD, "LICENSE*",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "bpe.codes", "normalizer.json",
+    "spiece.model", "sentencepiece*", "*.spm", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "*processor_config.json", "configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py", "*processing_*.py",
+)  # fmt: skip
+
+_BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
+
+
+def places(folder: Path) -> list[Path]:
+    """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's ``checkpoint-N``."""
+    above = folder.resolve().parent
+    return [folder, above, *([above.parent] if re.fullmatch(r"checkpoint-\d+", above.name) else [])]
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """Name and path of what is to be carried along; what lies nearer to the checkpoint comes first."""
+    found: dict[str, Path] = {}
+    for place in places(folder):
+        for pattern in PATTERNS:
+            for path in sorted(place.glob(pattern)):
+                found.setdefault(path.name, path)
+    return found
+
+
+def carry(folder: Path, manifest: Manifest, target: Path, dtype: str | None) -> list[str]:
+    """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are not among them.
+
+    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run.
+    """
+    names = []
+    for name, path in companions(folder).items():
+        to = target / name
+        if path.is_dir():
+            shutil.copytree(path, to, dirs_exist_ok=True)
+        elif name == CONFIG:
+            _write(to, configured(path, dtype))
+        elif name == CARD:
+            _write(to, carded(path.read_text(encoding="utf-8"), facts(manifest, folder)).encode())
+        elif path.resolve() != to.resolve():
+            shutil.copyfile(path, to)
+        names.append(name)
+    return names
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace ``path`` by a rename: it may be the very file that was read."""
+    temporary = path.with_name(f".hf-zero-new-{path.name}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def configured(path: Path, dtype: str | None) -> bytes:
+    """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON object ({error}); mend or remove it, then convert again") from error
+    if dtype is not None:
+        old = content.get("dtype", content.get("torch_dtype"))
+        _redtype(content, old, dtype)
+        content["dtype"] = dtype
+        content.pop("torch_dtype", None)
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
+    """In nested configurations (text and vision towers), change what agreed with the outermost one."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _redtype(value, old, new)
+        elif key in ("dtype", "torch_dtype") and value == old:
+            content[key] = new
+
+
+def facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
+    """What is known of the run: from the manifest, and from the Trainer's log where there is one."""
+    count = sum(flat.layout.numel for flat in manifest.flats)
+    trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
+    rows = [
+        ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
+        ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
+        ("parameters (trained)", f"{count:,} ({trained:,})"),
+        ("ZeRO stage, ranks, precision", f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}"),
+    ]
+    if manifest.optimizer is not None:
+        rates = [group.hyperparameters.get("lr") for group in manifest.optimizer.groups]
+        shown = ", ".join(dict.fromkeys(f"{rate:g}" for rate in rates if isinstance(rate, (int, float))))
+        rows.append(("optimizer, learning rate at the end", f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}"))
+    rows += _logged(folder)
+    return rows + [("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))]
+
+
+def _logged(folder: Path) -> Iterator[tuple[str, str]]:
+    for place in places(folder)[:2]:
+        try:
+            history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+            last = {key: (value, entry.get("step")) for entry in history for key, value in entry.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # no Trainer, or one of another version: the card then says less
+        for key, label in (("loss", "training loss"), ("eval_loss", "evaluation loss"), ("eval_accuracy", "evaluation accuracy")):
+            if key in last and isinstance(last[key][0], (int, float)):
+                yield label, f"{last[key][0]:.4g} at step {last[key][1]}"
+        return
+
+
+def carded(text: str, rows: Iterable[tuple[str, str]]) -> str:
+    """``text`` with a table of ``rows``: in place of the one of an earlier conversion, else at the end."""
+    table = "\n".join([_BEGIN, "## This run", "", "| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows), "", _END])
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if begin and end:
+        return before + table + after
+    return text.rstrip() + "\n\n" + table + "\n"

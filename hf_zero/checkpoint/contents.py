@@ -1,0 +1,101 @@
+"""What goes into a checkpoint: the tensors of a rank, and what the model says about its names and configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.contract import Bound, Engine, Flat
+from hf_zero.checkpoint.manifest import MASTER, SHARD, Export
+
+BUFFER, RNG = "buffer::", "rng::"
+
+
+def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
+    """The tensor that holds the values of ``flat`` on this rank, and the name it is stored under."""
+    if flat.master is not None:
+        return MASTER, flat.master
+    if flat.shard is None:
+        raise ValueError(f"flat {flat.key!r} has neither master nor shard on this rank; save after initialize and before destroy")
+    return SHARD, flat.shard
+
+
+def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, torch.Tensor]:
+    """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
+    name, weights = weights_of(flat)
+    held = {name: weights}
+    if bound is not None and flat.trainable:
+        held |= {key: tensor for key, tensor in bound.tensors(flat).items() if key != MASTER}
+    return held
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``state_dict`` has, under every name that it gives them."""
+    held = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                held[f"{prefix}.{name}" if prefix else name] = buffer
+    return held
+
+
+def rng_states() -> dict[str, torch.Tensor]:
+    """The state of this rank's generators; CUDA's only where it is in use, so that saving does not initialise it."""
+    states = {f"{RNG}cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"{RNG}cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def model_order(module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]) -> list[str]:
+    """The names in ``held`` in the order of the model's parameters."""
+    left = dict.fromkeys(held)
+    names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
+    order = [name for name in dict.fromkeys(names) if name in left]
+    return order + [name for name in left if name not in set(order)]
+
+
+def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
+    """Which of several tied names Hugging Face keeps, and which names it leaves out, read off the model's own lists."""
+    patterns = []
+    for prefix, child in module.named_modules():
+        for pattern in getattr(child, "_tied_weights_keys", None) or ():
+            patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
+    groups: dict[str, list[str]] = {}
+    for tied, held in aliases.items():
+        groups.setdefault(held, [held]).append(tied)
+    names = {}
+    for held, group in groups.items():
+        # A name on the list is one that is tied to another when the model is loaded, so it is not the one to save.
+        sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
+        if sources and held not in sources:
+            names[held] = min(sources)
+    skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+    return Export(names, skip, type(module).__name__)
+
+
+def companions(module: torch.nn.Module) -> dict[str, bytes]:
+    """Configuration files that make a converted folder loadable, of models that have a configuration (duck-typed)."""
+    files = {}
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_json_string"):
+        content = json.loads(config.to_json_string())
+        # save_pretrained writes the class here; a model that was built from a bare configuration has not been asked yet.
+        content["architectures"] = content.get("architectures") or [type(module).__name__]
+        files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def scalars_of(engine: Engine) -> list[dict[str, Any]]:
+    return [] if engine.bound is None else [dict(group) for group in engine.bound.scalars()]
+
+
+def class_name(instance: Any) -> str:
+    return f"{type(instance).__module__}.{type(instance).__qualname__}"

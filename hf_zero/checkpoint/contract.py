@@ -1,0 +1,104 @@
+"""What saving and loading need of an engine. ``hf_zero.core.engine.Engine`` has it; so has the fake of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hf_zero.core.layout import FlatLayout
+
+
+class Flat(Protocol):
+    """A run of parameters, of which this rank owns the elements ``owned``."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def layout(self) -> FlatLayout: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def owned(self) -> tuple[int, int]: ...
+    @property
+    def master(self) -> torch.Tensor | None:
+        """Float32 master weights over ``owned``; None for a frozen flat."""
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """The values in the compute dtype over ``owned``; None where only the master is held."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one, among those that own the same elements, that saves them."""
+
+
+class Bound(Protocol):
+    """The optimizer over the flats."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def group_of(self) -> Mapping[str, int]:
+        """Parameter name to the index of its optimizer group."""
+
+    def tensors(self, flat: Any) -> Mapping[str, torch.Tensor]: ...
+    def load_tensor(self, flat: Any, name: str, tensor: torch.Tensor) -> None: ...
+    def scalars(self) -> Sequence[Mapping[str, Any]]: ...
+    def load_scalars(self, scalars: Any) -> None: ...
+    def hyperparameters(self) -> Sequence[Mapping[str, Any]]: ...
+    def load_hyperparameters(self, hyperparameters: Any) -> None: ...
+
+
+class Comm(Protocol):
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+
+class Engine(Protocol):
+    @property
+    def module(self) -> torch.nn.Module: ...
+    @property
+    def flats(self) -> Sequence[Any]:
+        """Of :class:`Flat`."""
+
+    @property
+    def bound(self) -> Any:
+        """A :class:`Bound`, or None without an optimizer."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name to the name under which a flat holds the parameter."""
+
+    @property
+    def param_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype each parameter had when it was handed to training."""
+
+    @property
+    def comm(self) -> Any:
+        """A :class:`Comm` over all ranks."""
+
+    @property
+    def config(self) -> Any:
+        """Its ``precision`` is ``fp32``, ``bf16`` or ``fp16``."""
+
+    @property
+    def scaler(self) -> Any: ...
+    @property
+    def counters(self) -> Any:
+        """A dataclass of integers with ``global_steps``."""
+
+    @property
+    def lr_scheduler(self) -> Any: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def shard_world(self) -> int: ...
+    def refresh_params(self) -> None: ...

@@ -1,0 +1,167 @@
+"""Folders of a run: tags, which one is the latest, and how a new one appears whole or not at all (FORMAT.md section 6)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
+
+LATEST = "latest"
+OBJECTS_NAME = "objects.pt"
+RANK_PATTERN = "rank-*-of-*.safetensors"
+RESERVED = ".hf-zero-"
+SAVING = RESERVED + "saving-"
+REPLACED = RESERVED + "replaced-"
+NEW = RESERVED + "new-"
+
+
+def check_tag(tag: object) -> str:
+    """``tag`` as a string. Raises CheckpointError if it cannot name a folder of a checkpoint."""
+    name = str(tag)
+    if not name or name.startswith(".") or name == LATEST or Path(name).name != name or "\0" in name:
+        raise CheckpointError(f"{name!r} cannot be a tag; pass one path component that does not start with a dot and is not {LATEST!r}")
+    return name
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def tags(directory: Path) -> list[str]:
+    """The tags in ``directory`` that hold a checkpoint, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [item for item in directory.iterdir() if not item.name.startswith(".") and is_checkpoint(item)]
+    return [item.name for item in sorted(found, key=lambda item: (item.stat().st_mtime_ns, item.name))]
+
+
+def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names.
+
+    Raises CheckpointError saying what was looked for and which tags exist.
+    """
+    root = Path(directory)
+    if tag is not None:
+        name = check_tag(tag)
+    else:
+        try:
+            name = check_tag((root / LATEST).read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"no checkpoint in {root}: {root / LATEST} is missing or unreadable; {_remedy(root)}") from error
+    # A save that replaced this tag may have been stopped between its two renames.
+    for folder in (root / name, root / (REPLACED + name)):
+        if is_checkpoint(folder):
+            return folder
+    raise CheckpointError(f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not exist; {_remedy(root)}")
+
+
+def _remedy(root: Path) -> str:
+    found = tags(root)
+    if found:
+        return f"pass one of the tags that exist: {', '.join(found)}"
+    return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint"
+
+
+def find(source: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The checkpoint that ``source`` means: a tag's folder, a folder with tags, or a Trainer's output folder.
+
+    In an output folder the highest ``checkpoint-N`` that holds a checkpoint is taken. Raises CheckpointError.
+    """
+    root = Path(source)
+    if tag is None and is_checkpoint(root):
+        return root
+    if not root.is_dir():
+        raise CheckpointError(
+            f"no checkpoint at {root}: it is no folder; pass the folder that was given to save_checkpoint, or a tag in it"
+        )
+    if tag is None and not (root / LATEST).is_file():
+        for folder in sorted(root.glob("checkpoint-*"), key=_step, reverse=True):
+            if (folder / LATEST).is_file():
+                return locate(folder)
+        held = tags(root)
+        if len(held) == 1:
+            return root / held[0]
+    return locate(root, tag)
+
+
+def _step(folder: Path) -> int:
+    suffix = folder.name.rpartition("-")[2]
+    return int(suffix) if suffix.isdecimal() else -1
+
+
+def begin(directory: Path, tag: str) -> Path:
+    """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of it left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    replaced, final = directory / (REPLACED + tag), directory / tag
+    if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(
+            f"{final} exists and is no checkpoint of hf-zero; move it away or save under another tag, so that nothing is lost"
+        )
+    if replaced.exists():
+        if is_checkpoint(final):
+            discard_replaced(final)
+        else:
+            os.rename(replaced, final)
+    temporary = directory / (SAVING + tag)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    for other in directory.glob(f"{SAVING}*"):
+        logger.warning("%s was left by an interrupted save, or another job saves into the same folder; remove it if no job does", other)
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, tag: str) -> Path:
+    """Rename the finished ``temporary`` folder to ``tag``; a checkpoint that stood there stays until this is done."""
+    directory = temporary.parent
+    final, replaced = directory / tag, directory / (REPLACED + tag)
+    fsync_folder(temporary)
+    if final.exists():
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    fsync_folder(directory)
+    return final
+
+
+def discard_replaced(final: Path) -> None:
+    """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the format's own move over."""
+    replaced = final.with_name(REPLACED + final.name)
+    if not replaced.exists():
+        return
+    for item in list(replaced.iterdir()):
+        if not _is_own(item) and not (final / item.name).exists():
+            os.rename(item, final / item.name)
+    shutil.rmtree(replaced)
+
+
+def _is_own(item: Path) -> bool:
+    return item.name in (MANIFEST_NAME, OBJECTS_NAME) or item.match(RANK_PATTERN) or item.name.startswith(RESERVED)
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file and flush it to the device."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

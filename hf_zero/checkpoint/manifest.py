@@ -1,0 +1,326 @@
+"""The manifest of a checkpoint, as FORMAT.md section 3 defines it: frozen records, strictly read, written as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hf_zero.core.layout import FlatLayout, Slot
+from hf_zero.errors import CheckpointError
+
+FORMAT = "hf-zero/checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
+MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
+
+T = TypeVar("T")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of :func:`dtype_name`. Raises ValueError for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the checkpoint. ``rank`` is the rank that wrote it."""
+
+    name: str
+    rank: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``[start, stop)`` of a flat: in ``files[file]``, under each name in ``tensors``."""
+
+    file: int
+    start: int
+    stop: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    key: str
+    trainable: bool
+    dtype: torch.dtype
+    layout: FlatLayout
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def weights(self) -> str:
+        """The tensor that holds the parameters' values."""
+        return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return torch.float32 if self.weights == MASTER else self.dtype
+
+    @cached_property
+    def starts(self) -> list[int]:
+        return [chunk.start for chunk in self.chunks]
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Optimizer states that some chunk holds."""
+        return tuple(sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD}))
+
+    def to_json(self) -> dict[str, Any]:
+        chunks = [{"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)} for c in self.chunks]
+        return {
+            "key": self.key,
+            "trainable": self.trainable,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout.to_json(),
+            "chunks": chunks,
+        }
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names."""
+
+    hyperparameters: dict[str, Any]
+    scalars: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    class_name: str
+    groups: tuple[GroupEntry, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    skip: tuple[str, ...] = ()
+    model_class: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    save_id: str
+    tag: str
+    world: dict[str, int]
+    stage: int
+    precision: str
+    files: tuple[FileEntry, ...]
+    flats: tuple[FlatEntry, ...]
+    parameters: dict[str, torch.dtype]
+    buffers: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    aliases: dict[str, str]
+    excluded: tuple[str, ...]
+    export: Export
+    optimizer: OptimizerEntry | None
+    scaler: dict[str, Any] | None
+    lr_scheduler: dict[str, Any] | None
+    counters: dict[str, int]
+    client_state: dict[str, Any]
+    objects: FileEntry | None
+    software: dict[str, str]
+
+    @cached_property
+    def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
+        """Where each parameter is held."""
+        return {slot.name: (flat, slot) for flat in self.flats for slot in flat.layout.slots}
+
+    def to_json(self) -> dict[str, Any]:
+        optimizer = self.optimizer and {
+            "class": self.optimizer.class_name,
+            "groups": [asdict(group) | {"parameters": list(group.parameters)} for group in self.optimizer.groups],
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "software": self.software,
+            "save_id": self.save_id,
+            "tag": self.tag,
+            "world": self.world,
+            "stage": self.stage,
+            "precision": self.precision,
+            "counters": self.counters,
+            "files": [asdict(file) for file in self.files],
+            "objects": self.objects and asdict(self.objects),
+            "optimizer": optimizer,
+            "scaler": self.scaler,
+            "lr_scheduler": self.lr_scheduler,
+            "client_state": self.client_state,
+            "export": asdict(self.export) | {"skip": list(self.export.skip)},
+            "aliases": self.aliases,
+            "excluded": list(self.excluded),
+            "buffers": {name: {"dtype": dtype_name(dtype), "shape": list(shape)} for name, (dtype, shape) in self.buffers.items()},
+            "parameters": {name: dtype_name(dtype) for name, dtype in self.parameters.items()},
+            "flats": [flat.to_json() for flat in self.flats],
+        }
+
+    def dumps(self) -> bytes:
+        return json.dumps(self.to_json(), indent=1).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read and check ``path``. Raises CheckpointError naming the file and the field that is wrong."""
+        try:
+            if path.stat().st_size > MAX_MANIFEST:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes and is no manifest; restore it, or load another tag")
+            data = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or load another tag of this run") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: no JSON ({error}); restore it, or load another tag of this run") from error
+        return cls.from_json(data, path)
+
+    @classmethod
+    def from_json(cls, data: Any, source: Path) -> Manifest:
+        """Inverse of :meth:`to_json`; ``source`` is named in errors."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{source} is no manifest of hf-zero (its format is not {FORMAT!r}); name a folder that save_checkpoint wrote"
+            )
+        if data.get("version") != VERSION:
+            raise CheckpointError(
+                f"{source} has format version {data.get('version')!r}, this hf-zero reads version {VERSION}; "
+                f"load it with the hf-zero that wrote it ({data.get('software')})"
+            )
+        try:
+            manifest = _parse(data)
+            _check(manifest)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            detail = f"field {error} is absent" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{source} is damaged: {detail}; restore it, or load another tag of this run") from error
+        return manifest
+
+
+def _typed(value: Any, kind: type[T], where: str) -> T:
+    # bool is a subclass of int; a flag in the place of a size is damage.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
+def _get(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
+    return _typed(data[key], kind, key)
+
+
+def _optional(data: Mapping[str, Any], key: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+    return None if data[key] is None else read(_get(data, key, dict))
+
+
+def _items(data: Mapping[str, Any], key: str, kind: type[T]) -> tuple[T, ...]:
+    return tuple(_typed(item, kind, f"an item of {key}") for item in _get(data, key, list))
+
+
+def _values(data: Mapping[str, Any], key: str, kind: type[T]) -> dict[str, T]:
+    return {name: _typed(value, kind, f"{key}[{name!r}]") for name, value in _get(data, key, dict).items()}
+
+
+def _size(data: Mapping[str, Any], key: str) -> int:
+    value = _get(data, key, int)
+    if value < 0:
+        raise ValueError(f"{key} is {value}")
+    return value
+
+
+def _file(data: dict[str, Any], rank: int | None = None) -> FileEntry:
+    name = _get(data, "name", str)
+    if not name or Path(name).name != name or name.startswith(".") or "\0" in name:
+        raise ValueError(f"the file name {name!r} leads out of the folder")
+    return FileEntry(name, _size(data, "rank") if rank is None else rank, _size(data, "size"), _get(data, "sha256", str))
+
+
+def _flat(data: dict[str, Any]) -> FlatEntry:
+    chunks = tuple(
+        Chunk(_size(c, "file"), _size(c, "start"), _size(c, "stop"), _items(c, "tensors", str)) for c in _items(data, "chunks", dict)
+    )
+    layout = _get(data, "layout", dict)
+    for slot in _items(layout, "slots", dict):
+        _get(slot, "name", str), _size(slot, "offset"), _items(slot, "shape", int)
+    _size(layout, "shards")
+    return FlatEntry(
+        _get(data, "key", str), _get(data, "trainable", bool), dtype_of(_get(data, "dtype", str)), FlatLayout.from_json(layout), chunks
+    )
+
+
+def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
+    groups = tuple(
+        GroupEntry(_get(g, "hyperparameters", dict), _get(g, "scalars", dict), _items(g, "parameters", str))
+        for g in _items(data, "groups", dict)
+    )
+    return OptimizerEntry(_get(data, "class", str), groups)
+
+
+def _state(data: dict[str, Any]) -> dict[str, Any]:
+    return {"json": _get(data, "json", dict), "objects": list(_items(data, "objects", str))}
+
+
+def _parse(data: dict[str, Any]) -> Manifest:
+    export = _get(data, "export", dict)
+    model_class = export["model_class"]
+    return Manifest(
+        save_id=_get(data, "save_id", str),
+        tag=_get(data, "tag", str),
+        world={key: _size(_get(data, "world", dict), key) for key in ("size", "shard", "replicate")},
+        stage=_get(data, "stage", int),
+        precision=_get(data, "precision", str),
+        files=tuple(_file(file) for file in _items(data, "files", dict)),
+        flats=tuple(_flat(flat) for flat in _items(data, "flats", dict)),
+        parameters={name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()},
+        buffers={
+            name: (dtype_of(_get(spec, "dtype", str)), _items(spec, "shape", int)) for name, spec in _values(data, "buffers", dict).items()
+        },
+        aliases=_values(data, "aliases", str),
+        excluded=_items(data, "excluded", str),
+        export=Export(
+            _values(export, "names", str),
+            _items(export, "skip", str),
+            None if model_class is None else _typed(model_class, str, "model_class"),
+        ),
+        optimizer=_optional(data, "optimizer", _optimizer),
+        scaler=_optional(data, "scaler", dict),
+        lr_scheduler=_optional(data, "lr_scheduler", lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))}),
+        counters=_values(data, "counters", int),
+        client_state=_state(_get(data, "client_state", dict)),
+        objects=_optional(data, "objects", lambda d: _file(d, rank=0)),
+        software=_values(data, "software", str),
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    """What single fields cannot show: names held once, chunks that cover each flat once. Raises ValueError."""
+    held = [slot.name for flat in manifest.flats for slot in flat.layout.slots]
+    if len(set(held)) != len(held):
+        raise ValueError(f"parameters {sorted({n for n in held if held.count(n) > 1})} are held twice")
+    if set(held) != set(manifest.parameters):
+        raise ValueError(f"flats and parameters disagree on {sorted(set(held) ^ set(manifest.parameters))}")
+    if unknown := set(manifest.aliases.values()) - set(held) - set(manifest.excluded):
+        raise ValueError(f"aliases name {sorted(unknown)}, which no flat holds")
+    for flat in manifest.flats:
+        at = 0
+        for chunk in flat.chunks:
+            if chunk.start != at or chunk.stop < at or chunk.file >= len(manifest.files) or flat.weights not in chunk.tensors:
+                raise ValueError(
+                    f"chunk [{chunk.start}, {chunk.stop}) of flat {flat.key!r} does not continue at {at} in a listed file with weights"
+                )
+            at = chunk.stop
+        if at < flat.layout.numel:
+            raise ValueError(f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}")
+    if (manifest.client_state["objects"] or (manifest.lr_scheduler and manifest.lr_scheduler["state"]["objects"])) and not manifest.objects:
+        raise ValueError("keys are promised in objects.pt, which is not listed")

@@ -1,0 +1,113 @@
+"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, optimizer class and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.checkpoint.contents import class_name, persistent_buffers
+from hf_zero.checkpoint.contract import Engine
+from hf_zero.checkpoint.manifest import Manifest, OptimizerEntry
+from hf_zero.errors import CheckpointError
+
+_SHOWN = 8
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message: the first few and how many more."""
+    ordered = list(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more
+
+
+@dataclass(frozen=True)
+class Match:
+    """``held``: the engine's parameter names that can be loaded -> names in the checkpoint; ``buffers``: those of both."""
+
+    held: dict[str, str]
+    buffers: tuple[str, ...]
+
+
+def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match:
+    """Pair the engine's names with the checkpoint's.
+
+    Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side has. Frozen
+    parameters that the checkpoint left out on request are not missing.
+    """
+    held, missing, wrong = {}, [], []
+    also: dict[str, list[str]] = {}
+    for tied, own in engine.aliases.items():
+        also.setdefault(own, []).append(tied)
+    for flat in engine.flats:
+        for slot in flat.layout.slots:
+            candidates = [manifest.aliases.get(name, name) for name in (slot.name, *also.get(slot.name, []))]
+            name = next((c for c in candidates if c in manifest.slots), None)
+            if name is None:
+                if flat.trainable or slot.name not in manifest.excluded:
+                    missing.append(slot.name)
+            elif manifest.slots[name][1].shape != slot.shape:
+                wrong.append(f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, model {list(slot.shape)})")
+            else:
+                held[slot.name] = name
+    buffers = persistent_buffers(engine.module)
+    for own, buffer in buffers.items():
+        if own in manifest.buffers and manifest.buffers[own][1] != tuple(buffer.shape):
+            wrong.append(f"{own} (checkpoint {list(manifest.buffers[own][1])}, model {list(buffer.shape)})")
+    if wrong:
+        raise CheckpointError(
+            f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with the configuration it was saved with"
+        )
+    missing += [name for name in buffers if name not in manifest.buffers]
+    used = set(held.values())
+    unexpected = [name for name in manifest.parameters if name not in used] + [name for name in manifest.buffers if name not in buffers]
+    if strict and (missing or unexpected):
+        said = [f"it lacks {listed(missing)}"] if missing else []
+        said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
+        raise CheckpointError(
+            f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; build the model it was saved from, "
+            "or pass load_module_strict=False to load what both have"
+        )
+    return Match(held, tuple(name for name in buffers if name in manifest.buffers))
+
+
+def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> None:
+    """Raises CheckpointError unless the engine's optimizer can go on from ``saved``."""
+    remedy = "or pass load_optimizer_states=False to start the optimizer anew"
+    if engine.bound is None:
+        return
+    if saved is None:
+        raise CheckpointError(f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}")
+    live = class_name(engine.bound.optimizer)
+    if _short(live) != _short(saved.class_name):
+        raise CheckpointError(
+            f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use {_short(saved.class_name)}, {remedy}"
+        )
+    count = len(engine.bound.groups)
+    if count != len(saved.groups):
+        raise CheckpointError(f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the same groups, {remedy}")
+    group_of = {name: index for index, group in enumerate(saved.groups) for name in group.parameters}
+    moved = [
+        f"{name} ({group_of[held[name]]} there, {group} here)"
+        for name, group in engine.bound.group_of.items()
+        if name in held and group_of.get(held[name], group) != group
+    ]
+    if moved:
+        raise CheckpointError(f"{where} has parameters in other optimizer groups: {listed(moved)}; build the same groups, {remedy}")
+
+
+def _short(class_name: str) -> str:
+    return class_name.rpartition(".")[2]
+
+
+def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:
+    """Whether there is a scheduler's state to load. Raises CheckpointError if it is that of another class."""
+    if saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
+        return False
+    live = class_name(engine.lr_scheduler)
+    if _short(live) != _short(saved["class"]):
+        raise CheckpointError(
+            f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use {_short(saved['class'])}, "
+            "or pass load_lr_scheduler_states=False to start the schedule anew"
+        )
+    return True

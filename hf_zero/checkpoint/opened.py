@@ -1,0 +1,157 @@
+"""A checkpoint opened for reading: its manifest, its files checked against it, and ranges copied out of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import objects
+from hf_zero.checkpoint.contents import BUFFER
+from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, MASTER, SHARD, FileEntry, Manifest
+from hf_zero.checkpoint.reshard import Run
+from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, sha256_of
+from hf_zero.errors import CheckpointError
+
+
+class Checkpoint:
+    """The folder of one tag. Files are opened, and their headers checked, when they are first needed.
+
+    Raises CheckpointError for whatever FORMAT.md section 7 rejects.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder / MANIFEST_NAME)
+        self._open: dict[int, TensorFile] = {}
+        self._lock = threading.Lock()
+        for entry in self.listed():
+            self._check_size(entry)
+
+    def listed(self) -> list[FileEntry]:
+        """Every file that the manifest lists."""
+        return [*self.manifest.files, *([self.manifest.objects] if self.manifest.objects else [])]
+
+    def _check_size(self, entry: FileEntry) -> None:
+        path = self.folder / entry.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path} is missing ({error.strerror}); restore it, or load another tag of this run") from error
+        if size != entry.size:
+            what = "cut short" if size < entry.size else "longer than it was"
+            raise CheckpointError(
+                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or load another tag of this run"
+            )
+
+    def verify(self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None) -> None:
+        """Compare the hashes of ``entries`` with the manifest. Raises CheckpointError for the first that differs."""
+        for entry in entries:
+            digest = sha256_of(self.folder / entry.name, tick)
+            if digest != entry.sha256:
+                raise CheckpointError(
+                    f"{self.folder / entry.name} is damaged: its SHA-256 is {digest}, the manifest says {entry.sha256}; "
+                    "restore it, or load another tag of this run"
+                )
+
+    def file(self, index: int) -> TensorFile:
+        """File ``index`` of the manifest, its header checked against it."""
+        with self._lock:
+            if index not in self._open:
+                file = TensorFile(self.folder / self.manifest.files[index].name)
+                try:
+                    self._check_header(index, file)
+                except BaseException:
+                    file.close()
+                    raise
+                self._open[index] = file
+            return self._open[index]
+
+    def _check_header(self, index: int, file: TensorFile) -> None:
+        manifest = self.manifest
+        if (file.metadata.get("format"), file.metadata.get("save_id")) != (FORMAT, manifest.save_id):
+            raise CheckpointError(
+                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the file, or load another tag"
+            )
+        wanted: dict[str, tuple[int, torch.dtype | None]] = {}
+        for flat in manifest.flats:
+            for chunk in flat.chunks:
+                if chunk.file == index:
+                    kinds = {MASTER: torch.float32, SHARD: flat.dtype}
+                    wanted |= {f"{flat.key}::{name}": (chunk.stop - chunk.start, kinds.get(name)) for name in chunk.tensors}
+        if manifest.files[index].rank == 0:
+            wanted |= {BUFFER + name: (torch.Size(shape).numel(), dtype) for name, (dtype, shape) in manifest.buffers.items()}
+        for name, (numel, dtype) in wanted.items():
+            entry = file.entries.get(name)
+            if entry is None or entry.numel != numel or (dtype is not None and entry.dtype != dtype):
+                found = "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
+                raise CheckpointError(
+                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {found}, expected {numel}"
+                    f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load another tag of this run"
+                )
+
+    def buffer_file(self) -> int:
+        """The index of the file that holds the buffers. Raises CheckpointError if rank 0's file is not listed."""
+        for index, entry in enumerate(self.manifest.files):
+            if entry.rank == 0:
+                return index
+        raise CheckpointError(f"{self.folder / MANIFEST_NAME} is damaged: no file of rank 0 is listed; load another tag of this run")
+
+    def fill(self, out: torch.Tensor, runs: Iterable[Run], tensor: str | None = None) -> None:
+        """Copy ``runs`` into ``out``, 1-D, of any dtype and device; ``tensor`` is a state's name, by default the weights."""
+        for run in runs:
+            name = tensor or run.flat.weights
+            file = self.file(run.flat.chunks[run.chunk].file)
+            read_range(file, f"{run.flat.key}::{name}", run.source, out[run.target : run.target + run.length])
+
+    def holds(self, run: Run, tensor: str) -> bool:
+        """Whether the chunk that ``run`` reads has the state ``tensor``."""
+        return tensor in run.flat.chunks[run.chunk].tensors
+
+    def buffer(self, name: str) -> torch.Tensor:
+        dtype, shape = self.manifest.buffers[name]
+        out = torch.empty(shape, dtype=dtype)
+        self.file(self.buffer_file()).read_into(BUFFER + name, 0, out)
+        return out
+
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """What ``objects.pt`` holds; empty without one."""
+        return objects.load_objects(self.folder / self.manifest.objects.name) if self.manifest.objects else {}
+
+    def client_state(self) -> dict[str, Any]:
+        return objects.join("client_state", self.manifest.client_state, self.objects().get("client_state", {}), self._objects_path())
+
+    def scheduler_state(self) -> dict[str, Any]:
+        state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
+        return objects.join("the lr scheduler", state, self.objects().get("lr_scheduler", {}), self._objects_path())
+
+    def _objects_path(self) -> Path:
+        return self.folder / (self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:
+    """Elements of ``name`` from ``start`` into ``out``: straight into its memory where that fits, else by blocks and cast."""
+    dtype = file.entries[name].dtype
+    if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
+        file.read_into(name, start, out)
+        return
+    block = torch.empty(min(out.numel(), BLOCK // dtype.itemsize), dtype=dtype)
+    for at in range(0, out.numel(), max(1, block.numel())):
+        part = block[: min(block.numel(), out.numel() - at)]
+        file.read_into(name, start + at, part)
+        out[at : at + part.numel()].copy_(part)

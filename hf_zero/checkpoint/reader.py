@@ -1,0 +1,169 @@
+"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the stage of the save."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
+from hf_zero.checkpoint.contract import Engine, Flat
+from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, match
+from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.reshard import Run, runs
+from hf_zero.checkpoint.together import together
+from hf_zero.logs import log_rank0
+
+
+def load(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    *,
+    verify: bool = False,
+    load_rng: bool = False,
+) -> tuple[str, dict[str, Any]]:
+    """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state. Collective.
+
+    Args:
+        tag: by default the one that ``latest`` names.
+        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too many; else load what
+            both have.
+        load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
+        load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
+        load_module_only: weights and buffers, nothing else; counters stay too.
+        verify: compute the hashes of all files first, shared out over the ranks.
+        load_rng: put back this rank's torch generators, if the number of ranks is the one of the save.
+
+    Raises:
+        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked before anything
+            changes; if a file fails in the middle of being read, the engine holds a mixture and must not go on training.
+    """
+    load_optimizer_states &= not load_module_only and engine.bound is not None
+
+    def look() -> _Load:
+        checkpoint = Checkpoint(folders.locate(directory, tag))
+        try:
+            return _Load(
+                engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify
+            )
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    found: list[_Load] = []
+    try:
+        together(engine.comm, lambda: found.append(look()), directory, "Nothing was loaded.")
+        plan = found[0]
+        partly = "The engine is partly loaded: load again before training on."
+        together(engine.comm, lambda: plan.apply(load_module_only, load_rng), plan.checkpoint.folder, partly)
+    finally:
+        for opened in found:
+            opened.checkpoint.close()
+    engine.refresh_params()
+    log_rank0(f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage {plan.checkpoint.manifest.stage})")
+    return str(plan.checkpoint.folder), plan.client_state
+
+
+class _Load:
+    """One rank's part of a load: everything looked up and checked by the constructor, changed by :meth:`apply`."""
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, strict: bool, optimizer: bool, scheduler: bool, verify: bool) -> None:
+        self.engine, self.checkpoint, self.manifest, self.optimizer = engine, checkpoint, checkpoint.manifest, optimizer
+        where = str(checkpoint.folder)
+        self.match: Match = match(engine, self.manifest, where, strict)
+        if optimizer:
+            check_optimizer(engine, self.manifest.optimizer, self.match.held, where)
+        self.scheduler = checkpoint.scheduler_state() if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where) else None
+        self.client_state = checkpoint.client_state()
+        self.runs: list[tuple[Flat, list[Run]]] = []
+        for flat in engine.flats:
+            found = list(runs(self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held))
+            self.runs.append((flat, found))
+            for run in found:
+                checkpoint.file(run.flat.chunks[run.chunk].file)
+        if self.match.buffers:
+            checkpoint.file(checkpoint.buffer_file())
+        if verify:
+            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
+
+    @torch.no_grad()
+    def apply(self, module_only: bool, rng: bool) -> None:
+        if self.optimizer:
+            self._forget_unsaved()
+        for flat, found in self.runs:
+            self.checkpoint.fill(weights_of(flat)[1].detach(), found)
+            if self.optimizer and flat.trainable:
+                self._load_states(flat, found)
+        buffers = persistent_buffers(self.engine.module)
+        for name in self.match.buffers:
+            buffers[name].copy_(self.checkpoint.buffer(name))
+        if self.optimizer:
+            self._load_groups()
+        if self.scheduler is not None:
+            self.engine.lr_scheduler.load_state_dict(self.scheduler)
+        if not module_only:
+            for field in fields(self.engine.counters):
+                if field.name in self.manifest.counters:
+                    setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
+        if rng:
+            self._load_rng()
+
+    def _forget_unsaved(self) -> None:
+        """An optimizer that had not stepped when it was saved has not stepped after the load either."""
+        saved = self.manifest.optimizer
+        nothing = saved is not None and not any(group.scalars for group in saved.groups)
+        if nothing and not any(flat.states for flat in self.manifest.flats):
+            self.engine.bound.optimizer.state.clear()
+
+    def _load_states(self, flat: Flat, found: list[Run]) -> None:
+        bound = self.engine.bound
+        live = {name: tensor for name, tensor in bound.tensors(flat).items() if name != "master"}
+        saved = {name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)}
+        for name in sorted(saved | set(live)):
+            chosen = [run for run in found if self.checkpoint.holds(run, name)]
+            out = live.get(name)
+            if out is None:
+                out = torch.zeros_like(weights_of(flat)[1])
+            elif sum(run.length for run in chosen) < sum(run.length for run in found):
+                out.zero_()
+            self.checkpoint.fill(out, chosen, name)
+            if name not in live:
+                bound.load_tensor(flat, name, out)
+
+    def _load_groups(self) -> None:
+        saved, bound = self.manifest.optimizer, self.engine.bound
+        if saved is None:
+            return
+        bound.load_hyperparameters([group.hyperparameters for group in saved.groups])
+        if any(group.scalars for group in saved.groups):
+            bound.load_scalars([group.scalars for group in saved.groups])
+        precision = self.engine.config.precision
+        if self.manifest.scaler is not None and precision == "fp16":
+            self.engine.scaler.load_state_dict(self.manifest.scaler)
+        elif (self.manifest.precision == "fp16") != (precision == "fp16"):
+            log_rank0(
+                f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in {precision}: the loss scale starts anew"
+            )
+
+    def _load_rng(self) -> None:
+        size, rank = self.manifest.world["size"], self.engine.global_rank
+        index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
+        if size != self.engine.world_size or index is None:
+            text = f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of {self.engine.world_size} ranks cannot be put back"
+            log_rank0(text, logging.WARNING)
+            return
+        file = self.checkpoint.file(index)
+        for name, put in ((f"{RNG}cpu", torch.set_rng_state), (f"{RNG}cuda", torch.cuda.set_rng_state)):
+            if name in file.entries and (name.endswith("cpu") or torch.cuda.is_available()):
+                state = torch.empty(file.entries[name].numel, dtype=torch.uint8)
+                file.read_into(name, 0, state)
+                put(state)

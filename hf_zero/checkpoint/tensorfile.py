@@ -1,0 +1,222 @@
+"""The safetensors container: headers planned before a byte is written, tensors streamed out and ranges read back.
+
+The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data. Offsets in the
+header count from the start of the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_zero.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+BLOCK = 16 << 20  # bytes written, hashed or copied at a time
+DATA_ALIGNMENT = 4096  # so that the data of a rank file can be read by direct I/O
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes, without a copy, for any dtype."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: ``begin`` and ``end`` are bytes counted from the start of the file's data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A file before it is written: its header and the place of every tensor."""
+
+    entries: tuple[Entry, ...]
+    header: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+        return len(self.header) + (self.entries[-1].end if self.entries else 0)
+
+
+def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str], alignment: int = 8) -> Plan:
+    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each stands aligned."""
+    entries: list[Entry] = []
+    at = 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
+        entries.append(Entry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize))
+        at = entries[-1].end
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [entries[-1].begin, at]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return Plan(tuple(entries), struct.pack("<Q", len(text)) + text)
+
+
+def write_tensors(path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], tick: Callable[[int], None] | None = None) -> str:
+    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its SHA-256.
+
+    Tensors may be on any device; ``BLOCK`` bytes are copied to the host at a time, so that no tensor is held twice. One
+    thread hashes a block while this one writes it.
+    """
+    digest = hashlib.sha256(plan.header)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        with ThreadPoolExecutor(1) as hasher:
+            write_all(fd, memoryview(plan.header))
+            for entry in plan.entries:
+                flat = tensors[entry.name].detach().reshape(-1)
+                step = max(1, BLOCK // entry.dtype.itemsize)
+                for start in range(0, entry.numel, step):
+                    block = bytes_view(flat[start : start + step].cpu())
+                    hashed = hasher.submit(digest.update, block)
+                    write_all(fd, block)
+                    hashed.result()
+                    if tick is not None:
+                        tick(len(block))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
+    """``os.write`` (or, given a position, ``os.pwrite``) until every byte is taken."""
+    while len(data):
+        taken = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
+        data = data[taken:]
+        at = None if at is None else at + taken
+
+
+def sha256_of(path: Path, tick: Callable[[int], None] | None = None) -> str:
+    """The SHA-256 of a file, read through a buffer of ``BLOCK`` bytes."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if tick is not None:
+                tick(count)
+    return digest.hexdigest()
+
+
+class TensorFile:
+    """A safetensors file opened for reading ranges. Every number in its header is checked before it is used.
+
+    Raises CheckpointError for a file that cannot be read or whose header breaks the format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be opened ({error.strerror}); restore the file, or load another tag of this run"
+            ) from error
+        try:
+            self.size = os.fstat(self._fd).st_size
+            self.metadata, self.entries, self._data = self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged: {what}; restore the file, or load another tag of this run")
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry], int]:
+        start = os.pread(self._fd, 8, 0)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 <= length <= min(MAX_HEADER, self.size - 8):
+            raise self._damaged(f"its header claims {length} bytes, the file has {self.size}")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            metadata = header.pop("__metadata__", {})
+            if not isinstance(metadata, dict):
+                raise TypeError("__metadata__ is no object")
+            entries = [
+                Entry(name, DTYPES[spec["dtype"]], tuple(map(_natural, spec["shape"])), *map(_natural, spec["data_offsets"]))
+                for name, spec in header.items()
+            ]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header is not readable ({type(error).__name__}: {error})") from error
+        at = 0
+        for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+            if entry.begin != at or entry.end - entry.begin != entry.numel * entry.dtype.itemsize:
+                raise self._damaged(f"tensor {entry.name!r} stands at bytes {entry.begin} to {entry.end}, expected a start at {at}")
+            at = entry.end
+        if 8 + length + at != self.size:
+            raise self._damaged(f"its tensors end at byte {8 + length + at}, the file at {self.size}")
+        return metadata, {entry.name: entry for entry in entries}, 8 + length
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from ``start`` on."""
+        entry = self.entries[name]
+        view, at = bytes_view(out), self._data + entry.begin + start * entry.dtype.itemsize
+        if out.dtype != entry.dtype or start < 0 or start + out.numel() > entry.numel:
+            raise ValueError(
+                f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range of them, not {start} +{out.numel()}"
+            )
+        while len(view):
+            count = os.preadv(self._fd, [view[:BLOCK]], at)
+            if count == 0:
+                raise self._damaged(f"it was cut short to {at} bytes while it was read")
+            view, at = view[count:], at + count
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value

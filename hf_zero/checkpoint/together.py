@@ -1,0 +1,59 @@
+"""Work that must succeed on all ranks or fail on all: nobody is left waiting for a rank that raised."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hf_zero.errors import CheckpointError
+
+T = TypeVar("T")
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free space or save into another folder",
+    errno.EDQUOT: "the quota is used up: free space or save into another folder",
+    errno.EACCES: "make the folder writable for this user or choose another one",
+    errno.EPERM: "make the folder writable for this user or choose another one",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.ENOENT: "the folder must be on storage that all ranks share, and nobody may remove it meanwhile",
+    errno.EEXIST: "a file stands where a folder is needed: choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
+    errno.EISDIR: "a folder stands where a file is needed: choose another folder",
+}
+
+
+def told(error: BaseException, path: Any = None) -> str:
+    """One line for ``error``: what was wrong, with which file, and what to do."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        file = error.filename if error.filename is not None else path
+        remedy = _REMEDIES.get(error.errno or 0, "check the storage, then try again")
+        return f"{file}: {error.strerror or error}; {remedy}"
+    return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
+
+
+def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = "") -> list[T]:
+    """Run ``action`` on every rank, exchange the outcomes, and return the results by rank. Collective.
+
+    If it raised anywhere, all ranks raise one CheckpointError that names the ranks and what was wrong there. ``path`` is
+    the file to name where the error itself does not know it; ``after`` is added to the message: what still holds.
+    """
+    cause: BaseException | None = None
+    try:
+        outcome: tuple[bool, Any] = (True, action())
+    except Exception as error:
+        cause, outcome = error, (False, told(error, path))
+    outcomes = comm.all_gather_object(outcome)
+    failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
+    if not failed:
+        return [value for _, value in outcomes]
+    texts = list(dict.fromkeys(failed.values()))
+    if len(failed) == len(outcomes) and len(texts) == 1:
+        message = texts[0]
+    else:
+        shown = list(failed.items())[:4]
+        more = f" (and {len(failed) - len(shown)} more ranks)" if len(failed) > len(shown) else ""
+        message = "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
+    raise CheckpointError(message + (f". {after}" if after else "")) from cause

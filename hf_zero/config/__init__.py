@@ -1,0 +1,26 @@
+"""The configuration of a ZeRO engine: strict, frozen, and each value knows where it came from."""
+
+from hf_zero.config.explaining import ExplainRow
+from hf_zero.config.sections import (
+    Bf16Section,
+    CheckpointSection,
+    Fp16Section,
+    LaunchSection,
+    OptimizerConfig,
+    SchedulerConfig,
+    ZeroSection,
+)
+from hf_zero.config.zero_config import PRESETS, ZeroConfig
+
+__all__ = [
+    "PRESETS",
+    "Bf16Section",
+    "CheckpointSection",
+    "ExplainRow",
+    "Fp16Section",
+    "LaunchSection",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "ZeroSection",
+]

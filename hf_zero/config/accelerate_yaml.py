@@ -1,0 +1,145 @@
+"""Accelerate's YAML: which of its keys concern the engine, what they mean in the DeepSpeed dialect, and which are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.files import load_file
+from hf_zero.config.keys import KEYS
+from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind, choice, integer
+from hf_zero.config.reading import Reading
+from hf_zero.config.rows import Key, Status
+from hf_zero.config.spelling import closest, did_you_mean
+from hf_zero.errors import ConfigError, NotBuiltError
+
+_SECTION = "deepspeed_config"
+
+# Keys of the deepspeed_config section that mean a key of the DeepSpeed dialect.
+TRANSLATED: dict[str, str] = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+
+_LAUNCHER = "read by accelerate launch, which starts the ranks"
+_UNITS = "a transformer block is gathered whole, its experts included"
+
+
+def _launch(path: str, kind: Kind, note: str = _LAUNCHER, keep: bool = False) -> Key:
+    return Key(path, kind, Status.ACTIVE, note, field=f"launch.{path}" if keep else "")
+
+
+_THEIR_OWN = (
+    "additional_args base_job_name command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16 "
+    "dynamo_backend dynamo_config ec2_instance_type enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids iam_role_name image_uri "
+    "machine_rank main_process_ip main_process_port main_training_function megatron_lm_config mpirun_config num_machines "
+    "parallelism_config profile py_version pytorch_version rdzv_backend region sagemaker_inputs_file sagemaker_metrics_file "
+    "same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone transformers_version"
+)
+
+# Keys that Accelerate itself acts on. The ones without a kind of their own are its business, whatever they hold.
+ACCELERATE_KEYS: dict[str, Key] = {
+    key.path: key
+    for key in (
+        _launch("num_processes", integer(-1), "the number of ranks that accelerate launch starts", keep=True),
+        _launch("use_cpu", BOOLEAN, "ranks on CPUs, over gloo", keep=True),
+        _launch("mixed_precision", choice("no", "fp16", "bf16", "fp8"), "switches fp16 or bf16 on", keep=True),
+        _launch(f"{_SECTION}.deepspeed_config_file", PATH, "the file that the values come from"),
+        _launch(f"{_SECTION}.zero3_init_flag", BOOLEAN, "Accelerate passes it to from_pretrained, which then loads into shards"),
+        _launch(f"{_SECTION}.deepspeed_multinode_launcher", TEXT),
+        _launch(f"{_SECTION}.deepspeed_hostfile", PATH),
+        _launch(f"{_SECTION}.deepspeed_exclusion_filter", TEXT),
+        _launch(f"{_SECTION}.deepspeed_inclusion_filter", TEXT),
+        _launch(f"{_SECTION}.deepspeed_moe_layer_cls_names", TEXT, _UNITS),
+        *(_launch(name, ANYTHING) for name in _THEIR_OWN.split()),
+    )
+}
+
+# Sections of the YAML that ask for another engine or for a feature of it.
+_FOREIGN = {"fsdp_config": "FSDP", "megatron_lm_config": "Megatron-LM", "fp8_config": "fp8 training"}
+_MARKS = ("deepspeed_config", "distributed_type", "compute_environment")
+
+
+def is_accelerate(mapping: Mapping[str, Any]) -> bool:
+    """Whether a mapping is an Accelerate configuration rather than a ZeRO one."""
+    return any(mark in mapping for mark in _MARKS)
+
+
+def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
+    """The values of an Accelerate configuration whose distributed_type is DEEPSPEED."""
+    for name in mapping:
+        if name not in ACCELERATE_KEYS:
+            siblings = [key for key in ACCELERATE_KEYS if "." not in key]
+            inside = closest(str(name), TRANSLATED) or closest(str(name), KEYS)
+            if inside and not closest(str(name), siblings):
+                raise ConfigError(
+                    f"{label}: unknown key {name!r} beside Accelerate's own; put {inside[0]!r} under {_SECTION}, or into the file that "
+                    f"{_SECTION}.deepspeed_config_file names"
+                )
+            raise ConfigError(f"{label}: unknown key {name!r}{did_you_mean(str(name), siblings)}")
+    kind = str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
+    if kind != "DEEPSPEED":
+        raise ConfigError(f"{label}: distributed_type = {kind!r} does not train with ZeRO; write distributed_type: DEEPSPEED")
+    for name, what in _FOREIGN.items():
+        if mapping.get(name):
+            raise NotBuiltError(f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; remove the section {name}")
+    for name, size in (mapping.get("parallelism_config") or {}).items():
+        if isinstance(size, int) and size > 1:
+            raise NotBuiltError(
+                f"{label}: parallelism_config.{name} = {size} asks for a parallelism that hf-zero does not provide; write 1 or remove it"
+            )
+
+    reading = Reading()
+    for name, value in mapping.items():
+        if name == "mixed_precision" and value is False:  # YAML's reading of a bare no
+            value = "no"
+        if name != _SECTION:
+            reading.put(name, value, name, label, ACCELERATE_KEYS)
+    section = mapping.get(_SECTION)
+    if section is None:
+        section = {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write {_SECTION}: {{zero_stage: 3}}")
+    _read_section(section, reading, label)
+    _apply_mixed_precision(reading, label)
+    return reading
+
+
+def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> None:
+    own = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
+    for name in section:
+        if name not in TRANSLATED and name not in own:
+            raise ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{did_you_mean(str(name), [*TRANSLATED, *own])}")
+    for name in own:
+        if name in section:
+            reading.put(f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS)
+    path = reading.values.get(f"{_SECTION}.deepspeed_config_file", "none")
+    if path != "none":
+        beside = sorted(set(section) & set(TRANSLATED)) + (["mixed_precision"] if "mixed_precision" in reading.values else [])
+        if beside:
+            raise ConfigError(
+                f"{label}: {beside[0]} stands beside {_SECTION}.deepspeed_config_file = {path!r}, and Accelerate reads the file alone; "
+                f"move it into {path}"
+            )
+        reading.update(Reading().read(load_file(path), f"config file {path}"))
+    for name in TRANSLATED:
+        if name in section and not (name.endswith("nvme_path") and section[name] == "none"):
+            reading.put(TRANSLATED[name], section[name], f"{_SECTION}.{name}", label)
+    if "zero_optimization.stage" not in reading.values:
+        reading.put("zero_optimization.stage", 2, "zero_stage, which Accelerate takes to be 2 when it is not written", label)
+
+
+def _apply_mixed_precision(reading: Reading, label: str) -> None:
+    precision = reading.values.get("mixed_precision")
+    if precision == "fp8":
+        raise NotBuiltError(
+            f"{label}: mixed_precision = 'fp8' asks for fp8 training, which hf-zero does not provide; write bf16, fp16 or no"
+        )
+    if precision in ("bf16", "fp16"):
+        reading.put(f"{precision}.enabled", True, "mixed_precision", label)

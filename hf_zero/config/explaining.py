@@ -1,0 +1,113 @@
+"""How a configuration shows itself: as a mapping of the dialect, as rows with sources, and as text for rank 0's log."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
+from hf_zero.config.keys import KEYS
+from hf_zero.config.reading import AUTO, Reading
+from hf_zero.config.rows import Status
+
+Unset = Literal["omit", "default", "auto"]
+
+# What Accelerate and the Trainer fill in from their arguments where the configuration says "auto".
+FILLED_BY_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+)
+
+
+class ExplainRow(NamedTuple):
+    """One line of ``ZeroConfig.explain()``: what a key is set to, by whom, and what that means here."""
+
+    key: str
+    value: Any
+    source: str
+    note: str
+
+
+def as_dialect(reading: Reading, unset: Unset) -> dict[str, Any]:
+    """The values of a reading as a nested mapping in DeepSpeed's dialect."""
+    flat = {path: value for path, value in reading.values.items() if path in KEYS and value is not None}
+    if unset == "default":
+        for path, key in KEYS.items():
+            if key.field and key.status is Status.ACTIVE and key.default is not None:
+                flat.setdefault(path, key.default)
+    flat.setdefault("zero_optimization.stage", KEYS["zero_optimization.stage"].default)
+    if unset == "auto":
+        chosen = bool(flat.get("fp16.enabled") or flat.get("bf16.enabled"))
+        for path in FILLED_BY_TRAINER:
+            # a precision that was chosen leaves nothing to choose
+            if not (chosen and path.endswith(".enabled")):
+                flat.setdefault(path, AUTO)
+    flat.update(dict.fromkeys(reading.autos, AUTO))
+
+    order = {path: position for position, path in enumerate(KEYS)}
+    nested: dict[str, Any] = {}
+    for path in sorted(flat, key=lambda path: order.get(path, len(order))):
+        *sections, name = path.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        value = flat[path]
+        place[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+    return nested
+
+
+def sources(reading: Reading) -> dict[str, str]:
+    """Where the value of each key that acts, and of each other key that was written, came from."""
+    return {path: reading.sources.get(path, "default") for path, key in KEYS.items() if _acts(path)} | reading.sources
+
+
+def explain(reading: Reading) -> list[ExplainRow]:
+    """A row for every key that acts and for every other key that was written."""
+    rows = []
+    for path, key in [*KEYS.items(), *ACCELERATE_KEYS.items()]:
+        if path in reading.autos:
+            value, note = AUTO, "to be filled in by Accelerate or the Trainer"
+        elif path in reading.values or _acts(path):
+            value, note = reading.values.get(path, key.default), key.note
+            if key.status is Status.INERT:
+                note = f"no effect: {note}"
+            elif key.status is Status.NOT_BUILT:
+                note = f"off; {note}: not built in this version"
+        else:
+            continue
+        rows.append(ExplainRow(path, value, reading.sources.get(path, "default"), note))
+    known = {row.key for row in rows}
+    rows += [
+        ExplainRow(path, AUTO, reading.sources[path], "to be filled in by Accelerate or the Trainer")
+        for path in sorted(reading.autos - known)
+    ]
+    return rows
+
+
+def as_text(rows: list[ExplainRow]) -> str:
+    """Aligned lines: key, value, source, and the note where there is one."""
+    cells = [(row.key, _show(row.value), row.source, row.note) for row in rows]
+    widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
+    lines = ["  ".join([*(text.ljust(width) for text, width in zip(cell, widths)), cell[3]]).rstrip() for cell in cells]
+    return "\n".join(lines)
+
+
+def _acts(path: str) -> bool:
+    return path in KEYS and KEYS[path].status is Status.ACTIVE and bool(KEYS[path].field)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value)) if abs(value) >= 10 else str(value)
+    return (
+        "-"
+        if value is None
+        else ", ".join(value) or "-"
+        if isinstance(value, tuple)
+        else str(dict(value) if isinstance(value, Mapping) else value)
+    )

@@ -1,0 +1,257 @@
+"""Every configuration key hf-zero knows, in one table: what it may hold, and whether it acts, is inert or is not built.
+
+The keys are those of DeepSpeed's JSON dialect, which Accelerate and the Trainer write, and our own. Nothing else is
+accepted: a key that is not here is a mistake of the writer, and the error says which one was likely meant.
+"""
+
+from __future__ import annotations
+
+from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, NAMES, PATH, SECTION, SIZE, SWITCH, TEXT, choice, integer, number
+from hf_zero.config.rows import Key, Status, active, enabled, inert, larger_than_one, switched, unbuilt, under
+
+_UNIT = "a unit, usually one transformer block, is gathered and released whole"
+_MESSAGE = "a unit is one message"
+_OFFLOAD = "read only when a device is set, and offload is not built"
+_NVME = "concerns NVMe offload, which is not built"
+_DEVICE = choice("none", "cpu", "nvme")
+_AIO = {
+    "block_size": COUNT,
+    "queue_depth": COUNT,
+    "intra_op_parallelism": COUNT,
+    "thread_count": COUNT,
+    "single_submit": BOOLEAN,
+    "overlap_events": BOOLEAN,
+    "use_gds": BOOLEAN,
+}
+
+_STAGE = active("zero_optimization.stage", integer(0, 3), 0, "stage", "shards 1: optimizer state, 2: gradients too, 3: parameters too")
+
+_ZERO = under(
+    "zero_optimization",
+    active("stage3_prefetch_bucket_size", SIZE, 50_000_000, "zero.prefetch_bucket_size", "elements gathered ahead of their use"),
+    active("stage3_gather_16bit_weights_on_model_save", BOOLEAN, False, "zero.gather_16bit_weights_on_model_save", "save whole weights"),
+    active("mics_shard_size", integer(-1), -1, "zero.mics_shard_size", "ranks that share one copy (MiCS); -1: all"),
+    inert("overlap_comm", BOOLEAN, "gathers and reductions are always asynchronous", "zero.overlap_comm"),
+    inert("contiguous_gradients", BOOLEAN, "the gradients of a unit always lie in one flat buffer"),
+    inert("reduce_scatter", BOOLEAN, "the stage decides between reduce-scatter and all-reduce"),
+    inert("reduce_bucket_size", SIZE, _MESSAGE, "zero.reduce_bucket_size"),
+    inert("allgather_bucket_size", SIZE, _MESSAGE, "zero.allgather_bucket_size"),
+    inert("allgather_partitions", BOOLEAN, "updated parameters are always all-gathered"),
+    inert("use_multi_rank_bucket_allreduce", BOOLEAN, _MESSAGE),
+    inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU", "zero.round_robin_gradients"),
+    inert("sub_group_size", SIZE, "a chunk is updated as one segment for each optimizer group"),
+    inert("stage3_max_live_parameters", SIZE, f"{_UNIT}; stage3_prefetch_bucket_size bounds what is gathered ahead"),
+    inert("stage3_max_reuse_distance", SIZE, _UNIT),
+    inert("stage3_param_persistence_threshold", SIZE, "small parameters travel with their unit and cost no message"),
+    inert("stage3_model_persistence_threshold", SIZE, "small parameters travel with their unit and cost no message"),
+    inert("stage3_module_granularity_threshold", SIZE, _UNIT),
+    inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
+    inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
+    inert("leaf_module", SECTION, f"{_UNIT}, and holds whole leaf modules"),
+    inert("ignore_unused_parameters", BOOLEAN, "parameters without a gradient always count as zeros"),
+    inert("elastic_checkpoint", BOOLEAN, "every checkpoint resumes on any number of ranks"),
+    inert("grad_hooks", BOOLEAN, "gradients are reduced when their unit ends its backward"),
+    inert("memory_efficient_linear", BOOLEAN, "linear layers are not replaced"),
+    inert("pipeline_loading_checkpoint", BOOLEAN, "each rank reads its own byte ranges"),
+    inert("override_module_apply", BOOLEAN, "Module.apply is left alone"),
+    inert("log_trace_cache_warnings", BOOLEAN, "the order of gathers is recorded once per mode; there is no trace cache"),
+    inert("enable_sanity_checks", BOOLEAN, "ranks always agree on a collective that is new to the recorded order"),
+    inert("save_muon_momentum_buffer_in_memory", BOOLEAN, "concerns the Muon optimizer"),
+    unbuilt("load_from_fp32_weights", BOOLEAN, "16-bit weights as the source of a checkpoint's fp32 masters", True),
+    unbuilt("legacy_stage1", BOOLEAN, "the former stage 1"),
+    unbuilt("cpu_offload", BOOLEAN, "optimizer offload"),
+    unbuilt("cpu_offload_param", BOOLEAN, "parameter offload"),
+    inert("cpu_offload_use_pin_memory", BOOLEAN, _OFFLOAD),
+    *under(
+        "offload_optimizer",
+        unbuilt("device", _DEVICE, "optimizer offload", "none", field="offload_optimizer"),
+        inert("nvme_path", PATH, _OFFLOAD),
+        inert("pin_memory", BOOLEAN, _OFFLOAD),
+        inert("buffer_count", COUNT, _OFFLOAD),
+        inert("pipeline", BOOLEAN, _OFFLOAD),
+        inert("pipeline_read", BOOLEAN, _OFFLOAD),
+        inert("pipeline_write", BOOLEAN, _OFFLOAD),
+        inert("fast_init", BOOLEAN, _OFFLOAD),
+        inert("ratio", number(0), _OFFLOAD),
+        inert("super_offload", BOOLEAN, _OFFLOAD),
+        inert("cpuadam_cores_perc", number(0), _OFFLOAD),
+    ),
+    *under(
+        "offload_param",
+        unbuilt("device", _DEVICE, "parameter offload", "none", field="offload_param"),
+        inert("nvme_path", PATH, _OFFLOAD),
+        inert("pin_memory", BOOLEAN, _OFFLOAD),
+        inert("buffer_count", COUNT, _OFFLOAD),
+        inert("buffer_size", SIZE, _OFFLOAD),
+        inert("max_in_cpu", SIZE, _OFFLOAD),
+    ),
+    *under("aio", *(inert(name, kind, _NVME) for name, kind in _AIO.items())),
+    switched("zenflow", "ZenFlow", asks=bool, off="null"),
+    unbuilt("zero_hpz_partition_size", integer(0), "a second copy of the shards (ZeRO++ hpZ)", 1, 0, field="zero.hpz_partition_size"),
+    unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
+    unbuilt("zero_quantized_nontrainable_weights", BOOLEAN, "quantized frozen weights"),
+    unbuilt("zero_quantized_gradients", BOOLEAN, "quantized reductions (ZeRO++ qgZ)"),
+    switched("zeropp_loco_param", "error feedback for quantized reductions (LoCo)", asks=bool, off="null"),
+    unbuilt("mics_hierarchical_params_gather", BOOLEAN, "hierarchical all-gathers (MiCS)"),
+)
+
+_BATCH = (
+    active("train_batch_size", integer(1), note="samples of one optimizer step: micro × accumulation × ranks"),
+    active("train_micro_batch_size_per_gpu", integer(1), note="samples of one forward on one rank"),
+    active("gradient_accumulation_steps", integer(1), note="micro-batches of one optimizer step"),
+)
+
+_FP16 = under(
+    "fp16",
+    active("enabled", BOOLEAN, False, note="train in float16 with a loss scale"),
+    active("auto_cast", BOOLEAN, False, note="cast floating-point inputs"),
+    active("loss_scale", number(0), 0.0, note="a constant; 0: dynamic"),
+    active("initial_scale_power", COUNT, 16, note="the dynamic scale starts at 2 to this power"),
+    active("loss_scale_window", integer(1), 1000, note="good steps before the scale doubles"),
+    active("hysteresis", integer(1), 2, note="overflows before the scale halves"),
+    active("consecutive_hysteresis", BOOLEAN, False, note="a good step restores the hysteresis"),
+    active("min_loss_scale", number(above=0), 1.0, note="the scale never falls below"),
+    unbuilt("fp16_master_weights_and_grads", BOOLEAN, "master weights in fp16"),
+    # an older way to say bf16; it is translated into bf16.enabled as it is read
+    Key("type", choice("fp16", "float16", "bf16", "bfloat16"), Status.ACTIVE),
+)
+
+_BF16 = under(
+    "bf16",
+    active("enabled", BOOLEAN, False, note="train in bfloat16 with fp32 master weights"),
+    inert("immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"),
+    unbuilt("check_grad_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
+    unbuilt("check_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
+    unbuilt("bf16_master_weights_and_grads", BOOLEAN, "master weights in bf16"),
+    unbuilt("bf16_optimizer_states", BOOLEAN, "optimizer states in bf16"),
+    unbuilt("ddp_bf16", BOOLEAN, "DeepSpeed's DDP mode for bf16"),
+)
+
+_GRADIENTS = (
+    active("gradient_clipping", number(0), 0.0, note="the global norm is clipped to this; 0: never"),
+    active("prescale_gradients", BOOLEAN, False, note="divide gradients before they are summed over ranks"),
+    active("gradient_predivide_factor", number(above=0), 1.0, note="what prescale_gradients divides by beforehand"),
+    active("communication_data_type", DTYPE, note="dtype of reductions; none: that of the gradients"),
+    active("data_types.grad_accum_dtype", DTYPE, None, "gradient_accumulation_dtype", "dtype in which micro-batches are summed"),
+    unbuilt("data_types.param_dtype", DTYPE, "parameters in a dtype other than that of fp16 or bf16", None),
+    unbuilt("data_types.buffer_dtype", DTYPE, "casting buffers, which keep their dtype", None),
+    inert("seq_parallel_communication_data_type", DTYPE, "concerns sequence parallelism"),
+    unbuilt("gradient_allreduce_op", choice("mean", "sum"), "gradients summed over ranks", "mean"),
+    unbuilt("fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"),
+    unbuilt("sparse_gradients", BOOLEAN, "sparse gradients of embeddings"),
+    unbuilt("managed_gradient_accumulation", BOOLEAN, "accumulation that the engine does not manage", True),
+    unbuilt("disable_allgather", BOOLEAN, "broadcasts in place of all-gathers"),
+)
+
+_OPTIMIZER = (
+    active("optimizer.type", TEXT),
+    active("optimizer.params", SECTION),
+    inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
+    active("scheduler.type", TEXT),
+    active("scheduler.params", SECTION),
+    active("elementwise_optimizers", NAMES, (), note="classes of optimizers that you vouch update each element by itself"),
+    inert("zero_allow_untested_optimizer", BOOLEAN, "Accelerate always sets it, so it authorises nothing; use elementwise_optimizers"),
+    inert("zero_force_ds_cpu_optimizer", BOOLEAN, "concerns optimizer offload"),
+)
+
+_RANKS = (
+    active("replicate_size", integer(1), 1, note="copies of the shards: ranks / replicate_size share one"),
+    active("timeout", number(above=0), 1800.0, note="seconds until a silent wait is an error"),
+    active("seed", COUNT, note="seed of what the engine itself draws"),
+    active("dataloader_drop_last", BOOLEAN, False, note="drop an incomplete last batch of training_data"),
+    unbuilt("kernels", SWITCH, "fused kernels", "off", "auto", field="kernels"),
+)
+
+_CHECKPOINT = under(
+    "checkpoint",
+    active("use_node_local_storage", BOOLEAN, False, note="no shared file system; on one machine it changes nothing"),
+    inert("load_universal", BOOLEAN, "every checkpoint resumes on any number of ranks and at any stage"),
+    inert("tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"),
+    inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),
+    inert("checkpoint_serialization", BOOLEAN, "checkpoints are safetensors and JSON"),
+    switched("writer", "DeepSpeed's checkpoint writers", asks=bool, off="null"),
+)
+
+_ACTIVATIONS = under(
+    "activation_checkpointing",
+    inert("partition_activations", BOOLEAN, "divides activations among tensor-parallel ranks, of which there is one"),
+    inert("contiguous_memory_optimization", BOOLEAN, "concerns partitioned activations"),
+    inert("number_checkpoints", COUNT, "concerns partitioned activations"),
+    inert("synchronize_checkpoint_boundary", BOOLEAN, "changes nothing that is computed"),
+    unbuilt("cpu_checkpointing", BOOLEAN, "offload of checkpointed activations"),
+    unbuilt("profile", BOOLEAN, "timing of activation checkpointing"),
+)
+
+_MONITOR = "monitoring by the engine; use the Trainer's report_to"
+_REPORTS = (
+    inert("steps_per_print", INTERVAL, "the Trainer or your own loop reports the loss"),
+    inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
+    inert("log_level", TEXT, "HF_ZERO_LOG_LEVEL sets the level"),
+    inert("vocabulary_size", COUNT, "only asks for a warning about alignment"),
+    inert("timers.throughput.enabled", BOOLEAN, "ZeroCallback reports throughput"),
+    inert("timers.throughput.synchronized", BOOLEAN, "ZeroCallback reports throughput"),
+    unbuilt("wall_clock_breakdown", BOOLEAN, "a breakdown of wall-clock time"),
+    unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
+    switched("comms_logger", "a log of every collective", "verbose prof_all prof_ops debug"),
+    switched("flops_profiler", "a profile of FLOPS", "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    switched("tensorboard", _MONITOR, "output_path job_name"),
+    switched("wandb", _MONITOR, "group team project"),
+    switched("comet", _MONITOR, "samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+    switched("csv_monitor", _MONITOR, "output_path job_name"),
+    switched("monitor", _MONITOR, "tensorboard wandb comet csv_monitor"),
+)
+
+# Sections that are taken as a whole: off, they are accepted; on, they ask for a feature that is not built.
+_FEATURES = (
+    switched("amp", "Apex AMP; use bf16 or fp16"),
+    switched("torch_autocast", "autocast by the engine; use bf16, fp16 or torch.autocast", "dtype lower_precision_safe_modules"),
+    switched("msamp", "MS-AMP (fp8)", "opt_level"),
+    switched("tensor_parallel", "tensor parallelism", asks=larger_than_one("autotp_size", "tp.tp_size"), off='{"autotp_size": 1}'),
+    switched("inference", "the inference engine", asks=larger_than_one("tensor_parallel.tp_size"), off="{}"),
+    unbuilt("sequence_parallel_size", COUNT, "sequence parallelism (Ulysses)", 1, 0),
+    switched("pipeline", "pipeline parallelism", asks=bool, off="{}"),
+    switched("expert_parallel", "expert parallelism"),
+    unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
+    switched("hybrid_engine", "the hybrid engine of training and generation"),
+    switched("compile", "DeepCompile; use torch.compile on the blocks", asks=lambda on: enabled(on) or on.get("deepcompile"), off="{}"),
+    unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs"),
+    switched("sparse_attention", "sparse attention", asks=lambda on: on.get("mode", "fixed") != "dense", off='{"mode": "dense"}'),
+    switched("curriculum_learning", "curriculum learning"),
+    switched("data_efficiency", "data efficiency", "seed data_routing data_sampling"),
+    switched("elasticity", "elastic batch sizes"),
+    switched("autotuning", "autotuning"),
+    switched("compression_training", "compression"),
+    switched("weight_quantization", "quantized weights", asks=bool, off="null"),
+    switched("quantize_training", "quantized training (MoQ)"),
+    switched("eigenvalue", "eigenvalues of the Hessian"),
+    switched("progressive_layer_drop", "progressive layer dropping", "theta gamma"),
+    switched("nebula", "Nebula checkpoints"),
+    switched("datastates_ckpt", "DataStates checkpoints", asks=bool, off="null"),
+)
+
+_GROUPS = ((_STAGE,), _ZERO, _BATCH, _FP16, _BF16, _GRADIENTS, _OPTIMIZER, _RANKS, _CHECKPOINT, _ACTIVATIONS, _REPORTS, _FEATURES)
+
+KEYS: dict[str, Key] = {
+    key.path: key for group in (*_GROUPS, under("aio", *(inert(name, kind, _NVME) for name, kind in _AIO.items()))) for key in group
+}
+
+SECTIONS: frozenset[str] = frozenset(path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == ".")
+
+_STAGE3_FIELDS = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
+    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential gather_16bit_weights_on_model_save"
+)
+
+# Spellings that mean another key: DeepSpeed's former names, the names of its Python fields, and our own keywords.
+ALIASES: dict[str, str] = {
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
+    "zero_optimization.hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3_FIELDS.split()},
+    "stage": "zero_optimization.stage",
+    "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "offload_optimizer": "zero_optimization.offload_optimizer",
+    "offload_param": "zero_optimization.offload_param",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+}

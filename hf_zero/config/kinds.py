@@ -1,0 +1,169 @@
+"""What a configuration value may be: each :class:`Kind` checks a raw JSON or YAML value and brings it to one form.
+
+A kind never guesses: ``"8"`` is not a number and ``1`` is not a boolean. It accepts what the Hugging Face libraries
+write, which is why ``5e8`` counts as an integer and ``torch.bfloat16`` as a name of a dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``expected`` completes the sentence "… is not …"; ``convert`` returns the value's one form or raises ValueError."""
+
+    expected: str
+    convert: Callable[[Any], Any]
+
+
+def integer(low: int | None = None, high: int | None = None) -> Kind:
+    """A whole number in ``[low, high]``; floats without a fraction (``5e8``) are whole numbers too."""
+
+    def convert(value: Any) -> int:
+        if (isinstance(value, numbers.Integral) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer()):
+            whole = int(value)
+        else:
+            raise ValueError(value)
+        if (low is not None and whole < low) or (high is not None and whole > high):
+            raise ValueError(value)
+        return whole
+
+    return Kind("an integer" + _bounds(low, high), convert)
+
+
+def number(low: float | None = None, *, above: float | None = None) -> Kind:
+    """A finite number, at least ``low`` or strictly ``above``."""
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(value)
+        real = float(value)
+        if not math.isfinite(real) or (low is not None and real < low) or (above is not None and real <= above):
+            raise ValueError(value)
+        return real
+
+    return Kind("a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)), convert)
+
+
+def _size(value: Any) -> int:
+    """A bucket size: the fraction that a formula such as 0.9 × hidden² leaves is dropped."""
+    return int(number(0).convert(value))
+
+
+def choice(*options: str) -> Kind:
+    """One of a few words, in any case."""
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in options:
+            raise ValueError(value)
+        return value.lower()
+
+    return Kind("one of " + ", ".join(repr(option) for option in options), convert)
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    if low is None:
+        return ""
+    return f" of at least {low:g}" if high is None else f" from {low:g} to {high:g}"
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _path(value: Any) -> str:
+    if not hasattr(value, "__fspath__"):
+        return _text(value)
+    return str(value)
+
+
+_DTYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "bf16": ("bf16", "bfp16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+}
+
+
+def _dtype(value: Any) -> str:
+    # str() turns a torch.dtype object into its name without importing torch
+    for name, spellings in _DTYPES.items():
+        if not isinstance(value, numbers.Number) and str(value).lower() in spellings:
+            return name
+    raise ValueError(value)
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValueError(value)
+    names = sorted(value) if isinstance(value, (set, frozenset)) else value
+    return tuple(_text(name) for name in names)
+
+
+def _section(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(value)
+    plain: dict[str, Any] = _plain(value)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A copy in the types of JSON, so that a configuration is the same before and after it is written."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError(value)
+        return {key: _plain(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(member) for member in value]
+    if isinstance(value, (str, bool, int, float)) or value is None:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise ValueError(value)
+
+
+def _report_interval(value: Any) -> int | None:
+    """A number of steps; infinity, which Accelerate writes to silence the reports, becomes None."""
+    if isinstance(value, float) and math.isinf(value) and value > 0:
+        return None
+    return int(integer(1).convert(value))
+
+
+def _switch(value: Any) -> str:
+    """``off``, ``on`` or ``auto``; YAML reads the bare words off and on as booleans."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value not in ("off", "auto", "on"):
+        raise ValueError(value)
+    return str(value)
+
+
+BOOLEAN = Kind("true or false", _boolean)
+TEXT = Kind("a non-empty string", _text)
+PATH = Kind("a path", _path)
+DTYPE = Kind("one of 'fp32', 'bf16', 'fp16'", _dtype)
+NAMES = Kind("a list of names", _names)
+SECTION = Kind("a section of keys and plain values", _section)
+INTERVAL = Kind("a positive number of steps or infinity", _report_interval)
+SWITCH = Kind("one of 'off', 'auto', 'on'", _switch)
+ANYTHING = Kind("any value", _anything)
+COUNT = integer(0)
+SIZE = Kind("a number of elements of at least 0", _size)

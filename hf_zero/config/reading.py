@@ -1,0 +1,192 @@
+"""From raw mappings to checked values: each key is looked up in the table, converted, judged, and remembers where it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.rows import Key, Status
+from hf_zero.config.spelling import closest, did_you_mean
+from hf_zero.errors import ConfigError, NotBuiltError
+
+AUTO = "auto"
+
+
+@dataclass
+class Reading:
+    """Values by their path in the table.
+
+    ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and ``filled`` are those
+    that nobody wrote: a resolve for some number of ranks computed them.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    autos: set[str] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+
+    def read(self, mapping: Mapping[str, Any], label: str) -> Reading:
+        """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings replace earlier ones."""
+        own = Reading()
+        own._walk({key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label)
+        # TRL adds dotted keys to a config that may hold the same key in its section: the added one is meant
+        for key, value in mapping.items():
+            if "." in str(key):
+                dotted = Reading()
+                dotted._take(_canonical(key), key, value, label)
+                own.update(dotted)
+        own._settle(mapping, label)
+        self.update(own)
+        return self
+
+    def put(self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS) -> None:
+        """Take in one value that stands under another name, ``written``, in its file."""
+        self._judge(keys[path], value, written, label)
+
+    def update(self, other: Reading) -> None:
+        """Replace values by those of ``other``."""
+        for path in [*other.values, *other.autos]:
+            self.discard(path)
+        self.values.update(other.values)
+        self.autos |= other.autos
+        self.sources.update(other.sources)
+        self.filled |= other.filled
+
+    def discard(self, path: str) -> None:
+        """Forget a value and, of a section, the members that are "auto"."""
+        self.values.pop(path, None)
+        self.filled.discard(path)
+        for gone in [name for name in self.sources if name == path or name.startswith(f"{path}.")]:
+            self.autos.discard(gone)
+            del self.sources[gone]
+
+    def fill(self, path: str, value: Any, source: str) -> Any:
+        """Set a value that nobody wrote."""
+        self.values[path], self.sources[path] = value, source
+        self.filled.add(path)
+        return value
+
+    def _walk(self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str) -> None:
+        for key, value in mapping.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{label}: {written_prefix}{key!r} is not a name; keys are strings")
+            self._take(_canonical(prefix + key), written_prefix + key, value, label)
+
+    def _take(self, path: str, written: str, value: Any, label: str) -> None:
+        if path in KEYS:
+            self._judge(KEYS[path], value, written, label)
+        elif path not in SECTIONS:
+            raise _unknown(written, path, label)
+        elif isinstance(value, Mapping):
+            self._walk(value, path + ".", written + ".", label)
+        elif isinstance(value, str) and written in ("offload_optimizer", "offload_param"):
+            self._judge(KEYS[path + ".device"], value, written, label)
+        elif value is not None:
+            example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
+            raise ConfigError(
+                f"{label}: {written} = {value!r} is not a section of keys and values; write {{{written!r}: {{{example!r}: …}}}}"
+            )
+
+    def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
+        path, source = key.path, label if label == "keyword" else f"{label}: {written}"
+        if value is None and path != "zero_optimization.stage":
+            return
+        if value == AUTO and path not in ("zero_optimization.stage", "kernels"):
+            self.autos.add(path)
+            self.sources[path] = source
+            return
+        try:
+            converted = key.kind.convert(value)
+        except ValueError:
+            raise ConfigError(
+                f"{label}: {written} = {value!r} ({type(value).__name__}) is not {key.kind.expected}; write {key.kind.expected}"
+            ) from None
+        if isinstance(converted, dict):
+            self._check_members(key, converted, written, label)
+            for name in [name for name, member in converted.items() if member == AUTO]:
+                self.autos.add(f"{path}.{name}")
+                self.sources[f"{path}.{name}"] = f"{source}.{name}"
+                del converted[name]
+        if key.asks(converted):
+            feature, _, advice = key.note.partition("; ")
+            raise NotBuiltError(
+                f"{label}: {written} = {value!r} asks for {feature}, which this version of hf-zero does not provide; "
+                f"{advice + ', and ' if advice else ''}remove the key or write {key.off}"
+            )
+        if path in self.values and self.values[path] != converted:
+            raise ConfigError(
+                f"{label}: {written} = {value!r} contradicts {self.sources[path]} = {self.values[path]!r}: both mean {path}; remove one of them"
+            )
+        self.values[path] = converted
+        self.sources[path] = source
+
+    @staticmethod
+    def _check_members(key: Key, section: dict[str, Any], written: str, label: str) -> None:
+        for name, value in section.items():
+            if key.members is not None and name not in key.members:
+                raise ConfigError(
+                    f"{label}: unknown key {f'{written}.{name}'!r}{did_you_mean(name, [f'{written}.{member}' for member in key.members])}"
+                )
+            # a section that is off is not looked into, so a misspelt switch must not pass for "off"
+            if key.status is Status.NOT_BUILT and isinstance(value, bool) and name != "enabled" and closest(name, ["enabled"]):
+                raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}; did you mean '{written}.enabled'?")
+
+    def _settle(self, mapping: Mapping[str, Any], label: str) -> None:
+        for section in ("optimizer", "scheduler"):
+            # TRL writes {"type": None} to say that there is none
+            if f"{section}.params" in self.values and "type" not in mapping.get(section, {"type": None}):
+                raise ConfigError(f"{label}: {section} names no type; write {section}: {{type: …, params: {{…}}}} or remove the section")
+        if str(self.values.get("fp16.type", "")).startswith("b"):
+            self._rename("fp16.enabled", "bf16.enabled")
+        self.discard("fp16.type")
+
+    def _rename(self, old: str, new: str) -> None:
+        if old in self.values:
+            self.values[new] = self.values.pop(old)
+            self.sources[new] = self.sources.pop(old)
+        if old in self.autos:
+            self.autos.remove(old)
+            self.autos.add(new)
+            self.sources[new] = self.sources.pop(old)
+
+    def forget_autos(self, source: str) -> None:
+        """Let what is still "auto" take its default, except a precision: a model cannot be evaluated in an unknown one."""
+        for path in self.autos - {"fp16.enabled", "bf16.enabled"}:
+            self.autos.discard(path)
+            self.sources[path] = source
+
+    def refuse_autos(self) -> None:
+        """Raise if a value is still "auto", naming each key and what to write."""
+        if self.autos:
+            lines = [f"  {path} ({self.sources[path]}): write {_expected(path)}" for path in sorted(self.autos)]
+            raise ConfigError(
+                "these keys are still 'auto', which only Accelerate or the Trainer can fill in, from the arguments and the model:\n"
+                + "\n".join(lines)
+                + "\nor remove them to take the default"
+            )
+
+
+def _canonical(written: str) -> str:
+    """The table's path for a written one: aliases are resolved part by part, sections included."""
+    path = ""
+    for part in written.split("."):
+        path = f"{path}.{part}" if path else part
+        path = ALIASES.get(path, path)
+    return path
+
+
+def _expected(path: str) -> str:
+    return KEYS[path].kind.expected if path in KEYS else "a value"
+
+
+def _unknown(written: str, path: str, label: str) -> ConfigError:
+    section = path.rpartition(".")[0]
+    known = [*KEYS, *SECTIONS, *ALIASES]
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    name = written.rpartition(".")[2]
+    elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    found = elsewhere or closest(name, siblings) or closest(name, known)
+    hint = did_you_mean(name, found or siblings)
+    return ConfigError(f"{label}: unknown key {written!r}{hint}")

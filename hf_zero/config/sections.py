@@ -1,0 +1,83 @@
+"""The parts of a ZeroConfig, each a small frozen dataclass; their fields are rows of the table in :mod:`hf_zero.config.keys`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ZeroSection:
+    """How shards are gathered; sizes in elements. A field that is None was not written and has no effect if it is."""
+
+    prefetch_bucket_size: int = 50_000_000
+    gather_16bit_weights_on_model_save: bool = False
+    mics_shard_size: int = -1
+    hpz_partition_size: int = 1
+    overlap_comm: bool | None = None
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
+    round_robin_gradients: bool | None = None
+
+
+@dataclass(frozen=True)
+class Fp16Section:
+    """Training in float16 with a loss scale: dynamic when ``loss_scale`` is 0, else that constant."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Bf16Section:
+    """Training in bfloat16 with fp32 master weights."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer by name; ``params`` are its keyword arguments."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning-rate schedule by name; ``params`` are its keyword arguments."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """How checkpoints are written."""
+
+    use_node_local_storage: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchSection:
+    """What an Accelerate YAML says about the ranks; None where it says nothing."""
+
+    num_processes: int | None = None
+    use_cpu: bool | None = None
+    mixed_precision: str | None = None
+
+
+SECTIONS: dict[str, Any] = {
+    "zero": ZeroSection,
+    "fp16": Fp16Section,
+    "bf16": Bf16Section,
+    "checkpoint": CheckpointSection,
+    "launch": LaunchSection,
+}
+NAMED: dict[str, Any] = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}

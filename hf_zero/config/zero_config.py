@@ -1,0 +1,258 @@
+"""ZeroConfig: the strict, frozen configuration of a ZeRO engine, and where each of its values came from.
+
+One configuration reads three dialects: DeepSpeed's JSON, an Accelerate YAML, and our own keyword arguments. A key is
+acted on, or accepted with the reason why it has no effect, or refused: see :mod:`hf_zero.config.keys`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from hf_zero.config import explaining, resolving
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
+from hf_zero.config.explaining import ExplainRow, Unset
+from hf_zero.config.files import load_file, load_text
+from hf_zero.config.keys import KEYS
+from hf_zero.config.reading import Reading
+from hf_zero.config.sections import (
+    NAMED,
+    SECTIONS,
+    Bf16Section,
+    CheckpointSection,
+    Fp16Section,
+    LaunchSection,
+    OptimizerConfig,
+    SchedulerConfig,
+    ZeroSection,
+)
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.errors import ConfigError
+
+PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclass(frozen=True, init=False)
+class ZeroConfig:
+    """Configuration of a ZeRO engine.
+
+    Batch sizes are None until :meth:`resolve` has seen the number of ranks. ``timeout`` is in seconds, sizes are in
+    elements. Raises :class:`ConfigError` for a key or value that cannot be used, and :class:`NotBuiltError` for one
+    that asks for a feature this version lacks.
+    """
+
+    stage: int
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float
+    zero: ZeroSection
+    fp16: Fp16Section
+    bf16: Bf16Section
+    optimizer: OptimizerConfig | None
+    scheduler: SchedulerConfig | None
+    prescale_gradients: bool
+    gradient_predivide_factor: float
+    communication_data_type: str | None
+    gradient_accumulation_dtype: str | None
+    elementwise_optimizers: tuple[str, ...]
+    replicate_size: int
+    timeout: float
+    seed: int | None
+    kernels: str
+    offload_optimizer: str
+    offload_param: str
+    checkpoint: CheckpointSection
+    dataloader_drop_last: bool
+    launch: LaunchSection = field(init=False, compare=False)
+    world_size: int | None = field(init=False, compare=False)
+    _reading: Reading = field(init=False, compare=False, repr=False)
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        train_batch_size: int | None = None,
+        train_micro_batch_size_per_gpu: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        gradient_clipping: float | None = None,
+        zero: ZeroSection | Mapping[str, Any] | None = None,
+        fp16: bool | Fp16Section | Mapping[str, Any] | None = None,
+        bf16: bool | Bf16Section | Mapping[str, Any] | None = None,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+        scheduler: SchedulerConfig | Mapping[str, Any] | None = None,
+        prescale_gradients: bool | None = None,
+        gradient_predivide_factor: float | None = None,
+        communication_data_type: Any = None,
+        gradient_accumulation_dtype: Any = None,
+        elementwise_optimizers: Sequence[str] | None = None,
+        replicate_size: int | None = None,
+        prefetch_bucket_size: float | None = None,
+        timeout: float | None = None,
+        seed: int | None = None,
+        kernels: str | None = None,
+        offload_optimizer: str | Mapping[str, Any] | None = None,
+        offload_param: str | Mapping[str, Any] | None = None,
+        checkpoint: CheckpointSection | Mapping[str, Any] | None = None,
+        dataloader_drop_last: bool | None = None,
+        **unknown: Any,
+    ):
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown") and value is not None}
+        if unknown:
+            name = next(iter(unknown))
+            code = ZeroConfig.__init__.__code__
+            known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            raise ConfigError(f"keyword: unknown key {name!r}{did_you_mean(name, known)}")
+        self._fill(Reading().read(_as_dialect(given | {"stage": stage}), "keyword"), None)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, source: str = "config dict", allow_auto: bool = False) -> ZeroConfig:
+        """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
+
+        With ``allow_auto`` values may be "auto": they count as their defaults until :meth:`override` sets them, and
+        :meth:`resolve` refuses those that are left.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source} is {type(values).__name__}, not keys and values; pass a dict")
+        reading = read_accelerate(values, source) if is_accelerate(values) else Reading().read(values, source)
+        if not allow_auto:
+            reading.refuse_autos()
+        return cls._of(reading)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, allow_auto: bool = False) -> ZeroConfig:
+        """Read a JSON or YAML file in any of the dialects of :meth:`from_dict`."""
+        return cls.from_dict(load_file(path), source=f"config file {os.fspath(path)}", allow_auto=allow_auto)
+
+    @classmethod
+    def coerce(cls, value: Any, *, allow_auto: bool = False) -> ZeroConfig:
+        """Read what a caller may hold: a ZeroConfig, a dict, a path, a JSON string or a preset ("zero0" … "zero3")."""
+        if isinstance(value, ZeroConfig):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value, allow_auto=allow_auto)
+        if isinstance(value, str) and value in PRESETS:
+            return cls._of(Reading().read({"stage": PRESETS[value]}, f"preset {value}"))
+        if isinstance(value, str) and not os.path.exists(value):
+            text = load_text(value)
+            if text is not None:
+                return cls.from_dict(text, source="config string", allow_auto=allow_auto)
+            if os.sep not in value and "." not in value:
+                raise ConfigError(f"{value!r} is no file, no JSON and no preset; pass a path, or one of the presets {', '.join(PRESETS)}")
+        if isinstance(value, (str, os.PathLike)):
+            return cls.from_file(value, allow_auto=allow_auto)
+        raise ConfigError(
+            f"a configuration cannot be a {type(value).__name__}; pass a ZeroConfig, a dict, a path, a JSON string or one of the presets "
+            f"{', '.join(PRESETS)}"
+        )
+
+    def override(self, values: Mapping[str, Any], source: str) -> ZeroConfig:
+        """This configuration with ``values``, keys of the dialect, in place of its own; ``source`` says who set them."""
+        return self._of(self._copy().read(values, source), self.world_size)
+
+    def resolve(self, world_size: int, *, require_batch_size: bool = False, training: bool = True) -> ZeroConfig:
+        """The configuration for ``world_size`` ranks: batch sizes are integers that agree, and nothing is "auto".
+
+        Without any batch size a micro-batch counts as 1 sample, since a loop that brings its own batches needs none;
+        ``require_batch_size`` makes that an error. An engine without an optimizer (``training`` false: TRL's reference
+        models) may be given a configuration that the Trainer has not finished: what is "auto" there takes its default.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(f"world_size = {world_size!r} is not a number of ranks; pass an integer of at least 1")
+        reading = self._copy()
+        resolving.resolve(reading, world_size, require_batch_size, training)
+        return self._of(reading, world_size)
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The dtype of forward and backward."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def autos(self) -> frozenset[str]:
+        """Keys whose value is still "auto"."""
+        return frozenset(self._reading.autos)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value came from, by its key in the dialect: "default", "keyword", a file and key, or "computed: …"."""
+        return explaining.sources(self._reading)
+
+    def to_dict(self, unset: Unset = "omit") -> dict[str, Any]:
+        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`.
+
+        ``unset`` says what becomes of keys that nobody set: left out, written with their "default", or, for those
+        that Accelerate and the Trainer fill in from their own arguments, written as "auto".
+        """
+        return explaining.as_dialect(self._reading, unset)
+
+    def explain(self) -> list[ExplainRow]:
+        """A row (key, value, source, note) for every key that acts and for every other key that was written."""
+        return explaining.explain(self._reading)
+
+    def describe(self) -> str:
+        """The rows of :meth:`explain` as aligned text, for a log."""
+        return explaining.as_text(self.explain())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A top-level value in DeepSpeed's dialect, as the Hugging Face libraries ask an engine's config for it."""
+        return self.to_dict("default").get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.to_dict("default")[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.to_dict("default")
+
+    @classmethod
+    def _of(cls, reading: Reading, world_size: int | None = None) -> ZeroConfig:
+        config = object.__new__(cls)
+        config._fill(reading, world_size)
+        return config
+
+    def _copy(self) -> Reading:
+        copy = Reading()
+        copy.update(self._reading)
+        return copy
+
+    def _fill(self, reading: Reading, world_size: int | None) -> None:
+        """Set every field from the values of ``reading`` and the table's defaults."""
+        table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
+        values: dict[str, Any] = {key.field: reading.values.get(path, key.default) for path, key in table if key.field}
+        for name, section in SECTIONS.items():
+            values[name] = section(**{item.name: values[f"{name}.{item.name}"] for item in fields(section)})
+        for name, named in NAMED.items():
+            kind, params = values[f"{name}.type"], values[f"{name}.params"]
+            values[name] = None if kind is None else named(kind, dict(params or {}))
+        values |= {"world_size": world_size, "_reading": reading}
+        for item in fields(self):
+            object.__setattr__(self, item.name, values[item.name])
+        self._check()
+
+    def _check(self) -> None:
+        sources = self.sources
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ConfigError(
+                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled ({sources['bf16.enabled']}) are both true, but a model trains in "
+                "one precision; set one of them to false"
+            )
+        norm = self.optimizer.params.get("max_grad_norm") if self.optimizer else None
+        if norm:
+            raise ConfigError(
+                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no argument of an optimizer; "
+                f"write gradient_clipping: {norm!r}"
+            )
+
+
+def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as a mapping of the dialect: sections from dataclasses, and ``True`` for a precision."""
+    mapping: dict[str, Any] = {}
+    for name, value in given.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            value = {item.name: getattr(value, item.name) for item in fields(value) if getattr(value, item.name) is not None}
+        if name in ("fp16", "bf16") and isinstance(value, bool):
+            value = {"enabled": value}
+        mapping["zero_optimization" if name == "zero" else name] = value
+    return mapping

@@ -1,0 +1,66 @@
+"""Whole models out of shards: one unit gathered at a time, copied to the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_zero.core.layout import Slot
+from hf_zero.core.unit import Flat, Unit
+
+
+def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
+    if unit.sharded:
+        engine.schedule.pin(unit)
+    try:
+        for flat in unit.flats:
+            for slot in flat.layout.slots:
+                yield flat, slot, flat.views[slot.name]
+    finally:
+        if unit.sharded:
+            engine.schedule.unpin(unit)
+
+
+@torch.no_grad()
+def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(first name, whole tensor on the CPU) of every parameter; floating ones cast to ``dtype``. Collective."""
+    for unit in engine.units:
+        for _, slot, view in _gathered(engine, unit):
+            yield slot.name, _copy(view, dtype)
+
+
+def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    kind = dtype if dtype is not None and view.is_floating_point() else view.dtype
+    return torch.empty(view.shape, dtype=kind).copy_(view)
+
+
+@torch.no_grad()
+def whole_state_dict(engine: Any, everywhere: bool = True, exclude_frozen: bool = False) -> dict[str, Any] | None:
+    """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other than 0 unless ``everywhere``.
+
+    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train. Collective.
+    """
+    wanted = everywhere or engine.global_rank == 0
+    values: dict[str, torch.Tensor] = {}
+    frozen: set[str] = set()
+    for unit in engine.units:
+        for flat, slot, view in _gathered(engine, unit):
+            if not flat.trainable:
+                frozen.add(slot.name)
+            if wanted and not (exclude_frozen and not flat.trainable):
+                values[slot.name] = _copy(view, None)
+    if not wanted:
+        return None
+    state: dict[str, Any] = {}
+    for prefix, module in engine.module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            first = engine.aliases.get(dot + name, dot + name)
+            if parameter is not None and first in values:
+                state[dot + name] = values[first]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[dot + name] = buffer.detach().to("cpu")
+    return state

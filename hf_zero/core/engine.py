@@ -1,0 +1,478 @@
+"""The engine: a model whose parameters, gradients and optimizer state are sharded, with the training step around it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core import comm as comms
+from hf_zero.core.comm import Comm
+from hf_zero.core.consolidate import consolidated, whole_state_dict
+from hf_zero.core.grads import GradientReducer, squared_norm
+from hf_zero.core.guards import ModuleGuards, refuse_foreign_step
+from hf_zero.core.hooks import Hooks
+from hf_zero.core.materialize import partition
+from hf_zero.core.policy import POLICIES
+from hf_zero.core.precision import LossScaler, Scaling
+from hf_zero.core.schedule import Schedule
+from hf_zero.core.tree import map_tensors, tensors_in
+from hf_zero.core.unit import Flat
+from hf_zero.core.wrap import cut
+from hf_zero.errors import PartitionError
+from hf_zero.optim.elementwise import check
+from hf_zero.optim.segments import BoundOptimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_guarding: list[Any] = []  # the one process-wide hook on optimizer steps
+
+
+@dataclass
+class Counters:
+    """How far training is."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed to ``engine.backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        factor = ctx.factor()
+        return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
+
+
+class Engine(nn.Module):
+    """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
+
+    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
+    rank; the engine averages over the accumulation window and over ranks, and scales for fp16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.module = model
+        self.config = config
+        self.stage = config.stage
+        self.device = device or comms.default_device()
+        self.optimizer: Any = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.counters = Counters()
+        self.scaler = LossScaler.from_config(config)
+        self._policy = POLICIES[config.stage]
+        self.comm = Comm(self._policy.shards(comms.get_world_size(), config.replicate_size), self.device, config.timeout)
+        self.global_rank, self.world_size, self.local_rank = self.comm.rank, self.comm.world, comms.get_local_rank()
+        self.shard_rank, self.shard_world = self.comm.shard.rank, self.comm.shard.size
+        self._accumulation = int(config.gradient_accumulation_steps)
+        self._boundary: bool | None = None  # set from outside
+        self._micro = 0  # micro-batches since the last step
+        self._syncs = True
+        self._scaled = False  # the loss scale is in the gradient of the backward under way
+        self._weight: float | None = None
+        self._norm: torch.Tensor | None = None
+        self._applied = False
+        self._build(model, optimizer)
+        if not _guarding:
+            _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
+
+    def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        config = self.config
+        cuts, self.aliases = cut(model)
+        given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
+        self.param_dtypes = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()}
+        groups: dict[int, int] = {}
+        if optimizer is not None:
+            check(optimizer, config.elementwise_optimizers)
+            groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            self._refuse_strangers(optimizer, {id(p) for p in given.values()})
+        group_of = {name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad}
+        accumulate = config.gradient_accumulation_dtype
+        self.units = partition(
+            model, cuts, group_of, self._policy, self.comm, self.device, config.precision, DTYPES[accumulate] if accumulate else None
+        )
+        self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
+        for flat in self.flats:
+            flat.engine = weakref.ref(self)
+        self._training = [flat for flat in self.flats if flat.trainable]
+        self.bound = BoundOptimizer(optimizer, self._training, group_of, given) if optimizer is not None else None
+        item = max((flat.dtype.itemsize for flat in self.flats), default=4)
+        self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item)
+        scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
+        wire = config.communication_data_type
+        self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None)
+        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, self._backward_ends)
+        self._guards = ModuleGuards(model, self.units, self.schedule)
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign, assignment]
+        self._scaling_hook = model.register_forward_hook(self._scale_outputs) if config.precision == "fp16" else None
+        if optimizer is not None:
+            self._take_over(optimizer)
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+        strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise PartitionError(
+                f"the optimizer holds {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}); "
+                "build it from model.parameters() of the model given to initialize, after the model has its final parameters"
+            )
+
+    def _take_over(self, optimizer: Any) -> None:
+        """Steps of the user's object become steps of the engine; its groups stay live."""
+        engine = weakref.ref(self)
+
+        def step(closure: Any = None) -> None:
+            if closure is not None:
+                raise PartitionError("optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it")
+            owner = engine()
+            if owner is not None:
+                owner.step()
+
+        def add_param_group(group: Any) -> None:
+            raise PartitionError("add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again")
+
+        optimizer.step, optimizer.add_param_group = step, add_param_group
+        optimizer.zero_grad = lambda set_to_none=True: None if engine() is None else engine().zero_grad()  # type: ignore[union-attr]
+        optimizer.overflow = False
+        self._publish_scale()
+
+    def _publish_scale(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
+
+    # ---- forward and backward ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.precision == "fp16" and self.config.fp16.auto_cast:
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
+        return self.module(*args, **kwargs)
+
+    def _scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not tensors or not torch.is_grad_enabled() or self._hooks.in_backward:
+            return None
+        wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)
+        replaced = dict(zip(map(id, tensors), wrapped))
+        return map_tensors(output, lambda tensor: replaced.get(id(tensor), tensor))
+
+    def _missing_scale(self) -> float:
+        if self._scaled:
+            return 1.0
+        self._scaled = True
+        return self.scaler.scale
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backpropagate the loss of a micro-batch: a scalar, unscaled.
+
+        ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens of the window) already.
+        """
+        if loss.numel() != 1:
+            raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
+        self._weight = None if scale_wrt_gas else 1.0
+        self._scaled = True
+        try:
+            (loss * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
+        finally:
+            self._weight, self._scaled = None, False
+        return loss
+
+    def _backward_begins(self) -> None:
+        weight = 1.0 / self._accumulation if self._weight is None else self._weight
+        self._reducer.weight = weight if self._scaled else weight * self.scaler.scale
+        self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
+
+    def _backward_ends(self) -> None:
+        if self._weight is None:
+            self._scaled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank, to be reduced with a later one. Stages 0 and 1 only."""
+        if self._policy.reduces_every_backward:
+            raise PartitionError(f"no_sync cannot be used at stage {self.stage}, whose gradients are sharded in every backward; use stage 0 or 1, or drop it")
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say from outside whether the next backward ends the accumulation window; it holds until said otherwise."""
+        self._boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward under way, or the next, ends the accumulation window."""
+        return self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards have left unreduced (collective); a step does this by itself."""
+        self._reducer.reduce_windows()
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere: count the micro-batch.
+
+        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
+        """
+        self.counters.micro_steps += 1
+        self.counters.global_samples += int(self.config.train_micro_batch_size_per_gpu) * self.world_size
+        self._applied = False
+        if not self._syncs:
+            raise PartitionError("step() inside no_sync() would use gradients that are not reduced; leave the no_sync block first")
+        if not self.is_gradient_accumulation_boundary():
+            self._micro += 1
+            return
+        if self.bound is None:
+            raise PartitionError("step() needs an optimizer; pass one to hf_zero.initialize or name one in the config")
+        self._reducer.reduce_windows()
+        if self._training and not any(flat.reduced for flat in self._training):
+            raise PartitionError("step() without a backward since the last step; call engine.backward(loss) first")
+        self._micro = 0
+        overflow = self._update()
+        self._reducer.clear()
+        self.scaler.update(overflow)
+        if self.optimizer is not None:
+            self.optimizer.overflow = overflow
+        self._publish_scale()
+        self.counters.global_steps += 1
+        self.counters.skipped_steps += overflow
+        self._applied = not overflow
+        if self.lr_scheduler is not None and not overflow:
+            self.lr_scheduler.step()
+
+    def _update(self) -> bool:
+        """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
+        assert self.bound is not None
+        grads = [flat.grad for flat in self._training if flat.grad is not None]
+        total = squared_norm(grads, self.comm, self.device)
+        scale, limit = self.scaler.scale, float(self.config.gradient_clipping or 0.0)
+        self._norm = total.sqrt() / scale
+        if self.config.precision == "fp16" and not bool(torch.isfinite(total)):
+            return True
+        divisor = None
+        if limit > 0.0:
+            divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)
+        elif scale != 1.0:
+            divisor = torch.full((), scale, device=self.device)
+        self.bound.step(divisor)
+        self.refresh_params()
+        return False
+
+    @torch.no_grad()
+    def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
+        """Bring parameters up to date with the masters (collective): cast into shards; gather where they are whole."""
+        chosen = self.flats if flats is None else list(flats)
+        for flat in chosen:
+            if flat.master is not None:
+                flat.store_shard(flat.master)
+        handles = []
+        for flat in chosen:
+            if not flat.sharded and flat.layout.shards > 1:
+                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], flat.key, flat.number))
+        for handle in handles:
+            handle.wait()
+        for unit in dict.fromkeys(flat.unit for flat in chosen):
+            if unit.index in self.schedule.gathered:
+                unit.launch_gather()  # pinned across the step: its whole values are those of before
+                unit.finish_gather()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of the accumulation window too."""
+        self._reducer.clear()
+
+    # ---- whole values ----
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any] | None:  # type: ignore[override]
+        """The consolidated model's state dict, as the bare model's. ``rank0_only``: others get None, and hold one unit at a time."""
+        if rank0_only:
+            return whole_state_dict(self, everywhere=False)
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters on the CPU, one unit at a time, under their first names (collective: exhaust it on every rank)."""
+        return consolidated(self, dtype)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+        """Write the consolidated model in its working precision to one file, from rank 0. Always True."""
+        from hf_zero.checkpoint import save_whole
+
+        save_whole(self, save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md."""
+        from hf_zero import checkpoint
+
+        checkpoint.save(self, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **unused: Any,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path, client_state)."""
+        from hf_zero import checkpoint
+
+        if unused:
+            raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
+        return checkpoint.load(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+
+    # ---- questions ----
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return int(self.config.train_micro_batch_size_per_gpu)
+
+    def train_batch_size(self) -> int:
+        return int(self.config.train_batch_size)
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step."""
+        return 0.0 if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights: False between boundaries and after an overflow."""
+        return self._applied
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision == "bf16"
+
+    def zero_optimization(self) -> bool:
+        return self.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self.config.zero.gather_16bit_weights_on_model_save)
+
+    @property
+    def global_steps(self) -> int:
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.counters.skipped_steps
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of state on this rank now: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
+        seen: dict[int, int] = {}
+        kinds: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+
+        def add(kind: str, tensor: torch.Tensor | None) -> None:
+            if tensor is None or not tensor.numel():
+                return
+            if seen.setdefault(tensor.data_ptr(), tensor.nbytes) == tensor.nbytes and tensor.data_ptr() not in counted:
+                counted.add(tensor.data_ptr())
+                kinds[kind] += tensor.nbytes
+
+        counted: set[int] = set()
+        for flat in self.flats:
+            add("parameters", flat.shard if flat.sharded else flat.full)
+            if flat.trainable:
+                add("gradients", flat.window if flat.window is not None else flat.grad)
+                if flat.dtype in (torch.bfloat16, torch.float16):
+                    add("optimizer", flat.master)
+                if self.bound is not None:
+                    for name, tensor in self.bound.tensors(flat).items():
+                        if name != "master":
+                            add("optimizer", tensor)
+        return kinds
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
+        for unit in self.units[1:]:
+            unit.module.forward = torch.compile(unit.module.forward, *args, **kwargs)  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+    def destroy(self) -> None:
+        """Take the engine off the model. Parameters that are whole stay usable; sharded ones stay released. Idempotent."""
+        self._hooks.remove()
+        self._guards.remove()
+        if self._scaling_hook is not None:
+            self._scaling_hook.remove()
+        self.module.__dict__.pop("zero_grad", None)
+        for flat in self.flats:
+            flat.disown()
+            flat.master = flat.grad = flat.window = flat.held = None
+        for name in ("step", "add_param_group", "zero_grad"):
+            if self.optimizer is not None:
+                self.optimizer.__dict__.pop(name, None)
+        self.bound = None
+        self.comm.watch.close()
+
+
+def counters_to_json(counters: Counters) -> dict[str, int]:
+    return asdict(counters)
+
+
+

@@ -1,0 +1,183 @@
+"""Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the ``safe_*`` functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core import comm
+from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.core.unit import Flat, Unit
+from hf_zero.errors import PartitionError
+
+
+def _engine_of(flat: Flat) -> Any:
+    return flat.engine()
+
+
+def _flatten(params: Any) -> list[torch.Tensor]:
+    if params is None:
+        return []
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, dict):
+        params = params.values()
+    return [tensor for item in params for tensor in _flatten(item)]
+
+
+class GatheredParameters:
+    """Context in which ``params`` are whole and readable on every rank.
+
+    Args:
+        params: a parameter, an iterable of them (None entries are skipped), or a module.
+        modifier_rank: the global rank whose changes are kept: on leaving, its values reach every rank and the master
+            weights. With None, what was written is dropped (sharded parameters) or stays local.
+        fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
+        enabled: False makes this a context that does nothing.
+
+    All ranks must enter and leave together. Parameters that no engine owns are whole already; with a modifier rank they
+    are broadcast, too. Contexts nest.
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True):
+        del fwd_module
+        self._params = _flatten(params) if enabled else []
+        self._modifier = modifier_rank
+        self._units: dict[Unit, Any] = {}
+        if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
+            raise PartitionError(f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} ranks; pass one of them or None")
+
+    def __enter__(self) -> GatheredParameters:
+        flats = [flat for flat in map(owner_of, self._params) if flat is not None]
+        self._units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
+        for unit, engine in self._units.items():
+            engine.schedule.pin(unit)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._modifier is not None and exc[0] is None:
+            with torch.no_grad():
+                for parameter in self._params:
+                    self._keep(parameter, self._modifier)
+        for unit, engine in self._units.items():
+            engine.schedule.unpin(unit)
+        self._units = {}
+
+    def _keep(self, parameter: torch.Tensor, modifier: int) -> None:
+        flat = owner_of(parameter)
+        if flat is None:
+            if parameter.is_meta:
+                return
+            values = parameter.data.contiguous()
+            comm.broadcast(values, modifier)
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.data.copy_(values)
+            return
+        name = name_of(parameter)
+        view = flat.views[name]
+        if parameter.data_ptr() != view.data_ptr() and parameter.numel():
+            view.copy_(parameter.data)  # somebody has put another tensor into parameter.data
+            parameter.data = view
+        comm.broadcast(view, modifier)
+        flat.adopt(name)
+
+
+def _owned(parameter: torch.Tensor, what: str) -> Flat:
+    flat = owner_of(parameter)
+    if flat is None:
+        raise PartitionError(f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; pass a parameter of the initialized model")
+    return flat
+
+
+def _trains(parameter: torch.Tensor, what: str) -> Flat:
+    flat = _owned(parameter, what)
+    if flat.master is None:
+        raise PartitionError(f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer state; unfreeze it before initialize")
+    return flat
+
+
+def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in the parameter's shape."""
+    whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
+    first, start, stop = flat.own_range(name_of(parameter))
+    whole[first : first + stop - start] = own[start:stop]
+    if flat.layout.shards > 1:
+        flat.axis.all_reduce(whole, f"whole {name_of(parameter)}").wait()
+    return whole.view(parameter.shape)
+
+
+def _write(flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    if tuple(value.shape) != tuple(parameter.shape):
+        raise PartitionError(f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of shape {tuple(parameter.shape)}; pass the whole tensor")
+    first, start, stop = flat.own_range(name_of(parameter))
+    own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a frozen one without masters."""
+    flat = _owned(parameter, "safe_get_full_fp32_param")
+    return None if flat.master is None else _whole(flat, parameter, flat.master)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set master and working weights of ``parameter`` from the whole ``value``, which every rank passes (collective)."""
+    flat = _trains(parameter, "safe_set_full_fp32_param")
+    assert flat.master is not None
+    _write(flat, parameter, flat.master, value, "safe_set_full_fp32_param")
+    _engine_of(flat).refresh_params([flat])
+
+
+@torch.no_grad()
+def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss scale removed (collective).
+
+    None before the first backward of a step.
+    """
+    flat = _trains(parameter, "safe_get_full_grad")
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    if not flat.reduced or flat.grad is None:
+        return None
+    return _whole(flat, parameter, flat.grad.float()) / engine.scaler.scale
+
+
+@torch.no_grad()
+def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the gradient that the next step will use; every rank passes the whole tensor."""
+    flat = _trains(parameter, "safe_set_full_grad")
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    assert flat.grad is not None
+    _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
+
+
+def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
+    tensors = _engine_of(flat).bound.tensors(flat)
+    if name not in tensors:
+        raise PartitionError(f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps {sorted(set(tensors) - {'master'})} (empty before the first step)")
+    return tensors[name]
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank (collective)."""
+    flat = _trains(parameter, "safe_get_full_optimizer_state")
+    return _whole(flat, parameter, _state(flat, parameter, name, "safe_get_full_optimizer_state"))
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Overwrite optimizer state ``name`` of ``parameter``; every rank passes the whole tensor."""
+    flat = _trains(parameter, "safe_set_full_optimizer_state")
+    _write(flat, parameter, _state(flat, parameter, name, "safe_set_full_optimizer_state"), value, "safe_set_full_optimizer_state")
+
+
+def is_owned(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(isinstance(parameter, OwnedParameter) for parameter in parameters)

@@ -1,0 +1,273 @@
+"""Gradients: taken from the parameters into flat buffers, reduced unit by unit, normed, clipped.
+
+[Note: who divides]
+A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine multiplies by the weight of
+the micro-batch (1 / accumulation steps) and averages over ranks when it takes a gradient in; nobody else divides. So
+``engine.backward(loss)`` and plain ``loss.backward()`` give the same gradient. In fp16 these factors are applied after the
+reduction, in the precision of the accumulator, because small gradients would vanish before it.
+
+[Note: order of reductions]
+All ranks launch the reductions of all trainable units, in one fixed order, in every backward that reduces: a unit waits
+for its predecessors, one without gradient on this rank contributes zeros. The order is the definition order backwards
+until the first backward has shown rank 0 a better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.core.comm import Comm, Handle
+from hf_zero.core.parameter import raw_grad, set_raw_grad
+from hf_zero.core.policy import Policy
+from hf_zero.core.precision import Scaling
+from hf_zero.core.unit import Flat, Unit
+from hf_zero.errors import PartitionError
+
+IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
+
+
+@dataclass
+class _Flight:
+    """A reduction under way: its result goes to ``flat.grad`` times ``scale``."""
+
+    flat: Flat
+    handle: Handle
+    scale: float
+    borrowed: torch.Tensor | None
+
+
+class GradientReducer:
+    """Takes gradients in as units become ready and reduces them in order."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, policy: Policy, scaling: Scaling, wire_dtype: torch.dtype | None = None):
+        """``wire_dtype`` is what travels; None: the dtype of the parameters."""
+        self._order = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
+        self._comm = comm
+        self._policy = policy
+        self._scaling = scaling
+        self._wire_dtype = wire_dtype
+        self._ready: set[Unit] = set()
+        self._seen: list[Unit] = []
+        self._deferred: set[Unit] = set()  # units whose gradients come in parts: reduced last
+        self._known: set[Hashable] = set()
+        self._key: Hashable = None
+        self._next = 0
+        self._open = False
+        self._ordered = False
+        self._flights: list[_Flight] = []
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.weight = 1.0  # of the micro-batch whose backward is under way
+        self.reduces = True  # whether this backward ends an accumulation window
+
+    def begin(self, key: Hashable) -> None:
+        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
+        self._ready.clear()
+        self._seen, self._next, self._key, self._open = [], 0, key, True
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.reduces or self._policy.reduces_every_backward
+
+    def ready(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are complete on this rank."""
+        if not unit.trainable or unit in self._ready or not self._open:
+            return
+        self._ready.add(unit)
+        self._seen.append(unit)
+        if not self._reduces_now:
+            self._take_in_window(unit)
+            return
+        while self._next < len(self._order) and self._order[self._next] in self._ready - self._deferred:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """The backward is over: reduce what is left, in order, and wait for all of it."""
+        if not self._open:
+            return
+        self._open = False
+        if self._reduces_now:
+            launched = self._order[: self._next]
+            for unit in self._order[self._next :]:
+                self._launch(unit)
+            self._reduce_late(launched)
+            while self._flights:
+                self._land()
+            self._settle_order()
+        else:
+            for unit in self._order:
+                self._take_in_window(unit)
+
+    def _reduce_late(self, launched: Sequence[Unit]) -> None:
+        late = [unit for unit in launched if any(raw_grad(p) is not None for flat in unit.trainable for p, _ in flat.items)]
+        if self._key in self._known:
+            if late:
+                raise PartitionError(
+                    f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
+                    "did not show; call the module that owns these parameters instead of using them from another one"
+                )
+            return
+        self._known.add(self._key)
+        everybody: set[int] = set().union(*self._comm.all_gather_object([unit.index for unit in late]))
+        for unit in launched:
+            if unit.index in everybody:
+                self._deferred.add(unit)
+                self._launch(unit)
+
+    def _settle_order(self) -> None:
+        """After the first backward that reduces, follow the order in which units became ready on rank 0."""
+        if self._ordered and not self._deferred.intersection(self._order[: -len(self._deferred) or None]):
+            return
+        if not self._ordered:
+            seen = {unit.index: place for place, unit in enumerate(self._seen)}
+            wished = sorted(self._order, key=lambda unit: seen.get(unit.index, len(seen)))
+            by_index = {unit.index: unit for unit in self._order}
+            self._order = [by_index[index] for index in self._comm.broadcast_object([unit.index for unit in wished])]
+            self._ordered = True
+        self._order.sort(key=lambda unit: unit in self._deferred)
+
+    def reduce_windows(self) -> None:
+        """Reduce what backwards before the end of the window left, where none of them was told that it is the last."""
+        if any(flat.filled for unit in self._order for flat in unit.trainable):
+            for unit in self._order:
+                for flat in unit.trainable:
+                    self._send_window(flat)
+            while self._flights:
+                self._land()
+
+    def abandon(self) -> None:
+        """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""
+        self._open = False
+        self._drop_raw()
+
+    def clear(self) -> None:
+        """Forget all gradients: after a step, and for ``zero_grad``."""
+        self._drop_raw()
+        for unit in self._order:
+            for flat in unit.trainable:
+                flat.filled = flat.reduced = False
+                flat.held = None
+
+    def _drop_raw(self) -> None:
+        for unit in self._order:
+            for flat in unit.trainable:
+                for parameter, _ in flat.items:
+                    if raw_grad(parameter) is not None:
+                        set_raw_grad(parameter, None)
+
+    def _take_in_window(self, unit: Unit) -> None:
+        """Add this backward's gradients to the whole gradient that is kept for the window."""
+        for flat in unit.trainable:
+            assert flat.window is not None and flat.grad is not None
+            if flat.reduced:
+                # A second reduction before the step: what is averaged already must not be averaged again.
+                flat.held = flat.grad.clone()
+                flat.filled = flat.reduced = False
+            _take_in(flat, flat.window, flat.filled, self._scaling.before(self.weight))
+            flat.filled = True
+
+    def _launch(self, unit: Unit) -> None:
+        if not self._policy.reduces_every_backward:
+            self._take_in_window(unit)
+        for flat in unit.trainable:
+            if flat.window is not None:
+                self._send_window(flat)
+                continue
+            wire = self._borrow(flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device)
+            _take_in(flat, wire, False, self._scaling.before(self.weight, on_the_wire=True))
+            self._send(flat, wire, wire, self._scaling.after(self.weight, on_the_wire=True))
+
+    def _send_window(self, flat: Flat) -> None:
+        assert flat.window is not None
+        dtype = self._wire_dtype or flat.dtype
+        if dtype != flat.window.dtype and self._comm.world > 1:
+            wire = self._borrow(flat.layout.padded, dtype, flat.full.device)
+            wire.copy_(flat.window)
+            self._send(flat, wire, wire, self._scaling.after(self.weight))
+        else:
+            self._send(flat, flat.window, None, self._scaling.after(self.weight))
+
+    def _send(self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float) -> None:
+        shard, replicate = self._comm.shard, self._comm.replicate
+        tag = flat.number
+        if flat.layout.shards > 1:
+            handle = shard.reduce_scatter(wire, flat.key, tag)
+            if replicate.size > 1:
+                part = torch.empty(flat.layout.chunk, dtype=wire.dtype, device=wire.device)
+                handle.reduce_into(part, False, 1.0)
+                handle = replicate.all_reduce(part, flat.key)
+        else:
+            handle = replicate.all_reduce(wire, flat.key)
+        self._flights.append(_Flight(flat, handle, scale, borrowed))
+        while sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        flight = self._flights.pop(0)
+        flat = flight.flat
+        assert flat.grad is not None
+        accumulate = flat.window is None and flat.reduced
+        flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
+        if flat.held is not None:
+            flat.grad.add_(flat.held)
+            flat.held = None
+        flat.filled, flat.reduced = False, True
+        if flight.borrowed is not None:
+            wire = flight.borrowed
+            self._spare.setdefault((wire.numel(), wire.dtype), []).append(wire)
+
+    def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        spare = self._spare.get((numel, dtype))
+        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) -> None:
+    """``target = factor * grad`` (or ``+=``) for every parameter; one without gradient counts as zero. Empties ``.grad``."""
+    for parameter, slot in flat.items:
+        view = target[slot.offset : slot.end].view(slot.shape)
+        grad = raw_grad(parameter)
+        if grad is None:
+            if not accumulate:
+                view.zero_()
+            continue
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if accumulate:
+            view.add_(grad, alpha=factor)
+        elif factor == 1.0:
+            view.copy_(grad)
+        elif grad.dtype == target.dtype:
+            torch.mul(grad, factor, out=view)
+        else:
+            view.copy_(grad).mul_(factor)
+        set_raw_grad(parameter, None)
+    if not accumulate:
+        target[flat.layout.numel :].zero_()
+
+
+def squared_norm(grads: Sequence[torch.Tensor], comm: Comm, device: torch.device) -> torch.Tensor:
+    """Sum of squares of the gradient over the shard axis (0-dim, float64 where the device has it); not finite on overflow."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in _merged(grads) if grad.numel()]
+    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    comm.shard.all_reduce(total, "gradient norm").wait()
+    return total
+
+
+def _merged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Neighbours in one memory joined, so that one pass covers them."""
+    merged: list[torch.Tensor] = []
+    for tensor in tensors:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            and last.storage_offset() + last.numel() == tensor.storage_offset()
+        ):
+            merged[-1] = last.as_strided((last.numel() + tensor.numel(),), (1,))
+        else:
+            merged.append(tensor)
+    return merged

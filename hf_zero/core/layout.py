@@ -1,0 +1,133 @@
+"""Flat layouts: where each element of each parameter lives. Arithmetic only; no torch, no device, no ranks at work.
+
+A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer into equal chunks,
+one per shard. Everything that moves parameters (partitioning, optimizer segments, saving, loading on another number
+of ranks, exporting, estimating) is an intersection of ranges over such a layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter: ``offset`` and ``numel`` in elements of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset, offset+len)`` of the flat."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, cut into ``shards`` chunks."""
+
+    slots: tuple[Slot, ...]
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ValueError(f"a layout needs at least one shard, not {self.shards}; pass the size of the shard group")
+        names = [slot.name for slot in self.slots]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"parameters named twice in one layout: {twice}; give each parameter one name")
+
+    @classmethod
+    def build(cls, named_shapes: Sequence[tuple[str, Sequence[int]]], shards: int) -> FlatLayout:
+        """Lay ``named_shapes`` out in the order given. A shape ``()`` holds one element, an empty one none."""
+        slots, offset = [], 0
+        for name, shape in named_shapes:
+            slots.append(Slot(name, tuple(int(n) for n in shape), offset))
+            offset = slots[-1].end
+        return cls(tuple(slots), shards)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return self.slots[-1].end if self.slots else 0
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements of the flat buffer."""
+        step = self.shards * ALIGNMENT
+        return -(-self.numel // step) * step
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one shard."""
+        return self.padded // self.shards
+
+    def rank_range(self, shard: int) -> tuple[int, int]:
+        """The half-open range of the flat buffer that shard ``shard`` owns (it may reach into the padding)."""
+        if not 0 <= shard < self.shards:
+            raise IndexError(f"shard {shard} of a layout with {self.shards} shards; shards count from 0")
+        return shard * self.chunk, (shard + 1) * self.chunk
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+    @cached_property
+    def by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.slots}
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding yields nothing."""
+        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        # Empty parameters share their offset with a neighbour: step back to the first slot that may reach start.
+        while first > 0 and self.slots[first].offset >= start:
+            first -= 1
+        for slot in self.slots[first:]:
+            if slot.offset >= stop:
+                return
+            a, b = max(slot.offset, start), min(slot.end, stop)
+            if a < b:
+                yield Piece(slot.name, a - slot.offset, b - slot.offset, a)
+
+    def reshard(self, shards: int) -> FlatLayout:
+        """The same parameters cut for another number of shards."""
+        return FlatLayout(self.slots, shards)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shards": self.shards, "slots": [{"name": s.name, "shape": list(s.shape), "offset": s.offset} for s in self.slots]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FlatLayout:
+        """Inverse of :meth:`to_json`. Raises ValueError where slots overlap or do not follow one another."""
+        slots = tuple(Slot(str(s["name"]), tuple(int(n) for n in s["shape"]), int(s["offset"])) for s in data["slots"])
+        at = 0
+        for slot in slots:
+            if any(n < 0 for n in slot.shape) or slot.offset != at:
+                raise ValueError(f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected {at}; the layout is damaged")
+            at = slot.end
+        return cls(slots, int(data["shards"]))

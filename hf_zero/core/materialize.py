@@ -1,0 +1,167 @@
+"""From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into everybody's shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.core.comm import Comm
+from hf_zero.core.layout import FlatLayout
+from hf_zero.core.policy import Policy
+from hf_zero.core.precision import compute_dtype
+from hf_zero.core.storage import open_storage
+from hf_zero.core.unit import Flat, State, Unit
+from hf_zero.core.wrap import Cut
+from hf_zero.errors import PartitionError, RankMismatchError
+
+
+def partition(
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    group_of: Mapping[str, int],
+    policy: Policy,
+    comm: Comm,
+    device: torch.device,
+    precision: str,
+    accumulate: torch.dtype | None = None,
+    row: str = "device",
+) -> list[Unit]:
+    """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
+
+    ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are kept frozen: gathered
+    and released as the stage says, never reduced. ``accumulate`` is the dtype gradients are summed in (default fp32).
+    Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models.
+    """
+    _check(cuts)
+    _check_alike(cuts, group_of, comm)
+    units = [_plan_unit(index, cut, model, group_of, policy, comm, precision) for index, cut in enumerate(cuts)]
+    flats = [flat for unit in units for flat in unit.flats]
+    for number, flat in enumerate(flats):
+        flat.number = number
+    whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
+    sharded = [flat for flat in flats if flat.sharded]
+    shards = {}
+    for dtype in dict.fromkeys(flat.dtype for flat in sharded):
+        alike = [flat for flat in sharded if flat.dtype == dtype]
+        storage, at = open_storage(row, sum(flat.layout.chunk for flat in alike), dtype, device), 0
+        for flat in alike:
+            shards[flat] = (storage, at)
+            at += flat.layout.chunk
+    training = [flat for flat in flats if flat.trainable]
+    masters = _arena([(_owned(flat), torch.float32) for flat in training if _needs_master(flat)], device)
+    sums = [(flat, accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32)) for flat in training]
+    grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, dtype) for flat, dtype in sums], device)
+
+    for unit in units:
+        for flat in unit.flats:
+            full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
+            if flat in shards:
+                flat.keep_shard_in(*shards[flat])
+            values = _fill(flat, full, comm)
+            flat.use_full(full)
+            own = values[flat.owned[0] : flat.owned[1]]
+            flat.store_shard(own)
+            if flat.trainable:
+                flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
+                buffer = next(grads)
+                flat.window = None if policy.shards_gradients else buffer
+                flat.grad = buffer if policy.shards_gradients else buffer[flat.owned[0] : flat.owned[1]]
+        if unit.sharded:
+            unit.release()
+        unit.state = State.RELEASED if unit.sharded else State.GATHERED
+    _place_buffers(model, device, comm)
+    return units
+
+
+def _owned(flat: Flat) -> int:
+    return flat.owned[1] - flat.owned[0]
+
+
+def _needs_master(flat: Flat) -> bool:
+    return flat.dtype in (torch.bfloat16, torch.float16)
+
+
+def _check(cuts: Sequence[Cut]) -> None:
+    for cut in cuts:
+        for name, parameter in cut.parameters:
+            if parameter.is_meta:
+                raise PartitionError(f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize")
+            if getattr(parameter, "_hf_zero_flat", None) is not None:
+                raise PartitionError(f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once")
+            if type(parameter) is not nn.Parameter:
+                raise PartitionError(f"parameter {name} is a {type(parameter).__name__}, whose memory cannot be laid out flat; pass a model of plain nn.Parameters")
+
+
+def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -> None:
+    """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not fit."""
+    if comm.world == 1:
+        return
+    lines = [
+        f"{name} {tuple(parameter.shape)} {parameter.dtype} group {group_of.get(name)} in unit {cut.name or '(root)'}"
+        for cut in cuts
+        for name, parameter in cut.parameters
+    ]
+    digests = comm.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        everybody = comm.all_gather_object(lines)
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
+        raise RankMismatchError(f"ranks 0 and {other} hold different models: {difference}; build the same model with the same optimizer groups on every rank")
+
+
+def _plan_unit(index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str) -> Unit:
+    kinds: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    # Ordered by group, so that a group's elements in a unit are one run.
+    for name, parameter in sorted(cut.parameters, key=lambda item: group_of.get(item[0], -1)):
+        kind = (name in group_of, compute_dtype(name, parameter, precision, model))
+        kinds.setdefault(kind, {})[name] = parameter
+    flats = []
+    for (trainable, dtype), parameters in kinds.items():
+        shards = comm.shard.size if trainable else policy.parameter_shards(comm.shard.size)
+        layout = FlatLayout.build([(name, tuple(p.shape)) for name, p in parameters.items()], shards)
+        writes = comm.replicate.rank == 0 and (shards > 1 or comm.shard.rank == 0)
+        key = f"{cut.name}|{'trainable' if trainable else 'frozen'}|{str(dtype).removeprefix('torch.')}"
+        flats.append(Flat(0, key, layout, parameters, trainable, dtype, policy.shards_parameters, comm.shard, writes))
+    return Unit(index, cut.name, cut.module, flats)
+
+
+def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Iterator[torch.Tensor]:
+    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be worked on as one."""
+    arenas = {dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device) for dtype in dict.fromkeys(d for _, d in pieces)}
+    at = dict.fromkeys(arenas, 0)
+    for numel, dtype in pieces:
+        yield arenas[dtype][at[dtype] : at[dtype] + numel]
+        at[dtype] += numel
+
+
+@torch.no_grad()
+def _fill(flat: Flat, full: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """Rank 0's values into ``full``; returned in the precision they came in, for the master weights: [padded]."""
+    given = {parameter.dtype for parameter, _ in flat.items}
+    widest = flat.dtype if given <= {flat.dtype} else torch.float32
+    values = full if widest == flat.dtype else torch.empty(full.numel(), dtype=widest, device=full.device)
+    values[flat.layout.numel :].zero_()
+    for parameter, slot in flat.items:
+        values[slot.offset : slot.end].view(slot.shape).copy_(parameter)
+    comm.broadcast(values, 0)
+    if values is not full:
+        full.copy_(values)
+    return values
+
+
+@torch.no_grad()
+def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
+    """Buffers stay whole and keep their dtype; they move to the device and take rank 0's values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise PartitionError(f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize")
+            if buffer.device != device:
+                module._buffers[name] = buffer = buffer.to(device)
+            if buffer.is_contiguous():
+                comm.broadcast(buffer, 0)

@@ -1,0 +1,187 @@
+"""Parameters that an engine owns, and what may be done with them while their values are not here.
+
+[Note: released parameters]
+A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded. Written through,
+such a tensor would lose the write in silence, and saved it would store garbage. So its class becomes
+:class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and raises on everything else. Autograd's saved
+references are to the tensor, not to its Python class, and survive the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import PartitionError, ReleasedParameterError
+
+_grad = torch.Tensor.grad
+_requires_grad_ = torch.Tensor.requires_grad_
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a stage 3 parameter are: whole on this rank, sharded, or on their way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The flat that holds ``parameter``, or None for a tensor that no engine owns."""
+    return parameter.__dict__.get("_hf_zero_flat") if isinstance(parameter, OwnedParameter) else None
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    return parameter.__dict__.get("_hf_zero_name", "?")
+
+
+def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd left on ``parameter``, past the guard of :attr:`OwnedParameter.grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _grad.__get__(parameter)
+
+
+def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(parameter, value)
+
+
+class OwnedParameter(nn.Parameter):
+    """A parameter whose memory is a view of its unit's flat buffer."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the backward under way. Once the engine has taken it in, reading it raises."""
+        value = raw_grad(self)
+        flat = self.__dict__.get("_hf_zero_flat")
+        if value is None and flat is not None and flat.holds_gradient:
+            raise PartitionError(
+                f"the gradient of {name_of(self)} has been taken in by the engine and is not on the parameter; use engine.get_global_grad_norm(), "
+                "config gradient_clipping instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"
+            )
+        return value
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_raw_grad(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
+        """Refuse a change: what is trainable was laid out at initialize."""
+        if requires_grad != self.requires_grad:
+            raise PartitionError(f"requires_grad of {name_of(self)} cannot change after hf_zero.initialize; set it before, or destroy() the engine and initialize again")
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _Stage3Facts:
+    """What other libraries ask a stage 3 parameter, in DeepSpeed's names."""
+
+    ds_status = ZeroParamStatus.AVAILABLE
+
+    @property
+    def ds_id(self) -> int:
+        return self.__dict__["_hf_zero_id"]
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape  # type: ignore[attr-defined]
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()  # type: ignore[attr-defined]
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's elements of the parameter: 1-D, possibly empty."""
+        return self.__dict__["_hf_zero_flat"].own_part(self.__dict__["_hf_zero_name"])
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        return set()
+
+    def partition_numel(self) -> int:
+        return self.ds_tensor.numel()
+
+
+class LiveParameter(_Stage3Facts, OwnedParameter):
+    """A stage 3 parameter whose unit is gathered: whole and readable."""
+
+
+METADATA = frozenset(
+    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_xpu is_mps "
+    "nbytes itemsize names _version _backward_hooks _post_accumulate_grad_hooks output_nr retains_grad size dim numel nelement element_size stride ndimension "
+    "is_floating_point is_complex is_contiguous is_inference is_same_size register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ "
+    "__get_device is_signed has_names grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides".split()
+)
+
+
+def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"{operation} on {parameter_name}: its values are sharded over the ranks and not here. Gather them first: "
+        f"`with hf_zero.GatheredParameters([parameter], modifier_rank=0 or None):`; for a whole copy use engine.state_dict()"
+    )
+
+
+def _called(func: Callable[..., Any]) -> str:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+    return func.__name__
+
+
+class ReleasedTensor(torch.Tensor):
+    """What ``parameter.data`` and ``parameter.detach()`` of a released parameter give: shape and dtype, no values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _called(func)
+        if name in METADATA and func.__name__ != "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
+        raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
+
+
+class ReleasedParameter(_Stage3Facts, OwnedParameter):
+    """A stage 3 parameter whose values are sharded: metadata only."""
+
+    ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _called(func)
+        setting = func.__name__ == "__set__"
+        if name in METADATA and (not setting or name in ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        released = next((a for a in (*args, *kwargs.values()) if isinstance(a, ReleasedParameter)), None)
+        if released is None:
+            released = next((b for a in args if isinstance(a, (list, tuple)) for b in a if isinstance(b, ReleasedParameter)), None)
+        if name in ("data", "detach") and not setting and released is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
+            bare._hf_zero_name = name_of(released)  # type: ignore[attr-defined]
+            return bare
+        raise _refuse(name_of(released) if released is not None else "a released parameter", name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        raise _refuse(name_of(self), "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refuse(name_of(self), "pickling")

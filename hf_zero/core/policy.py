@@ -1,0 +1,88 @@
+"""The stage table: what a ZeRO stage shards, what that costs in bytes and in traffic (Rajbhandari et al., arXiv 1910.02054).
+
+A stage is a row here, not a class, and no other file branches on it. Ranks form a mesh of two axes: along the shard
+axis state is cut into chunks, along the replicate axis it is repeated. Stage 0 is the mesh whose shard axis is 1 long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one stage does with parameters, gradients and optimizer state: False is whole on every rank, True is a chunk."""
+
+    stage: int
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_optimizer: bool
+
+    def shards(self, world: int, replicas: int = 1) -> int:
+        """Length of the shard axis for ``world`` ranks kept in ``replicas`` copies."""
+        if world % replicas:
+            raise ValueError(f"{world} ranks cannot be split into {replicas} equal replicas; choose a replicate_size that divides the ranks")
+        return world // replicas if self.shards_optimizer else 1
+
+    def parameter_shards(self, shards: int) -> int:
+        return shards if self.shards_parameters else 1
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Gradients that are chunks cannot wait whole for the end of the accumulation window."""
+        return self.shards_gradients
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whole parameters whose optimizer state is in chunks are gathered once the chunks are updated."""
+        return self.shards_optimizer and not self.shards_parameters
+
+    def bytes_per_parameter(
+        self,
+        shards: int,
+        precision: str = "bfloat16",
+        moments: int = ADAM_MOMENTS,
+        gradient: str | None = None,
+    ) -> dict[str, float]:
+        """Bytes of state a rank holds for one trainable parameter, between backward and step.
+
+        ``precision`` and ``gradient`` are dtype names ("float32", "bfloat16", "float16"); ``gradient`` defaults to
+        float32, in which gradients are accumulated. In fp32 the master weights are the parameters themselves. The
+        optimizer keeps ``moments`` fp32 numbers a parameter (Adam 2, SGD with momentum 1, plain SGD 0).
+        """
+        cut = float(shards)
+        master = 0 if precision == "float32" else 4
+        grad = ITEM_BYTES[gradient or "float32"]
+        return {
+            "parameters": ITEM_BYTES[precision] / (cut if self.shards_parameters else 1.0),
+            "gradients": grad / (cut if self.shards_gradients else 1.0),
+            "optimizer": (master + 4 * moments) / (cut if self.shards_optimizer else 1.0),
+        }
+
+    def traffic(self, accumulation: int = 1, recompute: bool = False) -> float:
+        """Elements sent and received a step, in multiples of the number of parameters (large-N limit of (N-1)/N).
+
+        An all-gather and a reduce-scatter count 1 each, an all-reduce 2. ``recompute`` (activation checkpointing)
+        costs no further gather: the recomputation runs while the unit is gathered for its backward.
+        """
+        del recompute
+        reduces = accumulation if self.reduces_every_backward else 1
+        if self.shards_parameters:
+            return 2.0 * accumulation + reduces
+        return 1.0 + reduces
+
+
+POLICIES: dict[int, Policy] = {
+    0: Policy(0, shards_parameters=False, shards_gradients=False, shards_optimizer=False),
+    1: Policy(1, shards_parameters=False, shards_gradients=False, shards_optimizer=True),
+    2: Policy(2, shards_parameters=False, shards_gradients=True, shards_optimizer=True),
+    3: Policy(3, shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+}
+
+
+def bytes_per_parameter(stage: int, shards: int, precision: str = "bfloat16", moments: int = ADAM_MOMENTS, gradient: str | None = None) -> float:
+    """Total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
+    return sum(POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient).values())

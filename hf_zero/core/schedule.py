@@ -1,0 +1,176 @@
+"""When units are gathered and released: recorded orders, prefetching, agreement on what is not in an order yet.
+
+[Note: passes]
+Gathers happen in passes: a forward from the outermost module called, a backward from its first hook to its end. Each kind
+of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and all ranks issue exactly that order, units
+that this rank happens not to use included. The first pass of a kind is recorded: before every gather the ranks agree, so
+that a block used on one rank only enters everybody's plan. A gather that is not in the rest of a plan is agreed on, too.
+
+A unit is released one step late, when the next unit is needed: a block called twice in a row is not gathered twice, and
+the unit that ends a forward is still there when its backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from hf_zero.core.comm import Comm
+from hf_zero.core.unit import State, Unit
+from hf_zero.errors import PartitionError
+
+GATHER, END = 1, 0
+AHEAD = 2  # units prefetched at most; the byte limit comes from the config
+
+
+class Schedule:
+    """The gathers and releases of one engine."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, ahead_bytes: int):
+        self._units = list(units)
+        self._comm = comm
+        self._ahead_bytes = ahead_bytes
+        self._plans: dict[Hashable, list[Unit]] = {}
+        self._plan: list[Unit] | None = None  # of the pass under way; None while recording
+        self._record: list[Unit] = []
+        self._cursor = 0
+        self._key: Hashable = None
+        self._backward = False
+        self._idle: list[Unit] = []
+        self._ahead: list[Unit] = []
+        self._any = any(unit.sharded for unit in units)
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """Indices of the sharded units that are whole now."""
+        return tuple(unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED)
+
+    def begin(self, kind: tuple[Hashable, ...], backward: bool = False) -> None:
+        """Start a pass. ``kind`` must be the same on all ranks; with what is gathered already it selects the plan."""
+        if not self._any:
+            return
+        if not backward:
+            self._release_unused(keep=())
+        self._key = (*kind, self.gathered)
+        self._plan = self._plans.get(self._key)
+        self._record, self._cursor, self._backward = [], 0, backward
+
+    def end(self, keep_last: bool) -> None:
+        """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
+        if not self._any or self._key is None:
+            return
+        if self._plan is None:
+            while self._settle(END, None):
+                pass
+            self._plans[self._key] = self._record
+        else:
+            while self._cursor < len(self._plan):
+                self._issue_planned()
+            if self._record:
+                del self._plans[self._key]  # an unplanned gather: record this kind of pass anew
+        last = [self._issued[-1]] if keep_last and self._issued else []
+        self._key, self._plan = None, None
+        self._release_unused(keep=[*last, self._units[0]] if keep_last else [])
+
+    @property
+    def _issued(self) -> list[Unit]:
+        return self._plan if self._plan is not None else self._record
+
+    def abandon(self) -> None:
+        """Forget the pass under way, which an exception has broken, and release what nobody uses."""
+        self._key, self._plan, self._record = None, None, []
+        self._release_unused(keep=())
+
+    def need(self, unit: Unit) -> None:
+        """Return when ``unit`` is whole on this rank."""
+        if not unit.sharded:
+            return
+        for other in self._idle:
+            if other is not unit and not other.in_use:
+                other.release()
+        self._idle = []
+        if unit.state is State.RELEASED:
+            self._acquire(unit)
+        unit.finish_gather()
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+        self._prefetch()
+
+    def idle(self, unit: Unit) -> None:
+        """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
+        if unit.sharded and not unit.in_use and unit not in self._idle:
+            self._idle.append(unit)
+
+    def pin(self, unit: Unit) -> None:
+        """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
+        unit.pins += 1
+        self.need(unit)
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pins -= 1
+        if unit.sharded and not unit.in_use:
+            unit.release()
+
+    def _acquire(self, unit: Unit) -> None:
+        if self._plan is not None and unit in self._plan[self._cursor :]:
+            while unit.state is State.RELEASED:
+                self._issue_planned()
+            return
+        while unit.state is State.RELEASED:
+            self._settle(GATHER, unit)
+
+    def _issue_planned(self) -> None:
+        assert self._plan is not None
+        unit = self._plan[self._cursor]
+        self._cursor += 1
+        self._issue(unit)
+
+    def _issue(self, unit: Unit) -> None:
+        unit.finish_gather()
+        unit.launch_gather()
+        if unit.state is State.GATHERED:
+            unit.finish_gather()  # taken part in for the others' sake; the values were here already
+
+    def _settle(self, kind: int, unit: Unit | None) -> bool:
+        """Agree with the other ranks on the next gather and issue it; False when all of them are at the end."""
+        sign = 1 if self._backward else -1
+        wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
+        agreed = self._comm.agree(self._where(), wish, self._say)
+        if agreed[0] == END:
+            return False
+        chosen = self._units[abs(agreed[1])]
+        self._issue(chosen)
+        self._record.append(chosen)
+        return True
+
+    def _where(self) -> str:
+        if self._key is None:
+            return "a gather outside forward and backward"
+        kind = "backward" if self._backward else "forward"
+        return f"{kind} {self._key!r}" + ("" if self._plan is None else " (beyond its recorded order)")
+
+    def _say(self, wish: tuple[int, int]) -> str:
+        return f"gather of {self._units[abs(wish[1])].label}" if wish[0] == GATHER else "end of the pass"
+
+    def _prefetch(self) -> None:
+        if self._plan is None or not self._ahead_bytes:
+            return
+        waiting = sum(unit.nbytes for unit in self._ahead)
+        while self._cursor < len(self._plan) and len(self._ahead) < AHEAD:
+            unit = self._plan[self._cursor]
+            if unit.state is not State.RELEASED or (self._ahead and waiting + unit.nbytes > self._ahead_bytes):
+                return
+            self._issue_planned()
+            self._ahead.append(unit)
+            waiting += unit.nbytes
+
+    def _release_unused(self, keep: Sequence[Unit]) -> None:
+        for unit in self._units:
+            if unit.sharded and unit.state is not State.RELEASED and not unit.in_use and unit not in keep:
+                unit.release()
+        self._idle, self._ahead = [], []
+
+    def check_all_released(self) -> None:
+        """Raise PartitionError if a unit is still gathered: for tests and for saving."""
+        held = [self._units[index].label for index in self.gathered]
+        if held:
+            raise PartitionError(f"units {held} are still gathered; leave the GatheredParameters blocks around this call")

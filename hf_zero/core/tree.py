@@ -1,0 +1,66 @@
+"""Tensors inside what modules take and return: tuples, lists, dicts, dataclasses, and objects that carry tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Visit = Callable[[torch.Tensor], torch.Tensor]
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def map_tensors(value: Any, visit: Visit) -> Any:
+    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing changed are returned as they are."""
+    if isinstance(value, torch.Tensor):
+        return visit(value)
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, tuple):
+        items = [map_tensors(item, visit) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        items = [map_tensors(item, visit) for item in value]
+        return value if all(new is old for new, old in zip(items, value)) else items
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, visit) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        if dataclasses.is_dataclass(value):  # transformers' ModelOutput: an OrderedDict and a dataclass in one
+            return type(value)(**changed)
+        if type(value) is dict:
+            return changed
+        copied = value.copy()
+        copied.update(changed)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: map_tensors(getattr(value, f.name), visit) for f in dataclasses.fields(value) if f.init}
+        if all(changed[name] is getattr(value, name) for name in changed):
+            return value
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+def tensors_in(value: Any, unknown: list[Any] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``. Objects of unknown classes are searched one level deep and listed in ``unknown``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, _ATOMS):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, unknown, depth)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, unknown, depth)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), unknown, depth)
+    elif depth < 1 and not callable(value):
+        if unknown is not None:
+            unknown.append(value)
+        yield from tensors_in(getattr(value, "__dict__", None) or (), unknown, depth + 1)

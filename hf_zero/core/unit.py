@@ -1,0 +1,232 @@
+"""Units and their flats: the parameters gathered together, and the one-dimensional buffers they live in.
+
+[Note: one storage for life]
+A flat's whole buffer keeps one storage. Releasing gives its memory back (``resize_(0)``), gathering fills the same
+storage again, so the views that autograd saved in between (``weight.t()``) come back to life with their values. Whoever
+releases must know that nobody will read such a view before the next gather: that would crash the process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.comm import Axis, Handle
+from hf_zero.core.layout import FlatLayout, Slot
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter
+from hf_zero.core.storage import Storage
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class State(Enum):
+    """Where the values of a unit are."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Flat:
+    """Parameters of one unit that share dtype and trainability, end to end in one buffer."""
+
+    def __init__(self, number: int, key: str, layout: FlatLayout, parameters: dict[str, nn.Parameter], trainable: bool, dtype: torch.dtype, sharded: bool, axis: Axis, writes: bool):
+        self.number = number  # of the flat in its engine
+        self.key = key
+        self.layout = layout
+        self.parameters = parameters
+        self.trainable = trainable
+        self.dtype = dtype
+        self.sharded = sharded
+        self.axis = axis
+        self.owned = layout.rank_range(axis.rank if layout.shards > 1 else 0)
+        self.writes = writes
+        self.filled = False  # ``window`` holds gradients that are not reduced yet
+        self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
+        self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
+        self.unit: Unit
+        self.engine: Callable[[], Any] = lambda: None  # a weak reference
+        self.full: torch.Tensor
+        self.views: dict[str, torch.Tensor] = {}
+        self.master: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None  # this rank's part of the gradient, over ``owned``
+        self.window: torch.Tensor | None = None  # the whole gradient of the accumulation window, where the stage keeps it whole
+        self._storage: Storage | None = None
+        self._at = 0
+        self._placeholders: dict[str, torch.Tensor] = {}
+        # torch.utils.swap_tensors would exchange what a view of the flat stands for; it refuses tensors with weak references.
+        self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
+
+    def __repr__(self) -> str:
+        return f"Flat({self.key}, {self.layout.numel} elements, owned {self.owned})"
+
+    @property
+    def holds_gradient(self) -> bool:
+        return self.filled or self.reduced
+
+    @property
+    def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
+        for slot in self.layout.slots:
+            yield self.parameters[slot.name], slot
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements in compute dtype: [owned]."""
+        if self._storage is None:
+            return self.full[self.owned[0] : self.owned[1]]
+        return self._storage.fetch(self._at, self._at + self.layout.chunk)
+
+    def store_shard(self, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements, casting to compute dtype."""
+        if self._storage is None:
+            own = self.shard
+            if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
+                own.copy_(values)
+        else:
+            self._storage.store(self._at, values)
+
+    def keep_shard_in(self, storage: Storage, at: int) -> None:
+        self._storage, self._at = storage, at
+
+    def own_range(self, name: str) -> tuple[int, int, int]:
+        """Where this rank's part of parameter ``name`` lies: (first element of it, start in owned, stop in owned)."""
+        slot = self.layout.by_name[name]
+        start, stop = max(slot.offset, self.owned[0]), min(slot.end, self.owned[1])
+        if start >= stop:
+            return 0, 0, 0
+        return start - slot.offset, start - self.owned[0], stop - self.owned[0]
+
+    def own_part(self, name: str) -> torch.Tensor:
+        _, start, stop = self.own_range(name)
+        return self.shard[start:stop]
+
+    def adopt(self, name: str) -> None:
+        """Take the gathered values of parameter ``name`` over into this rank's shard and master weights."""
+        first, start, stop = self.own_range(name)
+        values = self.views[name].reshape(-1)[first : first + stop - start]
+        shard = self.shard
+        if shard.data_ptr() != self.full[self.owned[0] : self.owned[1]].data_ptr():
+            shard[start:stop].copy_(values)
+            self.store_shard(shard)
+        if self.master is not None:
+            self.master[start:stop].copy_(values)
+
+    def use_full(self, full: torch.Tensor) -> None:
+        """Make ``full`` [padded] the buffer of this flat and the parameters views of it. Their values must be in it."""
+        kind = LiveParameter if self.sharded else OwnedParameter
+        self.full = full
+        for number, (parameter, slot) in enumerate(self.items):
+            view = full[slot.offset : slot.end].view(slot.shape)
+            self.views[slot.name] = view
+            # One element, expanded: true shape and dtype, no memory. NaN, so that a leak of it cannot pass for a weight.
+            filler = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=full.device)
+            self._placeholders[slot.name] = filler.expand(slot.shape)
+            parameter.__class__ = kind  # type: ignore[assignment]
+            parameter.__dict__.update(_hf_zero_flat=self, _hf_zero_name=slot.name, _hf_zero_id=self.number * 1_000_000 + number)
+            _set_data(parameter, view)
+
+    def point_at_full(self) -> None:
+        for parameter, slot in self.items:
+            parameter.__class__ = LiveParameter  # type: ignore[assignment]
+            _set_data(parameter, self.views[slot.name])
+
+    def point_at_nothing(self) -> None:
+        for parameter, slot in self.items:
+            _set_data(parameter, self._placeholders[slot.name])
+            parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
+
+    def disown(self) -> None:
+        """Give the parameters back to plain PyTorch, with the values they have (sharded ones stay released)."""
+        for parameter, _ in self.items:
+            if not isinstance(parameter, ReleasedParameter):
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
+                    parameter.__dict__.pop(key, None)
+
+
+class Call:
+    """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
+
+    __slots__ = ("__weakref__", "marked", "unit")
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self.marked = False  # an input carries the mark that tells when this call's backward is over
+
+
+class Unit:
+    """A module and the flats it gathers and releases together."""
+
+    def __init__(self, index: int, name: str, module: nn.Module, flats: Sequence[Flat]):
+        self.index = index
+        self.name = name
+        self.module = module
+        self.flats = list(flats)
+        self.sharded = [flat for flat in flats if flat.sharded]
+        self.trainable = [flat for flat in flats if flat.trainable]
+        self.state = State.GATHERED
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is to come: decides the reduction
+        self.active: set[Call] = set()  # calls whose backward is under way: decides the release
+        self.open: list[Call | None] = []  # forwards under way, innermost last
+        self.pins = 0
+        self.stays = False  # a call gave nothing that a hook could hold on to: stay gathered until its backward
+        self._handle: Handle | None = None
+        for flat in self.flats:
+            flat.unit = self
+
+    def __repr__(self) -> str:
+        return f"Unit({self.label}, {self.state.value})"
+
+    @property
+    def label(self) -> str:
+        return self.name or "(root)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered flats."""
+        return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.pins or self.open or self.active or self.stays)
+
+    def launch_gather(self) -> None:
+        """Start the all-gather into the flats' own storage."""
+        pairs = []
+        with torch.inference_mode(False):
+            for flat in self.sharded:
+                storage = flat.full.untyped_storage()
+                if storage.size() == 0:
+                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+                pairs.append((flat.full, flat.shard))
+            with torch.no_grad():
+                self._handle = self.sharded[0].axis.all_gather(pairs, self.label, self.index)
+        if self.state is State.RELEASED:
+            self.state = State.GATHERING
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gather and let the parameters see the values."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        if self.state is State.GATHERING:
+            with torch.inference_mode(False), torch.no_grad():
+                for flat in self.sharded:
+                    flat.point_at_full()
+            self.state = State.GATHERED
+
+    def release(self) -> None:
+        """Give the whole values back; every rank keeps its shard."""
+        self.finish_gather()
+        if self.state is State.RELEASED or not self.sharded:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for flat in self.sharded:
+                flat.point_at_nothing()
+                flat.full.untyped_storage().resize_(0)
+        self.state = State.RELEASED

@@ -1,0 +1,155 @@
+"""Where a model is cut into units: the modules whose parameters are gathered and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
+PARTS = 16  # a model without blocks is cut into about this many units
+MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A unit to be: the module it wraps and the parameters it owns, under their first names."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _outermost(model: nn.Module, wanted: set[int]) -> list[tuple[str, nn.Module]]:
+    """The wanted modules that do not lie inside another wanted one, in definition order, each once."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if id(module) in wanted and module is not model:
+            found.append((name, module))
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    return found
+
+
+def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(m) for m in modules if any(True for _ in m.parameters())}
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of ``model``: gradient-checkpointing layers, else ``_no_split_modules``, else the items of
+    ModuleLists, else parts of about equal size."""
+    modules = list(model.modules())
+    blocks = _outermost(model, _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)))
+    if not blocks:
+        names = getattr(model, "_no_split_modules", None) or ()
+        blocks = _outermost(model, _with_parameters(m for m in modules if type(m).__name__ in set(names)))
+    if not blocks:
+        lists = [m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and m is not model]
+        largest = max((_numel(m) for m in lists if isinstance(m, nn.ModuleList)), default=0)
+        chosen = [m for m in lists if isinstance(m, nn.ModuleList) and _numel(m) * 4 >= largest > 0]
+        blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
+    return blocks or _by_size(model)
+
+
+def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    total = _numel(model)
+    if total < 2 * MIN_UNIT:
+        return []
+    target = max(total // PARTS, MIN_UNIT)
+    wanted: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            size = _numel(child)
+            if size < target // 4:
+                continue
+            if size <= target or not any(_numel(grandchild) >= target // 4 for grandchild in child.children()):
+                wanted.add(id(child))
+            else:
+                visit(child)
+
+    visit(model)
+    return _outermost(model, wanted)
+
+
+def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
+    """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
+
+    A parameter that two units reach belongs once, to the root: their lowest common ancestor, since units do not nest.
+    """
+    first_name: dict[int, str] = {}
+    by_id: dict[int, nn.Parameter] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first_name:
+            if first_name[id(parameter)] != name:
+                aliases[name] = first_name[id(parameter)]
+        else:
+            first_name[id(parameter)], by_id[id(parameter)] = name, parameter
+
+    blocks = find_blocks(model)
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+    largest = max((_numel(block) for _, block in blocks), default=0)
+    leaves = {
+        id(m)
+        for m in model.modules()
+        if id(m) not in inside and isinstance(m, (nn.Embedding, nn.Linear)) and largest
+        and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
+        and all(users[id(p)] == 1 for p in m.parameters())
+    }
+    wrapped = _outermost(model, leaves | {id(block) for _, block in blocks})
+
+    reached: dict[int, set[int]] = {}
+    for index, (_, module) in enumerate(wrapped):
+        for parameter in module.parameters():
+            reached.setdefault(id(parameter), set()).add(index)
+    reached_outside = _reached_outside(model, {id(module) for _, module in wrapped})
+    owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in wrapped]
+    root: list[tuple[str, nn.Parameter]] = []
+    for key, name in first_name.items():
+        units = reached.get(key, set())
+        if len(units) == 1 and key not in reached_outside:
+            owned[next(iter(units))].append((name, by_id[key]))
+        else:
+            root.append((name, by_id[key]))
+    cuts = [Cut("", model, tuple(root))]
+    cuts += [Cut(name, module, tuple(parameters)) for (name, module), parameters in zip(wrapped, owned) if parameters]
+    return cuts, aliases
+
+
+def _reached_outside(model: nn.Module, wrapped: set[int]) -> set[int]:
+    found: set[int] = set()
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen or id(module) in wrapped:
+            return
+        seen.add(id(module))
+        found.update(id(p) for p in module._parameters.values() if p is not None)
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return found

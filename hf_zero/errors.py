@@ -1,0 +1,35 @@
+"""Every error hf-zero raises on purpose. Each message names what was wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class HfZeroError(Exception):
+    """Base of all errors raised by hf-zero."""
+
+
+class ConfigError(HfZeroError, ValueError):
+    """A configuration that cannot be used: an unknown key, a wrong type, values that contradict each other."""
+
+
+class NotBuiltError(HfZeroError, NotImplementedError):
+    """A name or key that hf-zero knows but does not provide in this version."""
+
+
+class ReleasedParameterError(HfZeroError, RuntimeError):
+    """The values of a sharded parameter were read or written while its unit is not gathered."""
+
+
+class PartitionError(HfZeroError, RuntimeError):
+    """An operation that a partitioned model cannot support, such as changing dtype or requires_grad after initialize."""
+
+
+class UnsupportedOptimizerError(HfZeroError, TypeError):
+    """An optimizer whose update is not element-wise, or whose existing state cannot be carried over."""
+
+
+class RankMismatchError(HfZeroError, RuntimeError):
+    """Ranks that ask for different collectives, or a rank that did not arrive in time."""
+
+
+class CheckpointError(HfZeroError, RuntimeError):
+    """A checkpoint that is missing, damaged, of another format version or of another model."""

@@ -1,0 +1,117 @@
+"""``hf_zero.initialize``: a model and a config in, an engine with its optimizer, data loader and scheduler out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core import comm
+from hf_zero.core.engine import Engine
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.logs import logger
+from hf_zero.optim.build import build_optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+    """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
+
+    Args:
+        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not given.
+        model: the whole model, with values; rank 0's are taken.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from parameters; None takes
+            the config's. It comes back as the same object, its groups live.
+        model_parameters: parameters or groups for an optimizer made here; default: all that require grad.
+        training_data: a dataset; the loader gives each rank its share in micro-batches.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
+            steps it.
+        mpu: a Megatron-style model-parallel object; model parallelism above 1 is not built.
+        dist_init_required: False: a process group must exist already.
+        collate_fn: for the loader.
+        config, config_params: ZeroConfig, dict, path or JSON text.
+
+    Raises:
+        ConfigError: no or two configs, or values that contradict each other.
+        UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
+    """
+    del distributed_port
+    if model is None:
+        raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
+    if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
+        raise NotBuiltError("initialize(mpu=...) with model parallelism above 1 is not built in this version; run with model-parallel size 1")
+    settings = _config(args, config, config_params)
+    if dist_init_required is False and not comm.is_initialized():
+        raise ConfigError("dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument")
+    comm.init_distributed(timeout=settings.timeout)
+    settings = settings.resolve(comm.get_world_size())
+    made = _optimizer(settings, model, optimizer, model_parameters)
+    engine = Engine(model, settings, made)
+    scheduler = lr_scheduler
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        scheduler = lr_scheduler(made)
+    elif lr_scheduler is None and settings.scheduler is not None and made is not None:
+        from hf_zero.optim.schedules import build_scheduler
+
+        scheduler = build_scheduler(settings.scheduler, made)
+    engine.lr_scheduler = scheduler
+    loader = _loader(training_data, collate_fn, settings)
+    if engine.global_rank == 0:
+        for row in settings.explain():
+            logger.info("config %s", row)
+    return engine, made, loader, scheduler
+
+
+def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [(name, value) for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", from_args)) if value is not None]
+    if not given:
+        raise ConfigError("initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or args with deepspeed_config")
+    if len(given) > 1 and any(value != given[0][1] for _, value in given[1:]):
+        raise ConfigError(f"initialize was given more than one config: {', '.join(name for name, _ in given)}; pass one")
+    return ZeroConfig.coerce(given[0][1])
+
+
+def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) -> torch.optim.Optimizer | None:
+    wanted = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if config.optimizer is not None:
+            raise ConfigError(f"both an optimizer object ({type(optimizer).__name__}) and config optimizer {config.optimizer.type!r} are given; keep one")
+        return optimizer
+    if optimizer is not None:
+        if not callable(optimizer):
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a callable that makes one from parameters")
+        return optimizer(wanted)
+    if config.optimizer is None:
+        return None
+    if not wanted:
+        raise ConfigError("the config names an optimizer but no parameter of the model requires grad; unfreeze some, or remove the optimizer")
+    return build_optimizer(config.optimizer, wanted)
+
+
+def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    micro = int(config.train_micro_batch_size_per_gpu)
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
+    if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
+        raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
+    sampler: DistributedSampler[Any] = DistributedSampler(data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0))
+    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True)

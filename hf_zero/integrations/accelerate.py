@@ -1,0 +1,89 @@
+"""Accelerate's process state under ZeRO: the wrappers of ``accelerate.state``.
+
+Accelerate takes DEEPSPEED to mean GPUs. These three mend what follows from it on CPU ranks and in a plain process.
+Imported in the middle of ``import accelerate``: anything of Accelerate is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.errors import RankMismatchError
+from hf_zero.integrations import finder, hooks
+from hf_zero.integrations.launching import cpu_forced, zero_asked_for
+
+
+def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks without an accelerator meet over gloo (``PartialState._prepare_backend``)."""
+
+    def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        from accelerate.utils import DistributedType
+
+        answer, distributed_type = original(self, cpu, sagemaker_dp, backend)
+        if distributed_type == DistributedType.NO and zero_asked_for() and _launched() and finder.chosen():
+            return "gloo", DistributedType.MULTI_CPU
+        return answer, distributed_type
+
+    return _prepare_backend
+
+
+def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """``cpu=True`` keeps ZeRO, and every ZeRO process has a group (``AcceleratorState.__init__``)."""
+
+    def __init__(
+        self: Any,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        from accelerate.state import PartialState
+
+        plugins = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+        first = _from_accelerator and type(self)._shared_state == {}
+        if not (first and zero_asked_for() and finder.chosen()):
+            original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
+            return
+        hooks.apply_late()
+        if PartialState._shared_state != {} and PartialState().backend is None and _launched():
+            PartialState._reset_state()  # made before ZeRO was asked for: it believes to be alone
+        on_cpu = cpu or cpu_forced()
+        if on_cpu and PartialState._shared_state == {}:
+            PartialState(cpu=True, **kwargs)
+        forced = os.environ.pop("ACCELERATE_USE_CPU", None)
+        try:
+            original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
+        finally:
+            if forced is not None:
+                os.environ["ACCELERATE_USE_CPU"] = forced
+        _join_group(self, kwargs.get("timeout"))
+
+    return __init__
+
+
+def _launched() -> bool:
+    return int(os.environ.get("LOCAL_RANK", -1)) != -1
+
+
+def _join_group(state: Any, timeout: Any) -> None:
+    """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise: make one of one rank."""
+    import torch
+
+    from hf_zero.core import comm
+
+    if state.device.type == "cpu" and torch.cuda.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the engine computes where Accelerate puts the batches
+    comm.init_distributed(timeout=timeout)
+    if comm.get_world_size() != state.num_processes:
+        raise RankMismatchError(
+            f"Accelerate counts {state.num_processes} process(es) and the process group {comm.get_world_size()}: LOCAL_RANK is not set, so "
+            "Accelerate cannot see its peers. Start the script with `accelerate launch` or torchrun, or export LOCAL_RANK"
+        )

@@ -1,0 +1,5 @@
+"""``deepspeed.launcher``."""
+
+from . import runner
+
+__all__ = ["runner"]

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.engine``."""
+
+from hf_zero.core.engine import Engine as DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

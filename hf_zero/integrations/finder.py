@@ -1,0 +1,117 @@
+"""Offers the package ``deepspeed``: its modules (hf-zero's facade) and its distribution metadata.
+
+Accelerate, Transformers, TRL, PEFT and Lightning all reach ZeRO through ``import deepspeed`` and ask first whether a
+distribution of that name is installed. Nothing named deepspeed is put into site-packages; a finder in
+``sys.meta_path`` answers instead. It stands last, so a deepspeed that is really installed wins, unless
+``HF_ZERO_BACKEND=hf_zero`` or one of hf-zero's own routes chooses ours.
+
+Imported in every Python process: standard library only, and the costly parts of it late.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+NAME = "deepspeed"
+VERSION = "0.19.8+hfzero"
+"""The release of DeepSpeed whose interface the facade follows; the local part says whose it is."""
+
+FACADE = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
+BACKENDS = ("hf_zero", NAME)
+
+
+class FacadeFinder:
+    """An instance, not a class: ``importlib.invalidate_caches()`` calls a method on every finder that has one."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        # Submodules need no answer: the ordinary path finder follows the package's __path__.
+        return facade_spec() if fullname == NAME else None
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        # Asked by name and without a folder, else silent: pip lists the folders it manages and must not find us there.
+        name = getattr(context, "name", None)
+        if name is None or name.lower() != NAME or "path" in vars(context):
+            return ()
+        from hf_zero.integrations.distribution import FacadeDistribution
+
+        return (FacadeDistribution(),)
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached: the facade lies where this file lies."""
+
+
+def facade_spec() -> ModuleSpec:
+    from importlib.util import spec_from_file_location
+
+    spec = spec_from_file_location(NAME, os.path.join(FACADE, "__init__.py"), submodule_search_locations=[FACADE])
+    assert spec is not None
+    return spec
+
+
+def is_ours(module: ModuleType) -> bool:
+    """Whether a module named ``deepspeed`` is hf-zero's facade."""
+    return os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or "")) == FACADE
+
+
+def chosen() -> bool:
+    """Whether ``import deepspeed`` gives, or gave, hf-zero's facade in this process."""
+    module = sys.modules.get(NAME)
+    if module is not None:
+        return is_ours(module)
+    from importlib.util import find_spec
+
+    spec = find_spec(NAME)
+    return spec is not None and spec.origin == os.path.join(FACADE, "__init__.py")
+
+
+def install() -> None:
+    """Put the finder and the import hooks into ``sys.meta_path``, once.
+
+    Does nothing while a foreign ``deepspeed`` is in ``sys.modules`` (perhaps in the middle of its own import), or where
+    ``HF_ZERO_BACKEND=deepspeed`` asks for the real one.
+    """
+    backend = os.environ.get("HF_ZERO_BACKEND", "")
+    if backend and backend not in BACKENDS:
+        from hf_zero.errors import ConfigError
+
+        raise ConfigError(f"HF_ZERO_BACKEND={backend!r} is not known; write one of {', '.join(BACKENDS)}, or leave it unset")
+    if backend == NAME or (NAME in sys.modules and not is_ours(sys.modules[NAME])):
+        return
+    _install_finder(first=backend == "hf_zero")
+
+
+def choose() -> None:
+    """Make ``deepspeed`` hf-zero's for this process. hf-zero's own routes call it before they touch Accelerate.
+
+    Raises ConfigError when another ``deepspeed`` is already imported, or when the environment asks for it.
+    """
+    from hf_zero.errors import ConfigError
+
+    module = sys.modules.get(NAME)
+    if module is not None and not is_ours(module):
+        raise ConfigError(
+            f"this process has already imported another deepspeed, from {getattr(module, '__file__', None)!r}, and Accelerate would "
+            "train with that one; set HF_ZERO_BACKEND=hf_zero, or uninstall it"
+        )
+    if os.environ.get("HF_ZERO_BACKEND") == NAME:
+        raise ConfigError("HF_ZERO_BACKEND=deepspeed asks for DeepSpeed, and this call is hf-zero's own route; unset the variable")
+    _install_finder(first=True)
+
+
+def _install_finder(first: bool) -> None:
+    from hf_zero.integrations import hooks
+
+    ours = next((finder for finder in sys.meta_path if isinstance(finder, FacadeFinder)), None) or FacadeFinder()
+    if first:
+        sys.meta_path[:] = [ours, *(finder for finder in sys.meta_path if finder is not ours)]
+    elif ours not in sys.meta_path:
+        sys.meta_path.append(ours)
+    hooks.install()

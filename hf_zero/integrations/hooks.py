@@ -1,0 +1,103 @@
+"""Import hooks: after one of the modules named in ``seams.py`` has run, its seams are put in.
+
+The finder stands first in ``sys.meta_path`` and lets the others find the module; it only replaces ``exec_module`` on
+that one loader instance, for that one execution, so that the loader, ``__spec__``, ``inspect`` and ``pickle`` see
+nothing unusual. Imported in every Python process: standard library only, and nothing of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+WATCHED = ("accelerate", "transformers")
+"""Top-level packages that have seams: the table itself is read when one of them is first imported."""
+
+
+class SeamFinder:
+    """Finds a module through the other finders and arranges that its seams follow its execution."""
+
+    def __init__(self) -> None:
+        self.late: set[str] = set()  # modules that were already running when the hooks came
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        from hf_zero.integrations import finder
+
+        if fullname == finder.NAME:
+            return self._instead_of_namespace(path, target)
+        if fullname.partition(".")[0] not in WATCHED:
+            return None
+        self.apply_late()
+        from hf_zero.integrations import seams
+
+        if fullname not in seams.modules():
+            return None
+        spec = self._find_elsewhere(fullname, path, target)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            seams.apply(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+    def _find_elsewhere(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
+        for other in sys.meta_path:
+            if other is not self and hasattr(other, "find_spec"):
+                spec = other.find_spec(fullname, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+    def _instead_of_namespace(self, path: Any, target: Any) -> ModuleSpec | None:
+        # A folder that happens to be called deepspeed (say, of config files beside the script) is a namespace package
+        # to Python, and would be found before the facade, which stands last.
+        from hf_zero.integrations import finder
+
+        spec = self._find_elsewhere(finder.NAME, path, target)
+        offered = any(isinstance(other, finder.FacadeFinder) for other in sys.meta_path)
+        return finder.facade_spec() if offered and spec is not None and spec.origin is None else None
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached."""
+
+    def apply_late(self) -> None:
+        """Apply the seams of modules that were half imported when the hooks were installed and are whole by now."""
+        for name in sorted(self.late):
+            module = sys.modules.get(name)
+            if module is not None and not _running(module):
+                from hf_zero.integrations import seams
+
+                self.late.discard(name)
+                seams.apply(module)
+
+
+def install() -> None:
+    """Put the hooks in, once, and the seams into modules that are imported already."""
+    if any(isinstance(finder, SeamFinder) for finder in sys.meta_path):
+        return
+    hook = SeamFinder()
+    sys.meta_path.insert(0, hook)
+    if any(name in sys.modules for name in WATCHED):
+        from hf_zero.integrations import seams
+
+        hook.late = {name for name in seams.modules() if name in sys.modules}
+        hook.apply_late()
+
+
+def apply_late() -> None:
+    """Catch up with modules that were half imported when the hooks came; for code that relies on their seams."""
+    for finder in sys.meta_path:
+        if isinstance(finder, SeamFinder):
+            finder.apply_late()
+
+
+def _running(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

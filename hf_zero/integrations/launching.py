@@ -1,0 +1,97 @@
+"""What ``accelerate launch`` does with a ZeRO configuration: the wrappers of its parser and its launchers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+
+STANDARD = "standard"
+
+
+def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``--config`` beside ``--config_file`` (``accelerate.commands.utils.CustomArgumentParser.add_argument``)."""
+
+    def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "--config_file" in args and "--config" not in args:
+            args = (*args, "--config")
+        return original(self, *args, **kwargs)
+
+    return add_argument
+
+
+def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read a DEEPSPEED file strictly, and keep ZeRO under ``--cpu`` (``accelerate.commands.launch._validate_launch_command``)."""
+
+    def _validate_launch_command(args: Any) -> Any:
+        args, defaults, precision_from_file = original(args)
+        if args.use_deepspeed and finder.chosen():
+            _read_strictly(args.config_file, defaults)
+            if args.cpu:
+                args.cpu, args.use_cpu = False, True
+        return args, defaults, precision_from_file
+
+    return _validate_launch_command
+
+
+def _read_strictly(path: str | None, defaults: Any) -> None:
+    """Accelerate drops keys of ``deepspeed_config`` that it does not know. Raises ConfigError before any rank is started."""
+    from accelerate.commands.config import default_config_file
+    from accelerate.utils import DistributedType
+
+    from hf_zero.config import ZeroConfig
+
+    if defaults is not None and defaults.distributed_type == DistributedType.DEEPSPEED:
+        ZeroConfig.from_file(path or default_config_file, allow_auto=True)
+
+
+def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher and the environment of ZeRO ranks (``accelerate.utils.launch.prepare_deepspeed_cmd_env``)."""
+
+    def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
+        if not finder.chosen():
+            return original(args)
+        launcher = args.deepspeed_multinode_launcher or STANDARD
+        if (args.num_machines or 1) > 1 and launcher != STANDARD:
+            raise ConfigError(
+                f"deepspeed_multinode_launcher: {launcher} runs a program called `deepspeed`, which hf-zero does not have; write "
+                f"`deepspeed_multinode_launcher: {STANDARD}` (or leave it out) and run `accelerate launch` on every machine with its machine_rank"
+            )
+        args.deepspeed_multinode_launcher = STANDARD
+        command, environment = original(args)
+        if _flag(environment.pop("ACCELERATE_USE_CPU", "false")) or getattr(args, "use_cpu", False) or getattr(args, "cpu", False):
+            # Accelerate reads ACCELERATE_USE_CPU as "no DEEPSPEED". Ranks that see no GPU choose the CPU by themselves.
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return command, environment
+
+    return prepare_deepspeed_cmd_env
+
+
+def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """No unsharded process where ZeRO was asked for (``accelerate.utils.launch.prepare_simple_launcher_cmd_env``)."""
+
+    def prepare_simple_launcher_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
+        if getattr(args, "use_deepspeed", False) and finder.chosen():
+            raise ConfigError(
+                "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; remove --cpu and write `use_cpu: true` in the file"
+            )
+        return original(args)
+
+    return prepare_simple_launcher_cmd_env
+
+
+def _flag(value: str) -> bool:
+    return value.strip().lower() in {"1", "true", "yes", "y", "on", "t"}
+
+
+def cpu_forced() -> bool:
+    """Whether the environment forces the CPU on everything that Accelerate starts."""
+    return _flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
+
+
+def zero_asked_for() -> bool:
+    """Whether the environment of this process asks for ZeRO, as ``accelerate launch`` and the plugin set it."""
+    return _flag(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))

@@ -1,0 +1,200 @@
+"""Every symbol of Accelerate and Transformers that hf-zero wraps, in one list: what, why, and the signature relied on.
+
+A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called once with the
+original and returns the replacement; the module that holds it is imported while the target's package is still being
+imported, so it may import nothing of Hugging Face at its top. ``hooks.py`` calls ``apply`` when a target module has
+run. A test compares signatures and versions with what is installed: a new release of theirs fails there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+ACCELERATE = ">=1.12,<1.17"
+TRANSFORMERS = ">=5.17,<5.25"
+MARK = "__hf_zero_seam__"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One wrapped symbol."""
+
+    target: str
+    """``module:attribute``, the attribute possibly dotted: ``accelerate.state:PartialState._prepare_backend``."""
+    signature: str
+    """Parameters as ``describe`` writes them: names, kinds and defaults, no annotations."""
+    wrapper: str
+    """``module:function`` that takes the original and returns the replacement."""
+    versions: str
+    """Releases of the target's package that the seam was read against, as a requirement specifier."""
+    why: str
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def locate(self, module: ModuleType) -> tuple[Any, str, Any]:
+        """``(holder, name, original)`` in the executed module; AttributeError if it is not there."""
+        *path, name = self.target.partition(":")[2].split(".")
+        holder: Any = module
+        for part in path:
+            holder = getattr(holder, part)
+        return holder, name, inspect.getattr_static(holder, name)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        target="accelerate.commands.utils:CustomArgumentParser.add_argument",
+        signature="(self, *args, **kwargs)",
+        wrapper="hf_zero.integrations.launching:alias_config",
+        versions=ACCELERATE,
+        why="`accelerate launch --config FILE` means --config_file; the parser takes no abbreviations",
+    ),
+    Seam(
+        target="accelerate.commands.launch:_validate_launch_command",
+        signature="(args)",
+        wrapper="hf_zero.integrations.launching:check_zero_launch",
+        versions=ACCELERATE,
+        why="`--cpu` beside a DEEPSPEED file starts one plain process without a word; unknown keys of deepspeed_config are dropped",
+    ),
+    Seam(
+        target="accelerate.utils.launch:prepare_deepspeed_cmd_env",
+        signature="(args)",
+        wrapper="hf_zero.integrations.launching:prepare_ranks",
+        versions=ACCELERATE,
+        why="several machines default to `pdsh`, which runs a program named deepspeed; `use_cpu` never reaches the ranks",
+    ),
+    Seam(
+        target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
+        signature="(args)",
+        wrapper="hf_zero.integrations.launching:refuse_plain_launch",
+        versions=ACCELERATE,
+        why="the last place before a plain, unsharded process where a ZeRO configuration was asked for",
+    ),
+    Seam(
+        target="accelerate.state:PartialState._prepare_backend",
+        signature="(self, cpu=False, sagemaker_dp=False, backend=None)",
+        wrapper="hf_zero.integrations.accelerate:answer_gloo",
+        versions=ACCELERATE,
+        why="ranks without an accelerator get no backend under DEEPSPEED and each believe to be alone",
+    ),
+    Seam(
+        target="accelerate.state:AcceleratorState.__init__",
+        signature=(
+            "(self, mixed_precision=None, cpu=False, dynamo_plugin=None, deepspeed_plugin=None, fsdp_plugin=None, "
+            "torch_tp_plugin=None, megatron_lm_plugin=None, parallelism_config=None, _from_accelerator=False, **kwargs)"
+        ),
+        wrapper="hf_zero.integrations.accelerate:shard_on_cpu",
+        versions=ACCELERATE,
+        why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no group and wait_for_everyone raises",
+    ),
+    Seam(
+        target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
+        signature="()",
+        wrapper="hf_zero.integrations.loading:load_whole",
+        versions=TRANSFORMERS,
+        why="models load by the ordinary path on each rank and are sharded at initialize; the zero3 path reads on rank 0 alone",
+    ),
+    Seam(
+        target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
+        signature="(self, args, auto_find_batch_size=False)",
+        wrapper="hf_zero.integrations.trainer_config:fill_from_arguments",
+        versions=TRANSFORMERS,
+        why="what the ZeRO config leaves out comes from the arguments; a config without gradient_clipping silences max_grad_norm",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer.__init__",
+        signature=(
+            "(self, model=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None, processing_class=None, "
+            "model_init=None, compute_loss_func=None, compute_metrics=None, callbacks=None, optimizers=(None, None), "
+            "optimizer_cls_and_kwargs=None, preprocess_logits_for_metrics=None)"
+        ),
+        wrapper="hf_zero.integrations.trainer_seams:find_zero_callback",
+        versions=TRANSFORMERS,
+        why="a callback never receives its Trainer, and its first event comes after the Accelerator was made",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer.create_accelerator_and_postprocess",
+        signature="(self)",
+        wrapper="hf_zero.integrations.trainer_seams:route_accelerator",
+        versions=TRANSFORMERS,
+        why="routes a Trainer that has a ZeroCallback, proves that ZeRO is on, and keeps it from leaking into the next Trainer",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer._prepare_for_training",
+        signature="(self, max_steps, train_dataloader, resume_from_checkpoint)",
+        wrapper="hf_zero.integrations.trainer_seams:prepare_anew",
+        versions=TRANSFORMERS,
+        why="a second train() would go on with a destroyed engine, and a wrapped model would train unsharded",
+    ),
+    Seam(
+        target="transformers.trainer:deepspeed_init",
+        signature="(trainer, num_training_steps, inference=False)",
+        wrapper="hf_zero.integrations.trainer_seams:use_given_optimizer",
+        versions=TRANSFORMERS,
+        why="drops the optimizer and the scheduler of Trainer(optimizers=...) in silence",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer.evaluation_loop",
+        signature="(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix='eval')",
+        wrapper="hf_zero.integrations.trainer_seams:evaluate_raw",
+        versions=TRANSFORMERS,
+        why="evaluation before training raises at stages 0 to 2 and spoils the training after it at stage 3",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer.save_model",
+        signature="(self, output_dir=None, _internal_call=False)",
+        wrapper="hf_zero.integrations.trainer_seams:save_untrained",
+        versions=TRANSFORMERS,
+        why="asks an engine that does not exist yet when nothing was trained",
+    ),
+)
+
+
+@functools.cache
+def modules() -> frozenset[str]:
+    """Names of the modules that hold a seam."""
+    return frozenset(seam.module for seam in SEAMS)
+
+
+def describe(function: Any) -> str:
+    """The signature of ``function`` without annotations."""
+    signature = inspect.signature(getattr(function, "__func__", function))
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def apply(module: ModuleType) -> None:
+    """Put in every seam of ``module`` that is not in yet. A symbol that has changed is named in a warning."""
+    for seam in SEAMS:
+        if seam.module == module.__name__:
+            _apply(seam, module)
+
+
+def _apply(seam: Seam, module: ModuleType) -> None:
+    from hf_zero.logs import logger
+
+    try:
+        holder, name, original = seam.locate(module)
+    except AttributeError:
+        logger.warning("%s is gone, and hf-zero relies on it (%s). Install %s%s", seam.target, seam.why, seam.package, seam.versions)
+        return
+    function = getattr(original, "__func__", original)  # out of a staticmethod or classmethod
+    if getattr(function, MARK, None) == seam.target:
+        return
+    if (found := describe(function)) != seam.signature:
+        logger.warning("%s takes %s, hf-zero was read against %s. Install %s%s", seam.target, found, seam.signature, seam.package, seam.versions)
+    home, _, wrapper = seam.wrapper.partition(":")
+    replacement = getattr(importlib.import_module(home), wrapper)(function)
+    functools.update_wrapper(replacement, function)
+    setattr(replacement, MARK, seam.target)
+    setattr(holder, name, type(original)(replacement) if function is not original else replacement)

@@ -1,0 +1,107 @@
+"""The ZeRO config of a Trainer: how it is read, and how what it leaves out comes from the training arguments.
+
+Transformers fills a value from its arguments only where the config says "auto". A config that leaves
+``gradient_clipping`` out would thus silence ``max_grad_norm``, one without batch sizes would leave the engine without
+any, and one that leaves the precision out would cast the inputs to another dtype than the model's. Left out means "as
+the arguments say", on every route that leads a Trainer here; both values are shown where the two contradict each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.integrations import finder
+from hf_zero.logs import log_rank0
+
+ZeroConfigLike = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
+
+AUTO = "auto"
+SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
+
+FROM_ARGUMENTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+# Hyper-parameters that the arguments know, by optimizer and by schedule; others keep the defaults of their class.
+ADAM = ("lr", "betas", "eps", "weight_decay")
+OPTIMIZER_PARAMS = {"adam": ADAM, "adamw": ADAM}
+OTHER_OPTIMIZER = ("lr", "weight_decay")
+WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+SCHEDULE_PARAMS = {
+    "WarmupLR": WARMUP,
+    "WarmupDecayLR": (*WARMUP, "total_num_steps"),
+    "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+}
+
+
+def read(value: ZeroConfigLike) -> dict[str, Any]:
+    """The config in DeepSpeed's dialect, holding what was written and nothing else. Raises ConfigError for what cannot be used."""
+    return ZeroConfig.coerce(value, allow_auto=True).to_dict()
+
+
+def open_left_out(config: dict[str, Any]) -> list[str]:
+    """Write "auto" for what ``config`` leaves to the training arguments, in place; gives the paths."""
+    opened = []
+
+    def open_key(section: dict[str, Any], path: str, value: Any = AUTO) -> None:
+        key = path.rpartition(".")[2]
+        if section.get(key) is None:
+            section[key] = value
+            opened.append(path)
+
+    for key in FROM_ARGUMENTS:
+        open_key(config, key)
+    for precision, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        config[precision] = dict(config.get(precision) or {})
+        # the precision that was chosen leaves nothing to choose
+        chosen = (config.get(other) or {}).get("enabled") is True
+        open_key(config[precision], f"{precision}.enabled", False if chosen else AUTO)
+    for name, known in (("optimizer", _optimizer_params), ("scheduler", _schedule_params)):
+        section = config.get(name)
+        if section:
+            params = section["params"] = dict(section.get("params") or {})
+            for key in known(section.get("type")):
+                open_key(params, f"{name}.params.{key}")
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        # save_model is expected to leave weights behind; whoever writes false gets the sharded checkpoint alone
+        open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
+    return opened
+
+
+def _optimizer_params(kind: Any) -> tuple[str, ...]:
+    return OPTIMIZER_PARAMS.get(str(kind).lower(), OTHER_OPTIMIZER)
+
+
+def _schedule_params(kind: Any) -> tuple[str, ...]:
+    return SCHEDULE_PARAMS.get(str(kind), ())
+
+
+def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
+    """Left out means "as the arguments say" (``HfTrainerDeepSpeedConfig.trainer_config_process``)."""
+
+    def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
+        if not finder.chosen():
+            original(self, args, auto_find_batch_size)
+            return
+        opened = open_left_out(self.config)
+        original(self, args, auto_find_batch_size)
+        if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
+            # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the config alone is no contradiction.
+            self.mismatches = [
+                line for line in self.mismatches if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
+            ]
+        filled = ", ".join(f"{path} = {value}" for path in opened if (value := value_at(self.config, path)) != AUTO)
+        if filled:
+            log_rank0(f"from the training arguments, as the ZeRO config leaves it out: {filled}")
+
+    return trainer_config_process
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """What stands at a dotted path, None if nothing does."""
+    node: Any = config
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node

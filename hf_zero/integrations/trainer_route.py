@@ -1,0 +1,158 @@
+"""How one Trainer comes to ZeRO, and the proof that it did.
+
+[Note: routing a stock Trainer]
+A callback never receives the Trainer, and by its first event the Accelerator exists. So ``Trainer.__init__`` is wrapped:
+it looks for a :class:`ZeroCallback` among its arguments, and while the Accelerator is made the arguments carry a
+DeepSpeed plugin and the environment says ``ACCELERATE_USE_DEEPSPEED``. Both are taken back at once, for the environment
+and the arguments may serve another Trainer that is to be plain.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+from hf_zero.integrations.trainer_config import value_at
+from hf_zero.logs import logger
+
+SWITCH = "ACCELERATE_USE_DEEPSPEED"
+ON_CPU = "ACCELERATE_USE_CPU"
+CALLBACK = "_hf_zero_callback"
+BORROWED = "_hf_zero_callback_plugin"
+
+
+def find_callback(constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None."""
+    try:
+        callbacks = inspect.signature(constructor).bind(trainer, *args, **kwargs).arguments.get("callbacks") or ()
+    except TypeError:
+        return None  # the constructor itself says better what is wrong with its arguments
+    ours = sys.modules.get("hf_zero.integrations.zero_callback")  # not imported: then nobody has one
+    found = [callback for callback in callbacks if ours is not None and isinstance(callback, ours.ZeroCallback)]
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} ZeroCallbacks in the callbacks of one Trainer; keep one")
+    return found[0] if found else None
+
+
+@contextmanager
+def environment(**changes: str) -> Iterator[None]:
+    """Set variables for a while. What is set inside does not leak: Accelerate leaves its switch on, and a later, plain Trainer would obey it."""
+    before = {name: os.environ.get(name) for name in (SWITCH, ON_CPU)}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def engine_environment(args: Any) -> dict[str, str]:
+    """What tells the engine to compute where Accelerate puts the data: on the CPU, although a GPU may be visible."""
+    return {ON_CPU: "true"} if args.device.type == "cpu" else {}
+
+
+@contextmanager
+def route(trainer: Any) -> Iterator[bool]:
+    """Lend the Trainer's arguments what makes its Accelerator a ZeRO one. Gives whether ZeRO was asked for."""
+    args, callback = trainer.args, getattr(trainer, CALLBACK, None)
+    config = callback.config if callback is not None else None
+    if config is None or args.deepspeed_plugin is not None:
+        if config is not None:
+            agree(config, args)
+        elif args.deepspeed_plugin is None and _left_by_callback():
+            renew_devices(args)
+        yield args.deepspeed_plugin is not None or callback is not None
+        return
+    finder.choose()
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+    os.environ[SWITCH] = "true"
+    renew_devices(args)
+    live = HfTrainerDeepSpeedConfig(config)
+    live.trainer_config_process(args)
+    plugin = DeepSpeedPlugin(hf_ds_config=live)
+    setattr(plugin, BORROWED, True)
+    args.deepspeed_plugin, args.hf_deepspeed_config = plugin, live
+    try:
+        yield True
+    finally:
+        args.deepspeed_plugin = None
+        del args.hf_deepspeed_config
+        # What from_pretrained loads from now on is whole again: another model in this process may be for a plain Trainer.
+        unset_hf_deepspeed_config()
+
+
+def agree(config: dict[str, Any], args: Any) -> None:
+    """Refuse a callback whose config differs from the one that the arguments have already."""
+    theirs = args.deepspeed_plugin.hf_ds_config.config
+    differing = [
+        f"{path}: {given!r} in ZeroCallback, {other!r} in the arguments"
+        for path, given in flattened(config)
+        if (other := value_at(theirs, path)) != given and "auto" not in (given, other)
+    ]
+    if differing:
+        raise ConfigError(
+            "ZeroCallback and the training arguments disagree (" + "; ".join(differing) + "); give the ZeRO config in one place"
+        )
+
+
+def flattened(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``(dotted path, value)`` of every leaf."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _left_by_callback() -> bool:
+    from accelerate.state import AcceleratorState
+
+    return getattr(AcceleratorState._shared_state.get("deepspeed_plugins"), BORROWED, False)
+
+
+def renew_devices(args: Any) -> None:
+    """Let the arguments look again at the ranks and devices: they did so when they were made, for another Trainer."""
+    args.__dict__.pop("_setup_devices", None)
+    _ = args._setup_devices
+
+
+def verify(trainer: Any) -> None:
+    """Raise unless this Trainer's Accelerator is a ZeRO one: nothing may train unsharded in silence. Accelerate's state counts the ranks."""
+    from accelerate.utils import DistributedType
+
+    finder.choose()
+    state = trainer.accelerator.state
+    if not trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            f"a ZeRO config was given, but the Accelerate state of this process is {state.distributed_type} and the Trainer would train unsharded; "
+            "make the training arguments and the Trainer before any other Accelerator"
+        )
+    if state.distributed_type != DistributedType.DEEPSPEED:
+        raise ConfigError(
+            f"the Accelerate state of this Trainer is {state.distributed_type} by now: TrainingArguments or an Accelerator made after the Trainer "
+            "replaced it. Use one Trainer to its end, then make the next one's arguments"
+        )
+    _one_device(trainer.args)
+
+
+def _one_device(args: Any) -> None:
+    # nn.DataParallel would take all visible GPUs, unsharded.
+    if args.n_gpu > 1:
+        logger.warning(
+            "%d GPUs are visible to one process; under ZeRO it uses %s. For all of them: accelerate launch --num_processes %d",
+            args.n_gpu,
+            args.device,
+            args.n_gpu,
+        )
+        args._n_gpu = 1

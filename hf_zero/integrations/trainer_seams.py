@@ -1,0 +1,170 @@
+"""The wrappers of ``transformers.trainer``: routing, the guard against training unsharded, evaluation before training.
+
+Every wrapper is inert for a Trainer without ZeRO, and where ``import deepspeed`` gives another library than hf-zero.
+Imported in the middle of ``import transformers``: anything of Transformers is imported inside the functions.
+
+[Note: evaluation before training]
+For an evaluation that comes first the stock Trainer prepares an engine without an optimizer: stages 0 to 2 raise, and
+stage 3 deletes the optimizer from the live config, fills the schedule for zero steps and cannot train afterwards. There
+is nothing to prepare: until the engine is made the model is an ordinary one, and afterwards its hooks serve the raw
+model too. So the evaluation loop runs as if ZeRO were off, and training finds everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify
+
+GIVEN = "_hf_zero_given"
+
+
+def under_zero(trainer: Any) -> bool:
+    """Whether this Trainer trains through hf-zero."""
+    return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
+
+
+def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
+    """A ZeroCallback among the callbacks routes this Trainer (``Trainer.__init__``)."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        callback = find_callback(original, self, args, kwargs)
+        if callback is None:
+            original(self, *args, **kwargs)
+            return
+        setattr(self, CALLBACK, callback)
+        original(self, *args, **kwargs)
+        # In front of the reporters, so that what it adds to the logs reaches them.
+        callbacks = self.callback_handler.callbacks
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)
+
+    return __init__
+
+
+def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The Accelerator is a ZeRO one where ZeRO was asked for (``Trainer.create_accelerator_and_postprocess``)."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        with environment(), route(self) as expected:
+            original(self)
+        if expected or under_zero(self):
+            verify(self)
+
+    return create_accelerator_and_postprocess
+
+
+def prepare_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Each ``train()`` gets an engine of its own, and certainly an engine (``Trainer._prepare_for_training``)."""
+
+    def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if not under_zero(self):
+            return original(self, max_steps, train_dataloader, resume_from_checkpoint)
+        verify(self)
+        # The engine of an earlier train() was destroyed when this one began; the stock code would go on with it.
+        self.model_wrapped, self.deepspeed = self.model, None
+        _keep_given_optimizer(self)
+        with environment(**engine_environment(self.args)):
+            result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
+        from hf_zero.core.engine import Engine
+
+        if not isinstance(self.deepspeed, Engine):
+            raise ConfigError(
+                f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of hf-zero's engine and would train unsharded; "
+                "pass the plain model to Trainer, without DataParallel or another wrapper around it"
+            )
+        return result
+
+    return _prepare_for_training
+
+
+def _keep_given_optimizer(trainer: Any) -> None:
+    import torch
+
+    # What accelerate has wrapped is not the user's but that of an earlier train().
+    if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(trainer.optimizer, "step_was_skipped"):
+        setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
+
+
+def use_given_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer(optimizers=…)`` is obeyed; the stock code drops both in silence (``deepspeed_init``)."""
+
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+        given = getattr(trainer, GIVEN, None)
+        if given is None or not under_zero(trainer):
+            return original(trainer, num_training_steps, inference=inference)
+        optimizer, scheduler = given
+        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        if "optimizer" in config:
+            raise ConfigError(
+                f"Trainer(optimizers=…) gives {type(optimizer).__name__} and the ZeRO config gives {config['optimizer'].get('type')!r}; remove one of them"
+            )
+
+        def create_optimizer(model: Any = None) -> Any:
+            trainer.optimizer = optimizer
+            return optimizer
+
+        trainer.create_optimizer = create_optimizer
+        try:
+            prepared, made = original(trainer, num_training_steps, inference=inference)
+        finally:
+            del trainer.create_optimizer
+        return prepared, scheduler if made is None else made
+
+    return deepspeed_init
+
+
+def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluation and prediction before training, at every stage (``Trainer.evaluation_loop``)."""
+
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not under_zero(self):
+            return original(self, *args, **kwargs)
+        verify(self)
+        with _answering_zero3(self):
+            if self.deepspeed is not None:
+                return original(self, *args, **kwargs)
+            with _as_if_plain(self):
+                return original(self, *args, **kwargs)
+
+    return evaluation_loop
+
+
+def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
+    """A model that was never trained is saved as any other (``Trainer.save_model``)."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not under_zero(self) or self.deepspeed is not None:
+            original(self, output_dir, _internal_call)
+            return
+        with _as_if_plain(self):
+            original(self, output_dir, _internal_call)
+
+    return save_model
+
+
+@contextmanager
+def _as_if_plain(trainer: Any) -> Iterator[None]:
+    """Let the stock code treat the raw model as it treats a model without ZeRO."""
+    trainer.is_deepspeed_enabled = False
+    try:
+        yield
+    finally:
+        trainer.is_deepspeed_enabled = True
+
+
+@contextmanager
+def _answering_zero3(trainer: Any) -> Iterator[None]:
+    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether ranks must stay together."""
+    from transformers.integrations import deepspeed as theirs
+
+    before = theirs._hf_deepspeed_config_weak_ref
+    theirs.set_hf_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config)
+    try:
+        yield
+    finally:
+        theirs._hf_deepspeed_config_weak_ref = before

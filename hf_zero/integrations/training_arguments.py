@@ -1,0 +1,74 @@
+"""``hf_zero.TrainingArguments(..., zero_config=…)``: the Trainer's arguments with a ZeRO config among them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+from hf_zero.integrations.trainer_config import read
+
+
+@dataclass(repr=False)
+class TrainingArguments(transformers.TrainingArguments):
+    """``transformers.TrainingArguments`` and ``zero_config``.
+
+    ``zero_config`` is a ``ZeroConfig``, a dict (DeepSpeed's dialect or our own keywords), the path of a JSON or YAML
+    file, a JSON string, or a preset ("zero0" … "zero3"). What it leaves out of batch sizes, accumulation, clipping,
+    precision, learning rate and schedule comes from the other arguments. It becomes ``deepspeed``, so that everything of
+    Transformers and Accelerate that asks for ZeRO sees it. None leaves the stock class.
+
+    Raises ConfigError for a config that cannot be used, and where it contradicts another argument, with both values.
+    """
+
+    zero_config: dict | str | os.PathLike | ZeroConfig | None = field(
+        default=None,
+        # compared through `deepspeed`, which it becomes
+        compare=False,
+        metadata={
+            "help": "Train with hf-zero: the path of a ZeRO config (JSON or YAML), a JSON string, or a preset: zero0, zero1, zero2, zero3."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.zero_config is None:
+            super().__post_init__()
+            return
+        finder.choose()
+        require_answering_imports()
+        config = ZeroConfig.coerce(self.zero_config, allow_auto=True)
+        written = config.to_dict()
+        if self.deepspeed is not None and read(self.deepspeed) != written:
+            raise ConfigError(f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; pass zero_config alone")
+        if not isinstance(self.zero_config, str):
+            # text or a dict goes into JSON and comes back; other objects would not
+            self.zero_config = os.fspath(self.zero_config) if isinstance(self.zero_config, os.PathLike) else written
+        self.deepspeed = written
+        self.use_cpu = self.use_cpu or bool(config.launch.use_cpu)
+        super().__post_init__()
+        _refuse_contradictions(self)
+
+
+def _refuse_contradictions(args: Any) -> None:
+    lines = args.hf_deepspeed_config.mismatches
+    if lines:
+        listed = "\n".join(line.replace("- ds ", "  zero_config: ").replace(" vs hf ", ", argument: ") for line in lines)
+        raise ConfigError(
+            f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or leave it out of zero_config"
+        )
+
+
+def require_answering_imports() -> None:
+    """Raise if Transformers was imported while nothing answered for ``deepspeed``: its classes are then hollow."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    if HfDeepSpeedConfig.__mro__[1] is object:
+        raise ConfigError(
+            "transformers was imported before hf-zero answered for deepspeed (HF_ZERO_AUTOLOAD or TORCH_DEVICE_BACKEND_AUTOLOAD is 0?); "
+            "unset the variable, or call hf_zero.integrations.finder.choose() before importing transformers"
+        )

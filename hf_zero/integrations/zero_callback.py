@@ -1,0 +1,174 @@
+"""``callbacks=[ZeroCallback(zero_config)]``: a stock Trainer with stock arguments trains sharded, and reports how.
+
+The routing itself is in ``trainer_route.py``; the callback carries the config, insists that the routing happened, and
+adds memory, throughput and the gradient norm to the Trainer's training logs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+from hf_zero.integrations.trainer_config import ZeroConfigLike, read
+from hf_zero.logs import log_rank0
+
+MEBIBYTE = 2**20
+
+
+class ZeroCallback(TrainerCallback):
+    """Route the Trainer it is given to through hf-zero.
+
+    ``zero_config`` is what ``hf_zero.TrainingArguments(zero_config=…)`` takes. None routes nothing and only reports: for
+    a Trainer that is under ZeRO already. The model is made before the Trainer, so this route always loads it whole on
+    every rank, then shards.
+
+    Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU memory, or resident
+    memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all ranks; evaluation and saving not counted; tokens
+    where the model's main input is [rows, tokens] integers, this rank's count times the ranks), ``grad_norm``.
+
+    Raises ConfigError where the Trainer it is in cannot be, or was not, routed.
+    """
+
+    def __init__(self, zero_config: ZeroConfigLike | None = None) -> None:
+        if zero_config is not None:
+            finder.choose()
+        self.config: dict[str, Any] | None = None if zero_config is None else read(zero_config)
+        self.throughput = Throughput()
+        self._ready = False
+        self._said = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ready = _sharding()
+        if not self._ready:
+            raise ConfigError(_UNROUTED)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        if not (self._ready and _sharding()):
+            raise ConfigError(_UNROUTED)
+        if self.config is not None and not self._said:
+            self._said = True
+            log_rank0(
+                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank(s). The model was loaded whole on every rank, "
+                "since it was made before the Trainer, and is sharded now",
+                logging.WARNING,
+            )
+        self.throughput.start(args, state, None if args.torch_compile else model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.throughput.step()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.throughput.resume()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.throughput.resume()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        added = {**memory(args.device), **self.throughput.rates()}
+        logs.update(added)
+        # The Trainer copied the logs into its history before it told us.
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(added)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.throughput.stop()
+
+
+_UNROUTED = (
+    "ZeroCallback is in a Trainer that is not under ZeRO and would train unsharded; pass it in Trainer(callbacks=[…]), with a zero_config, "
+    "when the Trainer is made (trainer.add_callback comes too late), or use hf_zero.TrainingArguments(zero_config=…)"
+)
+
+
+def _sharding() -> bool:
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    return AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED and finder.chosen()
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """``memory_mib`` and ``peak_memory_mib`` of this rank."""
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        import psutil
+
+        now, peak = psutil.Process(os.getpid()).memory_info().rss, _peak_resident()
+    return {"memory_mib": round(now / MEBIBYTE, 1), "peak_memory_mib": round(max(now, peak) / MEBIBYTE, 1)}
+
+
+def _peak_resident() -> int:
+    import sys
+
+    try:
+        import resource
+    except ImportError:  # Windows keeps no such figure under this name; the present one is then the peak known
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Throughput:
+    """Samples and tokens a second between two logs, over the time spent in steps."""
+
+    def __init__(self) -> None:
+        self._hook: Any = None
+        self._clear()
+        self._mark = 0.0
+        self._samples_a_step = self._ranks = 1
+
+    def _clear(self) -> None:
+        self._seconds = 0.0
+        self._steps = self._tokens = 0
+
+    def start(self, args: Any, state: Any, model: Any) -> None:
+        """``model`` None: samples alone, no hook on the model."""
+        self.stop()
+        self._clear()
+        self._ranks = args.world_size
+        rows = state.train_batch_size or args.per_device_train_batch_size
+        self._samples_a_step = rows * args.gradient_accumulation_steps * args.world_size
+        if model is not None:
+            name = getattr(model, "main_input_name", "input_ids")
+            self._hook = model.register_forward_pre_hook(
+                lambda module, given, named: self._count(module, named.get(name, given[0] if given else None)), with_kwargs=True
+            )
+        self.resume()
+
+    def _count(self, module: torch.nn.Module, tokens: Any) -> None:
+        if module.training and isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
+            self._tokens += tokens.numel()
+
+    def resume(self) -> None:
+        self._mark = time.perf_counter()
+
+    def step(self) -> None:
+        now = time.perf_counter()
+        self._seconds += now - self._mark
+        self._mark = now
+        self._steps += 1
+
+    def rates(self) -> dict[str, float]:
+        """What happened since the last call."""
+        found = {}
+        if self._seconds > 0:
+            found["samples_per_second"] = round(self._steps * self._samples_a_step / self._seconds, 3)
+            if self._tokens:
+                found["tokens_per_second"] = round(self._tokens * self._ranks / self._seconds, 1)
+        self._clear()
+        return found
+
+    def stop(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

@@ -1,0 +1,41 @@
+"""Optimizers and learning-rate schedules for flat shards. The names below are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "BoundOptimizer": "hf_zero.optim.segments",
+    "Lion": "hf_zero.optim.lion",
+    "LRRangeTest": "hf_zero.optim.schedules",
+    "OneCycle": "hf_zero.optim.schedules",
+    "VALID_LR_SCHEDULES": "hf_zero.optim.schedules",
+    "WarmupCosineLR": "hf_zero.optim.schedules",
+    "WarmupDecayLR": "hf_zero.optim.schedules",
+    "WarmupLR": "hf_zero.optim.schedules",
+    "build_optimizer": "hf_zero.optim.build",
+    "build_scheduler": "hf_zero.optim.schedules",
+}
+
+__all__ = list(_EXPORTS)
+
+if TYPE_CHECKING:
+    from hf_zero.optim.build import build_optimizer as build_optimizer
+    from hf_zero.optim.lion import Lion as Lion
+    from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
+    from hf_zero.optim.schedules import LRRangeTest as LRRangeTest
+    from hf_zero.optim.schedules import OneCycle as OneCycle
+    from hf_zero.optim.schedules import WarmupCosineLR as WarmupCosineLR
+    from hf_zero.optim.schedules import WarmupDecayLR as WarmupDecayLR
+    from hf_zero.optim.schedules import WarmupLR as WarmupLR
+    from hf_zero.optim.schedules import build_scheduler as build_scheduler
+    from hf_zero.optim.segments import BoundOptimizer as BoundOptimizer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hf_zero.optim' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,161 @@
+"""Optimizers by name, from the ``optimizer`` section of a configuration.
+
+Names are read without regard to case. DeepSpeed's names mean what they mean there: ``Adam`` decays weights like AdamW
+unless ``adam_w_mode`` is false, and ``weight_decay`` is 0 unless it is given (also for ``AdamW``, where PyTorch's own
+default of 0.01 applies only with ``torch_adam: true``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.optim.lion import Lion
+
+if TYPE_CHECKING:
+    from hf_zero.config import OptimizerConfig
+
+_Class = type[torch.optim.Optimizer]
+_Settings = dict[str, Any]
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
+    "SGD": torch.optim.SGD,
+    "Lion": Lion,
+}
+_ALIASES = {
+    "FusedAdam": "Adam",
+    "CPUAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "FusedLion": "Lion",
+    "CPULion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+    "CPUAdagrad": "Adagrad",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+}
+_NOT_BUILT = (
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLamb", "LARS", "Muon", "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
+    "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit", "PagedAdamW8bit",
+)  # fmt: skip
+_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
+_SWITCHES = {
+    "Adam": _ADAM_SWITCHES,
+    "AdamW": _ADAM_SWITCHES,
+    "Lion": ("set_grad_none", "fp32_optimizer_states"),
+    "Adagrad": ("fp32_optimizer_states",),
+}
+
+
+def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
+    """The optimizer that ``cfg`` names.
+
+    Args:
+        cfg: ``type`` and ``params`` of the configuration's ``optimizer`` section.
+        params: parameters or parameter groups, as torch.optim takes them. What a group sets stays.
+
+    Raises:
+        ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of the wrong type or range.
+        NotBuiltError: an optimizer that hf-zero knows and does not provide.
+    """
+    name = canonical_name(cfg.type)
+    cls, settings = _resolve(name, dict(cfg.params))
+    try:
+        return cls(params, **settings)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. Correct optimizer.params.") from error
+
+
+def canonical_name(kind: str) -> str:
+    """The name ``kind`` stands for, such as ``"Adam"`` for ``"deepspeedcpuadam"``; raises as :func:`build_optimizer`."""
+    key = str(kind).lower()
+    by_key = {name.lower(): name for name in _CLASSES} | {alias.lower(): name for alias, name in _ALIASES.items()}
+    if key in by_key:
+        return by_key[key]
+    not_built = {name.lower(): name for name in _NOT_BUILT}
+    if key in not_built:
+        raise NotBuiltError(
+            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update is not element-wise or needs kernels of its own. "
+            f"Use one of {', '.join(_CLASSES)}, or pass an optimizer object of your own."
+        )
+    raise ConfigError(f"unknown optimizer type {kind!r}{did_you_mean(str(kind), (*_CLASSES, *_ALIASES))}")
+
+
+def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
+    cls = _CLASSES[name]
+    accepted = {key: p.default for key, p in inspect.signature(cls.__init__).parameters.items() if key not in ("self", "params")}
+    accepted.pop("decoupled_weight_decay", None)  # what adam_w_mode says in this dialect
+    switches = _SWITCHES.get(name, ())
+    for key, value in given.items():
+        _check_key(name, key, (*accepted, *switches))
+        _check_value(name, key, value, accepted.get(key, False if key in switches else None))
+    if not given.get("fp32_optimizer_states", True):
+        raise NotBuiltError(
+            "optimizer.params.fp32_optimizer_states: false is not built: states are kept in fp32; remove it, or set it to true"
+        )
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in accepted}
+    dialect = _DIALECTS.get(name)
+    return dialect(cls, given, settings) if dialect else (cls, settings)
+
+
+def _check_key(name: str, key: str, known: tuple[str, ...]) -> None:
+    if key in known:
+        return
+    if key == "max_grad_norm":
+        raise ConfigError("optimizer.params.max_grad_norm is not a setting of the optimizer; write gradient_clipping at the top level")
+    raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{did_you_mean(key, known)}")
+
+
+def _check_value(name: str, key: str, value: Any, default: Any) -> None:
+    where = f"optimizer.params.{key} of {name}"
+    if value == "auto" and isinstance(value, str):
+        raise ConfigError(f'{where} is "auto" and nothing has filled it in; write a number, or set it in the trainer\'s arguments')
+    if isinstance(default, bool):
+        ok, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, tuple):
+        ok = isinstance(value, (list, tuple)) and len(value) == len(default) and all(_is_number(item) for item in value)
+        wanted = f"a list of {len(default)} numbers"
+    elif isinstance(default, Real):
+        ok, wanted = _is_number(value), "a number (YAML reads 1e-5 as text: write 1.0e-5)"
+    else:
+        ok, wanted = value is None or isinstance(value, bool), "true, false or null"
+    if not ok:
+        raise ConfigError(f"{where} is {value!r}; write {wanted}")
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, Real) and not isinstance(value, bool)) or isinstance(value, torch.Tensor)
+
+
+def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+    if not given.get("bias_correction", True):
+        raise NotBuiltError(f"optimizer.params.bias_correction: false is not built for {cls.__name__}; remove it, or set it to true")
+    decoupled = cls is torch.optim.AdamW or given.get("adam_w_mode", given.get("adamw_mode", True))
+    if not given.get("torch_adam", False):
+        settings.setdefault("weight_decay", 0.0)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
+
+
+def _lion(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+    return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; ours is the paper's
+
+
+_DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Class, _Settings]]] = {
+    "Adam": _adam,
+    "AdamW": _adam,
+    "Lion": _lion,
+}

@@ -1,0 +1,98 @@
+"""Which optimizers may run on flat shards: those whose update treats every element alone.
+
+A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and numbers of the
+group, and nothing that is computed over a whole tensor (a norm, a row mean, a matrix product). The list is exact: a
+class not on it runs only where the user vouches for it by name, because a wrong one would train badly in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.lion import Lion
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    Lion,
+)
+
+# What a class computes over whole tensors; by name, because most of these live in libraries that may not be installed.
+_WHOLE_TENSOR = {
+    "Adafactor": "it factors the second moment into row and column means of each matrix",
+    "Muon": "it orthogonalises the momentum of each whole matrix",
+    "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
+    "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
+    "Lamb": "it scales each update by the norm of the whole parameter",
+    "FusedLamb": "it scales each update by the norm of the whole parameter",
+    "LARS": "it scales each update by the norm of the whole parameter",
+    "Shampoo": "it preconditions with factors of each whole matrix",
+    "SOAP": "it preconditions with factors of each whole matrix",
+    "GaLoreAdamW": "it projects the gradient of each whole matrix",
+}
+_UPDATE_METHODS = ("step", "_init_group")
+
+
+def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
+    """The listed class whose update ``cls`` runs unchanged, or None.
+
+    ``cls`` may be a listed class or a subclass of one that overrides neither ``step`` nor ``_init_group``: new
+    defaults in ``__init__`` are fine, a new update is not.
+    """
+    for ancestor in cls.__mro__:
+        if ancestor in ELEMENTWISE:
+            return ancestor
+        if any(name in vars(ancestor) for name in _UPDATE_METHODS):
+            return None
+    return None
+
+
+def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
+    """Whether the user named ``cls``, as ``"Name"`` or ``"package.module.Name"``."""
+    return any(name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for name in allowed)
+
+
+def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
+    """Accept ``optimizer`` for flat shards.
+
+    Args:
+        optimizer: the user's optimizer object.
+        allowed: class names the user vouches for (the configuration's ``elementwise_optimizers``).
+
+    Raises:
+        UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, or it is no
+            ``torch.optim.Optimizer`` at all.
+    """
+    cls = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedOptimizerError(
+            f"{cls.__module__}.{cls.__qualname__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper of it"
+        )
+    if elementwise_base(cls) is not None or vouched_for(cls, allowed):
+        return
+    listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
+    reason = next((_WHOLE_TENSOR[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_TENSOR), None)
+    if reason is not None:
+        why = f"its update needs whole-tensor numbers: {reason}, which is wrong on a shard"
+    elif listed is not None:
+        why = f"it replaces the update of torch.optim.{listed.__name__} by its own, which hf-zero cannot know to be element-wise"
+    else:
+        why = "hf-zero does not know whether its update needs whole-tensor numbers (norms, row means), which are wrong on a shard"
+    names = ", ".join(sorted(base.__name__ for base in ELEMENTWISE))
+    raise UnsupportedOptimizerError(
+        f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; or, if every element of its "
+        f'update depends on that element alone, say so in the configuration: "elementwise_optimizers": ["{cls.__name__}"].'
+    )

@@ -1,0 +1,52 @@
+"""A parameter group's settings as a checkpoint keeps them: plain JSON values, without tensors and without switches.
+
+``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the running process computes, not what, so they
+are neither saved nor restored. A value that JSON cannot hold (a function, say) stays with the running object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+_NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+_MISSING = object()
+
+
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ``group`` as JSON-able values; tuples become lists, one-element tensors numbers."""
+    values = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_KEPT}
+    return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled in place, tuple, number)."""
+    for name, value in saved.items():
+        if name in _NOT_KEPT:
+            continue
+        present = group.get(name)
+        if isinstance(present, Tensor):
+            present.fill_(value)
+        elif isinstance(present, tuple):
+            group[name] = (
+                tuple(old.fill_(new) if isinstance(old, Tensor) else new for old, new in zip(present, value))
+                if len(present) == len(value)
+                else tuple(value)
+            )
+        else:
+            group[name] = value
+
+
+def _plain_value(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [_plain_value(item) for item in value]
+        return _MISSING if any(item is _MISSING for item in items) else items
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else _MISSING
+    if hasattr(value, "item"):  # a numpy scalar
+        return _plain_value(value.item())
+    return _MISSING

@@ -1,0 +1,123 @@
+"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675).
+
+One state tensor (``exp_avg``) instead of Adam's two. The update of an element uses that element alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion.
+
+    Per element, with momentum ``m``, gradient ``g`` and parameter ``w``::
+
+        w <- w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m <- beta2 * m + (1 - beta2) * g
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate; the paper takes 3 to 10 times less than for AdamW.
+        betas: coefficients of the update and of the momentum, each in [0, 1).
+        weight_decay: decoupled weight decay; the paper takes 3 to 10 times more than for AdamW.
+        maximize: ascend instead of descend.
+        foreach: run over lists of tensors (None: wherever all tensors of a group are alike in device and dtype).
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        UnsupportedOptimizerError: in ``step``, a gradient is sparse.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ConfigError(f"Lion: lr is {lr}; give a learning rate of at least 0")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(f"Lion: betas is {betas}; give two numbers in [0, 1)")
+        if not weight_decay >= 0.0:
+            raise ConfigError(f"Lion: weight_decay is {weight_decay}; give a number of at least 0")
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+            group.setdefault("foreach", None)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params, grads, moments = self._with_gradients(group)
+            if not params:
+                continue
+            if group["maximize"]:
+                grads = list(torch._foreach_neg(grads))
+            foreach = group["foreach"]
+            if foreach is None:
+                foreach = len({(t.device, t.dtype) for t in (*params, *grads, *moments)}) == 1
+            update = _foreach_update if foreach else _reference_update
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            update(params, grads, moments, lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
+        return loss
+
+    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params, grads, moments = [], [], []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise UnsupportedOptimizerError(f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is sparse; make it dense")
+            state = self.state[param]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            params.append(param)
+            grads.append(param.grad)
+            moments.append(state["exp_avg"])
+        return params, grads, moments
+
+
+def _foreach_update(
+    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
+) -> None:
+    directions = torch._foreach_mul(moments, beta1)
+    torch._foreach_add_(directions, grads, alpha=1 - beta1)
+    torch._foreach_sign_(directions)
+    if weight_decay != 0:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, directions, alpha=-lr)
+    del directions
+    torch._foreach_mul_(moments, beta2)
+    torch._foreach_add_(moments, grads, alpha=1 - beta2)
+
+
+def _reference_update(
+    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
+) -> None:
+    """The slow path: one tensor at a time, a line per line of the paper's algorithm 2."""
+    for param, grad, moment in zip(params, grads, moments):
+        direction = (moment * beta1).add_(grad, alpha=1 - beta1).sign_()
+        if weight_decay != 0:
+            param.mul_(1 - lr * weight_decay)
+        param.add_(direction, alpha=-lr)
+        moment.mul_(beta2).add_(grad, alpha=1 - beta2)

@@ -1,0 +1,315 @@
+"""An optimizer bound to the flat shards of one rank: the user's own object, stepping segments instead of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.core.layout import Slot
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim import hyperparameters, state
+from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.table import Flat, Region, Segment, cut, masters
+
+# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op behind it.
+_FUSED_OPS = {
+    torch.optim.Adam: "aten::_fused_adam_",
+    torch.optim.AdamW: "aten::_fused_adamw_",
+    torch.optim.SGD: "aten::_fused_sgd_",
+    torch.optim.Adagrad: "aten::_fused_adagrad_",
+}
+
+
+def _has_kernel(op: str, device_type: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, torch._C._dispatch_key_for_device(device_type))
+
+
+class BoundOptimizer:
+    """``optimizer`` over this rank's flats.
+
+    The object, its group dicts and their number stay; ``group["params"]`` becomes the list of this rank's segments,
+    leaf tensors over the masters. A group that owns nothing on this rank gets a stand-in of one zero, so that its step
+    counters run as on the other ranks.
+
+    Where a group leaves both ``fused`` and ``foreach`` at None, torch has a fused kernel of the class for the device and
+    the masters are fp32, ``fused`` is switched on: one pass over memory, which also divides by the gradient scale. Its
+    results equal those of the unfused update up to rounding. ``fused=False`` in the group keeps it off.
+
+    Args:
+        optimizer: a torch.optim.Optimizer whose update is element-wise (see :func:`hf_zero.optim.elementwise.check`).
+        flats: the flats of this rank; only trainable ones are used.
+        group_of: parameter name -> index of its group. A trainable parameter that is in no group is left alone.
+        parameters: parameter name -> the object the optimizer holds, to find state that exists already. Such state
+            (whole tensors) is cut to this rank's elements.
+
+    Raises:
+        UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then unchanged.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, flats: Sequence[Flat], group_of: Mapping[str, int], parameters: Mapping[str, Tensor]
+    ) -> None:
+        self.optimizer = optimizer
+        self.group_of = dict(group_of)
+        self._base = elementwise_base(type(optimizer))
+        self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
+        self._homed = False
+        flats = [flat for flat in flats if flat.trainable]
+        slots: dict[str, Slot] = {slot.name: slot for flat in flats for slot in flat.layout.slots}
+        carried = state.collect(optimizer, parameters, slots, group_of)
+
+        self._regions = cut(flats, group_of)
+        self._region_of = {flat.key: (region, base) for region in self._regions for flat, base in region.flats}
+        segments = [segment for region in self._regions for segment in region.segments]
+        self._stand_ins: list[Segment] = []
+        for group in sorted({group_of[name] for name in slots if name in group_of} - {segment.group for segment in segments}):
+            stand_in = Segment(group, 0, 1, [])
+            stand_in.tensor = torch.nn.Parameter(masters(flats[0]).new_zeros(1), requires_grad=False)
+            self._stand_ins.append(stand_in)
+        self._segments = segments + self._stand_ins
+        optimizer.state.clear()
+        for index, live in enumerate(self.groups):
+            live["params"] = [segment.tensor for segment in self._segments if segment.group == index]
+            self._choose_fused(live)
+        self._carry(carried, group_of)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's live ``param_groups``."""
+        return self.optimizer.param_groups
+
+    @property
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """(group index, tensor) of every segment of this rank, stand-ins included."""
+        return [(segment.group, segment.tensor) for segment in self._segments]
+
+    # ---- stepping ----
+
+    def step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """One update from the flats' gradients.
+
+        Gradients that are fp32 are divided by ``grad_scale`` in place; 16-bit ones are cast first, into memory that lives
+        as long as the step. A flat without a gradient counts as zero: moments and weight decay go on.
+
+        Args:
+            grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in one), or None for 1.
+            found_inf: 0-dim tensor; if it is not 0, nothing changes, neither weights nor state nor step counters.
+                Fused groups read it on the device. Others wait for its value on the host.
+        """
+        optimizer: Any = self.optimizer
+        in_kernel = self._scales_in_kernel(found_inf)
+        if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
+            optimizer._opt_called = True
+            return
+        gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in self._segments]
+        if grad_scale is not None and not in_kernel and gradients:
+            torch._foreach_div_(gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device))
+        try:
+            if in_kernel:
+                # The kernels skip on exactly 1.0 and take fp32.
+                optimizer.grad_scale = None if grad_scale is None else grad_scale.detach().to(torch.float32).reshape(())
+                optimizer.found_inf = None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
+            for segment, gradient in zip(self._segments, gradients):
+                segment.tensor.grad = gradient
+            self._step()
+        finally:
+            for segment in self._segments:
+                segment.tensor.grad = None
+            if in_kernel:
+                del optimizer.grad_scale, optimizer.found_inf
+        # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to notice this call.
+        optimizer._opt_called = True
+        if not self._homed:
+            self._settle()
+
+    def _choose_fused(self, group: dict[str, Any]) -> None:
+        op = _FUSED_OPS.get(self._base) if self._base is not None else None
+        if op is None or not group["params"] or group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
+            return
+        kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
+        if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in kinds):
+            group["fused"] = True
+
+    def _scales_in_kernel(self, found_inf: Tensor | None) -> bool:
+        """Whether every group runs a fused kernel that takes the scale and the overflow flag itself."""
+        groups = [group for group in self.groups if group["params"]]
+        if self._base not in _FUSED_OPS or not groups or not all(group.get("fused") for group in groups):
+            return False
+        if self._base is torch.optim.SGD and found_inf is not None:
+            # torch's fused SGD leaves a new momentum buffer uninitialised when its first step overflows. Zeros give the
+            # same first step unless there is dampening; then the host decides.
+            fresh = [(group, p) for group in groups if group["momentum"] != 0 for p in group["params"] if not self._kept(p)]
+            if any(group["dampening"] != 0 for group, _ in fresh):
+                return False
+            for _, tensor in fresh:
+                self.optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+        return True
+
+    # ---- state, per flat and per group ----
+
+    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+        """``"master"`` and each per-element state of ``flat``: 1-D over ``flat.owned``, views that may be written."""
+        out = {"master": masters(flat)}
+        if flat.key not in self._region_of:
+            return out
+        self._settle()
+        region, base = self._region_of[flat.key]
+        numel = flat.owned[1] - flat.owned[0]
+        for segment in region.segments:
+            if any(part.flat is flat for part in segment.parts):
+                for name, home in self._homes(region, segment).items():
+                    out[name] = home[base : base + numel]
+        return out
+
+    def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
+        """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; state that does not exist yet is created.
+
+        Elements whose group keeps no such state (SGD's momentum may be on in one group only) are passed over.
+
+        Raises:
+            UnsupportedOptimizerError: no group keeps a state of that name.
+        """
+        if name == "master":
+            masters(flat).copy_(tensor)
+            return
+        touched = [(segment, part) for segment in self._segments for part in segment.parts if part.flat is flat]
+        known = []
+        for segment, part in touched:
+            self._create(segment)
+            if name in self._kept(segment.tensor):
+                known.append((segment, part))
+        if touched and not known and not self._some_group_keeps(name, masters(flat)):
+            have = sorted({key for segment, _ in touched for key in self._elementwise(segment)})
+            raise UnsupportedOptimizerError(
+                f"optimizer {type(self.optimizer).__name__} keeps no state {name!r} for {flat.key!r} (it keeps {have}); the state was saved "
+                "by another optimizer or with other options. Use the same optimizer, or load without optimizer states."
+            )
+        for segment, part in known:
+            place = self.optimizer.state[segment.tensor][name][part.offset : part.offset + part.stop - part.start]
+            place.copy_(tensor[part.start : part.stop])
+
+    def scalars(self) -> list[dict[str, float]]:
+        """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on every rank."""
+        out: list[dict[str, float]] = [{} for _ in self.groups]
+        for segment in {segment.group: segment for segment in reversed(self._segments)}.values():  # the first of each group
+            kept, shape = self._kept(segment.tensor), segment.tensor.shape
+            out[segment.group] = {name: float(value) for name, value in kept.items() if state.is_scalar(name, value, shape)}
+        return out
+
+    def load_scalars(self, scalars: Sequence[Mapping[str, float]]) -> None:
+        """Inverse of :meth:`scalars`; state that does not exist yet is created.
+
+        Raises:
+            UnsupportedOptimizerError: another number of groups, or a number that a group does not keep.
+        """
+        self._same_groups(scalars, "step counts")
+        for segment in self._segments:
+            values = scalars[segment.group]
+            if not values:
+                continue
+            self._create(segment)
+            kept = self._kept(segment.tensor)
+            for name, number in values.items():
+                if name not in kept:
+                    raise UnsupportedOptimizerError(
+                        f"optimizer {type(self.optimizer).__name__} keeps no number {name!r} in group {segment.group}; the state was saved by "
+                        "another optimizer. Use the same one, or load without optimizer states."
+                    )
+                if isinstance(kept[name], Tensor):
+                    kept[name].fill_(number)
+                else:
+                    self.optimizer.state[segment.tensor][name] = state.scalar_like(kept[name], number)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Per group, the settings a checkpoint keeps, as JSON-able values (see :mod:`hf_zero.optim.hyperparameters`)."""
+        return [hyperparameters.plain(group) for group in self.groups]
+
+    def load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``saved`` into the live group dicts; a schedule goes on from there."""
+        self._same_groups(saved, "hyperparameters")
+        for group, values in zip(self.groups, saved):
+            hyperparameters.restore(group, values)
+
+    # ---- how state is kept ----
+
+    def _kept(self, tensor: Tensor) -> dict[str, Any]:
+        return state.kept(self.optimizer.state[tensor]) if tensor in self.optimizer.state else {}
+
+    def _elementwise(self, segment: Segment) -> dict[str, Tensor]:
+        shape = segment.tensor.shape
+        return {name: v for name, v in self._kept(segment.tensor).items() if state.is_elementwise(name, v, shape)}
+
+    def _create(self, segment: Segment) -> None:
+        """Give ``segment`` the state it would have before its first step, if it has none."""
+        if self._kept(segment.tensor):
+            return
+        for name, value in state.fresh_state(self.optimizer, self.groups[segment.group], segment.tensor).items():
+            if state.is_elementwise(name, value, (1,)):
+                value = value.expand(segment.tensor.shape).clone()
+            self.optimizer.state[segment.tensor][name] = value
+
+    def _some_group_keeps(self, name: str, like: Tensor) -> bool:
+        return any(name in state.fresh_state(self.optimizer, group, like) for group in self.groups)
+
+    def _homes(self, region: Region, segment: Segment) -> dict[str, Tensor]:
+        """For each state of ``segment``, the tensor over the whole region that it is a part of (after ``_settle``)."""
+        return {
+            name: value.as_strided((region.numel,), (1,), value.storage_offset() - segment.start)
+            for name, value in self._elementwise(segment).items()
+        }
+
+    def _settle(self) -> None:
+        """Keep each state of a region of several segments in one piece of memory, so that flats have views of it.
+
+        torch makes state segment by segment, in the first step. The move costs one state of one region at a time.
+        """
+        for region in self._regions:
+            for segment in region.segments:
+                for name, value in self._kept(segment.tensor).items():
+                    shape = segment.tensor.shape
+                    if not state.is_scalar(name, value, shape) and not state.is_elementwise(name, value, shape):
+                        state.refuse_unknown(self.optimizer, name, value, f"a segment of {segment.parts[0].flat.key!r}")
+            whole = len(region.segments) == 1 and region.segments[0].stop - region.segments[0].start == region.numel
+            if not whole:
+                for name in sorted({name for segment in region.segments for name in self._elementwise(segment)}):
+                    self._gather_home(region, name)
+        self._homed = True
+
+    def _gather_home(self, region: Region, name: str) -> None:
+        owners = [segment for segment in region.segments if name in self._elementwise(segment)]
+        values = [self.optimizer.state[segment.tensor][name] for segment in owners]
+        origins = {(value.untyped_storage()._cdata, value.storage_offset() - owner.start) for owner, value in zip(owners, values)}
+        size = values[0].untyped_storage().nbytes() // values[0].element_size()
+        if len(origins) == 1 and next(iter(origins))[1] >= 0 and size - next(iter(origins))[1] >= region.numel:
+            return
+        home = values[0].new_zeros(region.numel)
+        for owner, value in zip(owners, values):
+            home[owner.start : owner.stop].copy_(value)
+            self.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
+
+    def _carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
+        with_state = {group_of[name] for name in carried.tensors}
+        for segment in self._segments:
+            scalars = carried.scalars.get(segment.group, {})
+            if not scalars and segment.group not in with_state:
+                continue
+            self._create(segment)
+            live = self.optimizer.state[segment.tensor]
+            for name, number in scalars.items():
+                live[name] = state.scalar_like(live[name], number) if name in live else number
+            for part in segment.parts:
+                for key, start, stop, at in part.pieces():
+                    for name, whole in carried.tensors.get(key, {}).items():
+                        if name not in live:
+                            live[name] = torch.zeros_like(segment.tensor)
+                        live[name][at : at + stop - start].copy_(whole[start:stop])
+
+    def _same_groups(self, given: Sequence[Any], what: str) -> None:
+        if len(given) != len(self.groups):
+            raise UnsupportedOptimizerError(
+                f"{what} of {len(given)} groups cannot go into optimizer {type(self.optimizer).__name__} with {len(self.groups)}; build the "
+                "optimizer with the groups it was saved with, or load without optimizer states"
+            )

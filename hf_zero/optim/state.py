@@ -1,0 +1,150 @@
+"""What an optimizer keeps between steps: per-element tensors and per-group numbers, told apart, created, carried over."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.core.layout import Slot
+from hf_zero.errors import UnsupportedOptimizerError
+
+# The numbers torch.optim keeps beside the tensors, at the value they have before the first step.
+_SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
+
+
+def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Whether state ``name`` of a parameter of ``shape`` is one number for the whole parameter."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            return False
+        return name in _SCALARS or tuple(value.shape) != tuple(shape)
+    return isinstance(value, Number)
+
+
+def is_elementwise(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Whether state ``name`` of a parameter of ``shape`` has one number per element."""
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and not is_scalar(name, value, shape)
+
+
+def kept(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one parameter's state that hold something (SGD may keep ``momentum_buffer: None``)."""
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: Any, where: str) -> None:
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UnsupportedOptimizerError(
+        f"optimizer {type(optimizer).__name__} keeps state {name!r} for {where} as {what}; a sharded optimizer can keep one number per "
+        "element or one number per group. Use an optimizer whose state is element-wise."
+    )
+
+
+def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """The state ``optimizer`` gives a new one-element parameter of ``group``, before its first step.
+
+    The class itself is asked, by one step over a throw-away parameter on a throw-away twin of the optimizer, so that
+    names, dtypes and the devices of counters are its own. Learning-rate wrappers and hooks of the user's object are
+    left out of it.
+    """
+    probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    for unscale in ("grad_scale", "found_inf"):
+        twin.__dict__.pop(unscale, None)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": [probe]}]
+    twin.step()
+    state = kept(twin.state[probe])
+    for name, value in state.items():
+        if is_scalar(name, value, probe.shape):
+            start = float(group["lr"]) if name == "eta" else _SCALARS.get(name, float(value))
+            state[name] = scalar_like(value, start)
+        elif not is_elementwise(name, value, probe.shape):
+            refuse_unknown(optimizer, name, value, "a parameter of shape (1,)")
+    return state
+
+
+def scalar_like(value: Any, number: float) -> Any:
+    """``number`` in the form of ``value``: a tensor of its dtype, shape and device, or a Python number of its type."""
+    if isinstance(value, Tensor):
+        return torch.full_like(value, number)
+    return type(value)(number)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Existing state of an optimizer: ``scalars[group][state name]`` and ``tensors[parameter][state name]`` (1-D)."""
+
+    scalars: dict[int, dict[str, float]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def collect(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot], group_of: Mapping[str, int]
+) -> Carried:
+    """Read the state that ``optimizer`` already has for whole parameters. Nothing is changed.
+
+    Args:
+        optimizer: the user's optimizer, before its parameters are replaced.
+        parameters: name -> the parameter object the optimizer holds.
+        slots: name -> place of every parameter that will be optimized here or on another rank.
+        group_of: name -> index of its group.
+
+    Raises:
+        UnsupportedOptimizerError: state that belongs to no parameter, that is neither per element nor one number, or
+            whose numbers (step counts) differ within a group: a group's shards share them.
+    """
+    if not optimizer.state:
+        return Carried()
+    kind = type(optimizer).__name__
+    remedy = "call optimizer.state.clear() before initialize to start it anew, or pass a new optimizer"
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    for owner, held in optimizer.state.items():
+        # A frozen parameter is not stepped, so what is kept for it (Adagrad does so from the start) has no use.
+        if not (isinstance(owner, Tensor) and (id(owner) in name_of or not owner.requires_grad or not kept(held))):
+            what = f"a tensor of shape {tuple(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
+            raise UnsupportedOptimizerError(f"optimizer {kind} has state for {what}, which is no parameter of the model; {remedy}")
+    carried = Carried()
+    first: dict[int, str] = {}
+    for name, slot in slots.items():
+        group = group_of.get(name)
+        if group is None:
+            continue
+        state = kept(optimizer.state[parameters[name]]) if parameters[name] in optimizer.state else {}
+        scalars: dict[str, float] = {}
+        tensors: dict[str, Tensor] = {}
+        for key, value in state.items():
+            if is_scalar(key, value, slot.shape):
+                scalars[key] = float(value)
+            elif is_elementwise(key, value, slot.shape):
+                tensors[key] = value.detach().reshape(-1)
+            else:
+                refuse_unknown(optimizer, key, value, f"parameter {name!r} of shape {slot.shape}")
+        if group not in first:
+            first[group] = name
+            carried.scalars[group] = scalars
+        other = carried.tensors.get(first[group], {})
+        if scalars != carried.scalars[group] or (name != first[group] and set(tensors) != set(other)):
+            raise UnsupportedOptimizerError(
+                f"optimizer {kind} has state for parameter {name!r} that differs from that of {first[group]!r} in the same group "
+                f"({_told(scalars, tensors)} against {_told(carried.scalars[group], other)}); the shards of a group share their step "
+                f"counts. Put them in groups of their own, or {remedy}."
+            )
+        if tensors:
+            carried.tensors[name] = tensors
+    return carried
+
+
+def _told(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
+    told = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
+    return ", ".join(told) or "none"

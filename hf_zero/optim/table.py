@@ -1,0 +1,187 @@
+"""The segment table: which runs of this rank's chunks belong to which optimizer group. Arithmetic and views only.
+
+The owned range of every flat is cut into runs of one group. Runs that touch in memory and share a group become one
+*segment*, the tensor the optimizer sees. Flats that a segment connects form a *region*, a stretch of memory in which
+places are counted from its first element; state tensors of a region are kept together, so that a flat's part of them
+is one view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero.core.layout import FlatLayout
+from hf_zero.errors import PartitionError
+
+
+class Flat(Protocol):
+    """What the optimizer needs to know of a flat; ``master`` and ``grad`` are 1-D over ``owned``."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def layout(self) -> FlatLayout: ...
+    @property
+    def owned(self) -> tuple[int, int]: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def master(self) -> Tensor | None: ...
+    @property
+    def grad(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``[start, stop)`` of an owned range, counted from its first element; group None is not optimized."""
+
+    group: int | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements ``[start, stop)`` of the owned range of ``flat``; they stand at ``offset`` of their segment."""
+
+    flat: Flat
+    start: int
+    stop: int
+    offset: int
+
+    def pieces(self) -> Iterator[tuple[str, int, int, int]]:
+        """(parameter, first element, last element + 1, place in the segment) of each parameter in this part."""
+        first = self.flat.owned[0]
+        for piece in self.flat.layout.pieces(first + self.start, first + self.stop):
+            yield piece.name, piece.start, piece.stop, self.offset + piece.offset - first - self.start
+
+
+@dataclass(eq=False)
+class Segment:
+    """One tensor of one group. ``start`` and ``stop`` are its place in its region."""
+
+    group: int
+    start: int
+    stop: int
+    parts: list[Part]
+    tensor: Tensor = field(init=False)
+
+    def extend(self, flat: Flat, start: int, stop: int) -> None:
+        self.parts.append(Part(flat, start, stop, self.stop - self.start))
+        self.stop += stop - start
+
+    def bind(self) -> None:
+        """Make the leaf tensor over the masters of the parts; they touch, so one view covers them all."""
+        first = masters(self.parts[0].flat)
+        view = first.as_strided((self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start)
+        self.tensor = torch.nn.Parameter(view, requires_grad=False)
+
+    def gradient(self) -> Tensor:
+        """The gradient of the segment in its own dtype: a view where the flats' gradients allow it, else a copy.
+
+        A flat that has no gradient counts as zero: on some rank, or in some other step, the same group has one, and
+        the step counters of a group must not part.
+        """
+        parts = self.parts
+        first = parts[0].flat.grad
+        if first is not None and first.dtype == self.tensor.dtype and all(_touch(a.flat.grad, b.flat.grad) for a, b in pairwise(parts)):
+            return first.detach().as_strided((self.stop - self.start,), (1,), first.storage_offset() + parts[0].start)
+        out = torch.empty_like(self.tensor)
+        for part in parts:
+            place = out[part.offset : part.offset + part.stop - part.start]
+            if part.flat.grad is None:
+                place.zero_()
+            else:
+                place.copy_(part.flat.grad[part.start : part.stop])
+        return out
+
+
+@dataclass(eq=False)
+class Region:
+    """Flats connected by segments, with the place of each flat's first owned element."""
+
+    flats: list[tuple[Flat, int]]
+    segments: list[Segment]
+    numel: int
+
+
+def masters(flat: Flat) -> Tensor:
+    if flat.master is None:
+        raise PartitionError(f"flat {flat.key!r} is trainable and has no master weights; allocate them before binding the optimizer")
+    return flat.master.detach()
+
+
+def _touch(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether ``right`` begins in memory where ``left`` ends."""
+    return (
+        left is not None
+        and right is not None
+        and left.dtype == right.dtype
+        and left.untyped_storage()._cdata == right.untyped_storage()._cdata
+        and left.storage_offset() + left.numel() == right.storage_offset()
+    )
+
+
+def group_runs(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int]) -> list[Run]:
+    """Cut an owned range into runs of one group.
+
+    Padding joins the run before it; a range of nothing but padding joins the group of the layout's last parameter.
+    """
+    start, stop = owned
+    runs: list[Run] = []
+    for piece in layout.pieces(start, stop):
+        group, begin, end = group_of.get(piece.name), piece.offset - start, piece.offset - start + len(piece)
+        if runs and runs[-1].group == group:
+            runs[-1] = Run(group, runs[-1].start, end)
+        else:
+            runs.append(Run(group, begin, end))
+    if runs:
+        runs[-1] = Run(runs[-1].group, runs[-1].start, stop - start)
+    elif start < stop and layout.slots:
+        runs = [Run(group_of.get(layout.slots[-1].name), 0, stop - start)]
+    return runs
+
+
+def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
+    """The regions of ``flats`` on this rank, in the order of memory, with their segments bound to the masters."""
+    storages: dict[int, int] = {}
+    for flat in flats:
+        storages.setdefault(masters(flat).untyped_storage()._cdata, len(storages))
+
+    def place(flat: Flat) -> tuple[int, int]:
+        master = masters(flat)
+        return storages[master.untyped_storage()._cdata], int(master.storage_offset())
+
+    regions: list[Region] = []
+    before: Flat | None = None
+    last: Run | None = None
+    for flat in sorted(flats, key=place):
+        runs = group_runs(flat.layout, flat.owned, group_of)
+        if not runs:
+            continue
+        joined = before is not None and last is not None and last.group is not None and last.group == runs[0].group
+        joined = joined and before is not None and _touch(masters(before), masters(flat)) and _touch(before.grad, flat.grad)
+        if not joined:
+            regions.append(Region([], [], 0))
+        region = regions[-1]
+        base = region.numel
+        region.flats.append((flat, base))
+        for index, run in enumerate(runs):
+            if run.group is None:
+                continue
+            if joined and index == 0:
+                region.segments[-1].extend(flat, run.start, run.stop)
+            else:
+                region.segments.append(Segment(run.group, base + run.start, base + run.stop, [Part(flat, run.start, run.stop, 0)]))
+        region.numel = base + runs[-1].stop
+        before, last = flat, runs[-1]
+    for region in regions:
+        for segment in region.segments:
+            segment.bind()
+    return regions

@@ -1,0 +1,416 @@
+"""What goes wrong on one rank is an error on all; a save that is cut off at any moment costs nothing that was saved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint import tensorfile, writer
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+
+TWO = Job(2, 3, cuts=(3,))
+
+
+def saved(folder, job=TWO, steps=1, **options):
+    def action(engine: Engine):
+        train_some(engine, steps)
+        return checkpoint.save(engine, folder, **options)
+
+    return run(job, small, action)
+
+
+def load(folder, job=TWO, make=other, **options):
+    return run(job, make, lambda engine: checkpoint.load(engine, folder, **options))
+
+
+def errors(results) -> list[str]:
+    """One CheckpointError on every rank."""
+    assert [type(result) for result in results] == [CheckpointError] * len(results), results
+    return [str(result) for result in results]
+
+
+def weights(engines):
+    return {name: kinds["weights"].clone() for name, kinds in state_of(engines).items()}
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ---- saving ----
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOSPC, "disk is full: free space"),
+        (errno.EROFS, "read-only: choose another"),
+        (errno.EACCES, "make the folder writable"),
+        (errno.EIO, "check the storage"),
+    ],
+)
+def test_a_write_that_fails_on_one_rank(tmp_path, monkeypatch, number, remedy):
+    before = weights(saved(tmp_path, tag="a")[0])
+    write = os.write
+
+    def failing(fd, data):
+        if threading.current_thread() is broken[0]:
+            raise OSError(number, os.strerror(number))
+        return write(fd, data)
+
+    broken = [None]
+    original = writer._write_rank
+
+    def on_rank(engine, *args):
+        if engine.global_rank == 1:
+            broken[0] = threading.current_thread()
+        return original(engine, *args)
+
+    monkeypatch.setattr(writer, "_write_rank", on_rank)
+    monkeypatch.setattr(tensorfile.os, "write", failing)
+    _, results = saved(tmp_path, steps=3, tag="b")
+    monkeypatch.undo()
+    for text in errors(results):
+        assert text.startswith("rank 1: ") and "rank-00001-of-00002.safetensors" in text and remedy in text
+        assert "earlier checkpoints are as they were" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
+    engines, results = load(tmp_path)
+    good(results)
+    assert same(weights(engines), before)
+    good(saved(tmp_path, steps=3, tag="b")[1])
+    assert (tmp_path / "latest").read_text() == "b"
+
+
+def test_a_disk_that_is_full_for_the_manifest(tmp_path, monkeypatch):
+    saved(tmp_path, tag="a")
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer.folders, "write_file", full)
+    for text in errors(saved(tmp_path, tag="b")[1]):
+        assert "rank 0: " in text and "No space left on device" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
+    assert (tmp_path / "latest").read_text() == "a"
+
+
+def test_latest_that_cannot_be_moved(tmp_path, monkeypatch):
+    """The new checkpoint is whole by then, and the message says so."""
+
+    def failing(source, target):
+        raise OSError(errno.EIO, "Input/output error", str(target))
+
+    monkeypatch.setattr(writer.os, "replace", failing)
+    texts = errors(saved(tmp_path, tag="a")[1])
+    monkeypatch.undo()
+    assert all(f"{tmp_path / 'a'} itself is whole; pass its tag to load it" in text for text in texts)
+    good(load(tmp_path, tag="a")[1])
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("")
+    for text in errors(saved(tmp_path / "run")[1]):
+        assert "run" in text and "choose another folder" in text
+
+
+def test_ranks_that_do_not_see_the_same_folder(tmp_path):
+    _, results = run(TWO, small, lambda engine: checkpoint.save(engine, tmp_path / str(engine.global_rank)))
+    for text in errors(results):
+        assert text.startswith("rank 1: ") and "storage that all ranks share" in text
+
+
+def test_ranks_that_name_different_tags(tmp_path):
+    _, results = run(TWO, small, lambda engine: checkpoint.save(engine, tmp_path, tag=f"t{engine.global_rank}"))
+    for text in errors(results):
+        assert "different tags ['t0', 't1']; pass the same tag" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tag_that_cannot_be_one(tmp_path):
+    for text in errors(saved(tmp_path, tag="../x")[1]):
+        assert text.startswith("'../x' cannot be a tag")
+
+
+def test_client_state_that_cannot_be_saved(tmp_path):
+    for text in errors(saved(tmp_path, client_state={"model": object()})[1]):
+        assert "rank 0: client_state['model'] of type object cannot be saved" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_without_values(tmp_path):
+    def action(engine: Engine):
+        engine.flats[0].master = engine.flats[0].shard = None
+        return checkpoint.save(engine, tmp_path)
+
+    for text in errors(run(Job(1, 3, optimizer=None), small, action)[1]):
+        assert "neither master nor shard on this rank; save after initialize" in text
+
+
+def test_saving_again_under_the_same_tag(tmp_path):
+    saved(tmp_path, tag="a")
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    after = weights(saved(tmp_path, tag="a", steps=4, job=Job(3, 3))[0])
+    assert sorted(path.name for path in (tmp_path / "a").glob("rank-*")) == [f"rank-{rank:05d}-of-00003.safetensors" for rank in range(3)]
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
+    engines, results = load(tmp_path)
+    good(results)
+    assert same(weights(engines), after)
+
+
+def test_latest_stays_on_request(tmp_path):
+    saved(tmp_path, tag="a")
+    saved(tmp_path, tag="b", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "a"
+    assert not any(path.name.startswith(".") for path in (tmp_path / "b").iterdir())
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it runs, not even cleaning up."""
+
+
+CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+def until(monkeypatch, last: int, action) -> bool:
+    """Run ``action`` with its ``last``-th system call that changes something cut off; whether it came to the end."""
+    count = [0]
+    with monkeypatch.context() as patch:
+        for call in CALLS:
+            original = getattr(os, call)
+
+            def counted(*args, original=original, **kwargs):
+                count[0] += 1
+                if count[0] > last:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            patch.setattr(os, call, counted)
+        try:
+            action()
+        except Killed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
+def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, tag):
+    job = Job(1, 3, cuts=(3,))
+    old_engines, results = saved(tmp_path / "start", job, tag="a")
+    good(results)
+    old = weights(old_engines)
+
+    def killed_at(point: int) -> bool:
+        folder = tmp_path / f"run{point}"
+        shutil.copytree(tmp_path / "start", folder)
+        engines, _ = run(job, small, lambda engine: train_some(engine, 4))
+        engines[0].comm.enter(0)
+        new = weights(engines)
+        done = until(monkeypatch, point, lambda: checkpoint.save(engines[0], folder, tag=tag))
+        resumed, results = load(folder, job)
+        good(results)
+        found = weights(resumed)
+        assert same(found, new) or (same(found, old) and not done), point
+        # The next save works as if nothing had happened.
+        good(run(job, small, lambda engine: checkpoint.save(engine, folder, tag=tag))[1])
+        resumed, results = load(folder, job)
+        good(results)
+        assert same(weights(resumed), weights(run(job, small, lambda engine: None)[0]))
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        return done
+
+    points = 0
+    while not killed_at(points):
+        points += 1
+    assert points > 20
+
+
+# ---- loading ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    good(saved(tmp_path)[1])
+    return tmp_path
+
+
+RANK1 = "rank-00001-of-00002.safetensors"
+
+
+def refused(folder, match: list[str], **options) -> None:
+    engines, results = load(folder, **options)
+    for text in errors(results):
+        for part in match:
+            assert part in text, text
+        assert "Nothing was loaded" in text
+    assert not any(kinds["weights"].any() for kinds in state_of(engines).values())
+    assert engines[0].counters.global_steps == 0
+
+
+def test_no_latest(folder):
+    (folder / "latest").unlink()
+    refused(folder, ["latest is missing", "tags that exist: global_step1"])
+
+
+def test_no_such_tag(folder):
+    refused(folder, ["no checkpoint 'global_step7'", "tags that exist: global_step1"], tag="global_step7")
+
+
+def test_a_rank_file_that_is_missing(folder):
+    (folder / "global_step1" / RANK1).unlink()
+    refused(folder, [RANK1, "is missing", "restore it"])
+
+
+def test_a_rank_file_cut_short(folder):
+    with open(folder / "global_step1" / RANK1, "r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    refused(folder, [RANK1, "is cut short", "restore it"])
+
+
+def test_a_rank_file_of_another_save(folder):
+    good(saved(folder, tag="again")[1])
+    shutil.copy(folder / "again" / RANK1, folder / "global_step1" / RANK1)
+    refused(folder, [RANK1, "belongs to another save", "restore the file"], tag="global_step1")
+
+
+def test_a_flipped_bit(folder):
+    path = folder / "global_step1" / RANK1
+    content = bytearray(path.read_bytes())
+    content[-6000] ^= 1
+    path.write_bytes(content)
+    refused(folder, [RANK1, "SHA-256", "restore it"], verify=True)
+    content[-6000] ^= 1
+    path.write_bytes(content)
+    good(load(folder, verify=True)[1])
+
+
+def test_a_tensor_that_the_manifest_promises(folder):
+    path = folder / "global_step1" / "manifest.json"
+    path.write_text(path.read_text().replace('"exp_avg"', '"momentum"'))
+    refused(folder, ["does not fit manifest.json: tensor 'unit", "momentum' is absent"])
+
+
+def test_a_file_of_rank_0_that_is_not_listed(folder):
+    path = folder / "global_step1" / "manifest.json"
+    path.write_text(path.read_text().replace('"rank": 0', '"rank": 5'))
+    refused(folder, ["no file of rank 0 is listed"])
+
+
+def test_another_format_version(folder):
+    path = folder / "global_step1" / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 99', 1))
+    refused(folder, ["format version 99", "load it with the hf-zero that wrote it"])
+
+
+def test_a_read_that_fails_halfway(folder, monkeypatch):
+    original = tensorfile.TensorFile.read_into
+
+    def failing(self, name, start, out):
+        if name.startswith("unit1"):
+            raise OSError(errno.EIO, "Input/output error")
+        original(self, name, start, out)
+
+    monkeypatch.setattr(tensorfile.TensorFile, "read_into", failing)
+    for text in errors(load(folder)[1]):
+        assert "Input/output error" in text and "partly loaded: load again" in text
+
+
+def widened():
+    module = other()
+    module.second = torch.nn.utils.skip_init(torch.nn.Linear, 13, 7)
+    for parameter in module.second.parameters():
+        torch.nn.init.zeros_(parameter)
+    return module
+
+
+def renamed():
+    module = other()
+    module.third = module.second
+    del module.second
+    return module
+
+
+def without_buffers():
+    module = other()
+    module.norm = torch.nn.BatchNorm1d(13, track_running_stats=False)
+    torch.nn.init.zeros_(module.norm.weight)
+    return module
+
+
+def test_another_model(folder):
+    refused(
+        folder,
+        ["shapes differ: second.weight (checkpoint [6, 13], model [7, 13]), second.bias", "configuration it was saved with"],
+        make=widened,
+    )
+    refused(folder, ["another model (Small): it lacks third.", "the model lacks second.weight", "load_module_strict=False"], make=renamed)
+    refused(folder, ["the model lacks norm.running_mean"], make=without_buffers)
+
+
+def test_what_both_have_on_request(folder):
+    engines, results = load(folder, make=renamed, load_module_strict=False)
+    good(results)
+    expected = state_of(saved(folder, tag="x")[0])
+    loaded = state_of(engines)
+    assert torch.equal(loaded["first.weight"]["weights"], expected["first.weight"]["weights"])
+    assert torch.equal(loaded["first.weight"]["exp_avg"], expected["first.weight"]["exp_avg"])
+    assert not loaded["third.weight"]["exp_avg"].any()
+
+
+def test_shapes_that_differ_are_refused_even_then(folder):
+    refused(folder, ["shapes differ"], make=widened, load_module_strict=False)
+
+
+def test_a_frozen_parameter_that_was_left_out_and_is_trained_now(tmp_path):
+    job = Job(2, 3, frozen=lambda name: "first" in name)
+    good(saved(tmp_path, job, exclude_frozen_parameters=True)[1])
+    refused(tmp_path, ["it lacks first.weight, first.bias"])
+
+
+def test_another_optimizer(folder):
+    job = Job(2, 3, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    refused(folder, ["torch.optim.adamw.AdamW", "torch.optim.sgd.SGD", "load_optimizer_states=False"], job=job)
+    good(load(folder, job, load_optimizer_states=False)[1])
+
+
+def test_other_optimizer_groups(folder):
+    def one_group(groups):
+        return torch.optim.AdamW(groups[:1], lr=0.1)
+
+    job = Job(2, 3, optimizer=one_group, decays=lambda name: True)
+    refused(folder, ["2 optimizer groups, this engine 1", "load_optimizer_states=False"], job=job)
+    job = Job(2, 3, decays=lambda name: "bias" not in name and "second" not in name)
+    refused(folder, ["other optimizer groups: second.weight (0 there, 1 here)", "load_optimizer_states=False"], job=job)
+
+
+def test_saved_without_an_optimizer(tmp_path):
+    good(run(Job(2, 3, optimizer=None), small, lambda engine: checkpoint.save(engine, tmp_path))[1])
+    refused(tmp_path, ["was saved without an optimizer", "load_module_only=True"])
+
+
+def test_another_schedule(tmp_path):
+    def with_schedule(kind, then):
+        def action(engine: Engine):
+            engine.lr_scheduler = kind(engine.bound.optimizer)
+            return then(engine)
+
+        return action
+
+    def step(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    def constant(optimizer):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    good(run(TWO, small, with_schedule(step, lambda engine: checkpoint.save(engine, tmp_path)))[1])
+    for text in errors(run(TWO, other, with_schedule(constant, lambda engine: checkpoint.load(engine, tmp_path)))[1]):
+        assert "StepLR" in text and "ConstantLR" in text and "load_lr_scheduler_states=False" in text
+    good(run(TWO, other, with_schedule(constant, lambda e: checkpoint.load(e, tmp_path, load_lr_scheduler_states=False)))[1])
+    good(load(tmp_path)[1])  # an engine without one goes on without

@@ -1,0 +1,135 @@
+"""Tags, ``latest``, and what an interrupted save leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.errors import CheckpointError
+
+
+def made(path, content="{}"):
+    path.mkdir(parents=True)
+    (path / MANIFEST_NAME).write_text(content)
+    return path
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"])
+def test_what_cannot_be_a_tag(tag):
+    with pytest.raises(CheckpointError, match="cannot be a tag; pass one path component"):
+        folders.check_tag(tag)
+
+
+def test_any_other_name_is_a_tag():
+    assert [folders.check_tag(tag) for tag in ("global_step5", "best model", 7)] == ["global_step5", "best model", "7"]
+
+
+def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
+    folders.begin(tmp_path, "global_step5")
+    folders.begin(tmp_path, "checkpoint-5")
+    assert list(tmp_path.glob("global_step*")) == list(tmp_path.glob("checkpoint-*")) == []
+    assert len(list(tmp_path.iterdir())) == 2
+    assert folders.tags(tmp_path) == []
+
+
+def test_latest(tmp_path):
+    made(tmp_path / "a")
+    (tmp_path / "latest").write_text("a\n")
+    assert (
+        folders.locate(tmp_path)
+        == tmp_path / "a"
+        == folders.locate(tmp_path, "a")
+        == folders.find(tmp_path)
+        == folders.find(tmp_path / "a")
+    )
+
+
+def test_missing_names_what_exists(tmp_path):
+    made(tmp_path / "a"), made(tmp_path / "b"), (tmp_path / "c").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest is missing or unreadable; pass one of the tags that exist: a, b"):
+        folders.locate(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint 'c' in .*c/manifest.json does not exist; pass one of the tags that exist: a, b"
+    ):
+        folders.locate(tmp_path, "c")
+    with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
+        folders.locate(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="is no folder; pass the folder that was given to save_checkpoint"):
+        folders.find(tmp_path / "nothing")
+
+
+def test_latest_that_points_outside(tmp_path):
+    made(tmp_path / "outside")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").write_text("../outside")
+    with pytest.raises(CheckpointError, match="cannot be a tag"):
+        folders.locate(tmp_path / "run")
+
+
+def test_a_single_tag_needs_no_latest(tmp_path):
+    made(tmp_path / "a")
+    assert folders.find(tmp_path) == tmp_path / "a"
+
+
+def test_a_trainers_output_folder(tmp_path):
+    for step in (9, 10, 100):
+        made(tmp_path / f"checkpoint-{step}" / f"global_step{step}")
+        if step < 100:
+            (tmp_path / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
+    assert folders.find(tmp_path) == tmp_path / "checkpoint-10" / "global_step10"
+
+
+def test_a_save_stopped_between_its_renames(tmp_path):
+    """The checkpoint that was moved aside is found, and put back by the next save of the tag."""
+    old = made(tmp_path / ".hf-zero-replaced-a", "old")
+    (tmp_path / "latest").write_text("a")
+    assert folders.locate(tmp_path) == old
+    folders.begin(tmp_path, "a")
+    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
+    assert not old.exists()
+
+
+def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
+    made(tmp_path / ".hf-zero-replaced-a", "old"), made(tmp_path / "a", "new")
+    (tmp_path / ".hf-zero-replaced-a" / "notes.txt").write_text("mine")
+    (tmp_path / "latest").write_text("a")
+    assert folders.locate(tmp_path) == tmp_path / "a"
+    folders.begin(tmp_path, "a")
+    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "new"
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / ".hf-zero-replaced-a").exists()
+
+
+def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    (tmp_path / ".hf-zero-saving-a" / "deep").mkdir(parents=True)
+    other = tmp_path / ".hf-zero-saving-b"
+    other.mkdir()
+    assert list(folders.begin(tmp_path, "a").iterdir()) == []
+    assert other.exists()
+    assert f"{other} was left by an interrupted save" in caplog.text
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "a").mkdir()
+    folders.begin(tmp_path, "a")
+    (tmp_path / "a" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"):
+        folders.begin(tmp_path, "a")
+
+
+def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    made(tmp_path / "a", "old")
+    temporary = made(tmp_path / ".hf-zero-saving-a", "new")
+    rename = folders.os.rename
+
+    def failing(source, target):
+        if source == temporary:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(folders.os, "rename", failing)
+    with pytest.raises(OSError):
+        folders.publish(temporary, "a")
+    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"

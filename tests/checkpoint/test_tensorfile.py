@@ -1,0 +1,155 @@
+"""The container: the safetensors library reads what is written, and no damaged file gets further than an error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_zero.checkpoint import tensorfile
+from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, plan_file, sha256_of, write_tensors
+from hf_zero.errors import CheckpointError
+
+DTYPES = sorted(CODES, key=str)
+
+
+def some(dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.arange(count * dtype.itemsize, dtype=torch.uint8).view(dtype) if dtype != torch.bool else torch.arange(count) % 2 == 0
+
+
+def write(path, tensors, alignment=8):
+    plan = plan_file([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()], {"format": "pt"}, alignment)
+    return plan, write_tensors(path, plan, tensors)
+
+
+def test_the_library_reads_every_dtype(tmp_path):
+    tensors = {str(dtype): some(dtype, 5) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "matrix": torch.arange(6.0).reshape(2, 3), "ä|::": torch.ones(3)}
+    plan, digest = write(tmp_path / "f", tensors, 4096)
+    assert digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest() == sha256_of(tmp_path / "f")
+    assert plan.size == (tmp_path / "f").stat().st_size
+    assert len(plan.header) % 4096 == 0
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            read = file.get_tensor(name)
+            assert read.dtype == tensor.dtype and read.shape == tensor.shape
+            assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_it_reads_what_the_library_writes(tmp_path):
+    save_file({"a": torch.arange(10.0), "b": torch.arange(4, dtype=torch.int8)}, tmp_path / "f", {"key": "value"})
+    with TensorFile(tmp_path / "f") as file:
+        out = torch.empty(3)
+        file.read_into("a", 4, out)
+        assert out.tolist() == [4, 5, 6]
+        assert file.metadata == {"key": "value"}
+
+
+def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "BLOCK", 64)
+    tensor, ticks = torch.arange(1001.0), []
+    plan = plan_file([("a", tensor.dtype, tensor.shape)], {})
+    digest = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
+    assert digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert sum(ticks) == tensor.nbytes and max(ticks) == 64
+    with TensorFile(tmp_path / "f") as file:
+        out = torch.empty(900)
+        file.read_into("a", 100, out)
+        assert torch.equal(out, tensor[100:1000])
+
+
+def test_strided_tensors_are_written_in_order(tmp_path):
+    write(tmp_path / "f", {"a": torch.arange(6.0).reshape(2, 3).t()})
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert file.get_tensor("a").tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_ranges_outside_are_refused(tmp_path):
+    write(tmp_path / "f", {"a": torch.arange(6.0), "b": torch.arange(6.0)})
+    with TensorFile(tmp_path / "f") as file:
+        for start, out in ((4, torch.empty(3)), (-1, torch.empty(1)), (0, torch.empty(2, dtype=torch.int32))):
+            with pytest.raises(ValueError, match="pass a range"):
+                file.read_into("a", start, out)
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path):
+    write(tmp_path / "f", {"a": torch.arange(1000.0)})
+    with TensorFile(tmp_path / "f") as file:
+        with open(tmp_path / "f", "r+b") as raw:
+            raw.truncate(200)
+        with pytest.raises(CheckpointError, match="cut short"):
+            file.read_into("a", 0, torch.empty(1000))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be opened.*restore the file"):
+        TensorFile(tmp_path / "nothing")
+
+
+def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+DAMAGED = {
+    "empty": b"",
+    "seven bytes": b"1234567",
+    "header longer than the file": raw({}, length=10),
+    "header beyond the limit": raw({}, length=MAX_HEADER + 1),
+    "no JSON": raw(b"{nonsense"),
+    "not UTF-8": raw(b'{"\xff": 1}'),
+    "a list": raw([]),
+    "metadata is a list": raw({"__metadata__": []}),
+    "unknown dtype": raw({"a": entry(0, 8, dtype="F31")}, bytes(8)),
+    "a number for an entry": raw({"a": 3}),
+    "three offsets": raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, bytes(8)),
+    "negative shape": raw({"a": entry(0, 8, shape=(-1, -2))}, bytes(8)),
+    "a flag for a size": raw({"a": entry(0, 4, shape=(True,))}, bytes(4)),
+    "a float for an offset": raw({"a": entry(0.0, 8)}, bytes(8)),
+    "size and shape disagree": raw({"a": entry(0, 8, shape=(3,))}, bytes(8)),
+    "huge shape": raw({"a": entry(0, 8, shape=(1 << 62, 1 << 62))}, bytes(8)),
+    "a gap": raw({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
+    "an overlap": raw({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+    "data cut short": raw({"a": entry(0, 8)}, bytes(7)),
+    "data too long": raw({"a": entry(0, 8)}, bytes(9)),
+    "nested too deep": raw(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damage_is_an_error_that_names_the_file(tmp_path, kind):
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(DAMAGED[kind])
+    with pytest.raises(CheckpointError, match=r"broken\.safetensors is damaged: .*; restore the file"):
+        TensorFile(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_mutation_gets_past_the_checks(tmp_path, data):
+    """A mutated file is either refused or read without leaving its bounds."""
+    path = tmp_path / "f"
+    write(path, {"a": torch.arange(7.0), "b": torch.arange(5, dtype=torch.int16)})
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    path.write_bytes(content)
+    try:
+        with TensorFile(path) as file:
+            for name, found in file.entries.items():
+                file.read_into(name, 0, torch.empty(found.numel, dtype=found.dtype))
+    except CheckpointError as error:
+        assert str(path) in str(error)

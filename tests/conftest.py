@@ -1,0 +1,34 @@
+"""What every test needs: one thread per rank, no network, a fixed seed."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the long matrices")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):
+        return
+    chosen, put_off = [], []
+    for item in items:
+        (put_off if item.get_closest_marker("long") else chosen).append(item)
+    config.hook.pytest_deselected(items=put_off)
+    items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

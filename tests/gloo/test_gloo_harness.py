@@ -1,0 +1,47 @@
+"""The process harness: one launch for results, one for a failure, one for a hang."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.processes import run_processes
+from tests.helpers.ranks import RankFailed, RanksHung
+
+
+def point_to_point(rank: int, offset: int) -> list[float]:
+    value = torch.full((3,), float(rank + offset))
+    other = torch.empty(3)
+    works = [dist.isend(value, 1 - rank), dist.irecv(other, 1 - rank)]
+    for work in works:
+        work.wait()
+    return other.tolist()
+
+
+def one_fails(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("bad shard")
+    dist.barrier()
+
+
+def one_waits(rank: int) -> None:
+    if rank == 0:
+        time.sleep(1000)
+
+
+def test_processes_answer_in_order():
+    assert run_processes(2, point_to_point, 1, timeout=120) == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_failure_in_a_process_is_raised_with_its_rank():
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:[\s\S]*bad shard"):
+        run_processes(2, one_fails, timeout=120)
+
+
+@pytest.mark.long
+def test_a_process_that_hangs_is_shown_and_ended():
+    with pytest.raises(RanksHung, match=r"ranks \[0\] did not return[\s\S]*one_waits"):
+        run_processes(2, one_waits, timeout=25)

@@ -1,0 +1,111 @@
+"""The engine as a :class:`Session`, and runs of it on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.models import ROWS
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Job, Plan, Session, Trace, merge, train
+
+STAGES = (0, 1, 2, 3)
+
+
+def config_of(stage: int, plan: Plan | None = None, **more: Any) -> dict[str, Any]:
+    """DeepSpeed's dialect for ``plan``; ``more`` replaces or adds top-level keys."""
+    plan = plan or Plan()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": plan.accumulation,
+        "zero_optimization": {"stage": stage},
+    }
+    if plan.clip:
+        config["gradient_clipping"] = plan.clip
+    if plan.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if plan.precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": plan.scale}
+    config.update(more)
+    return config
+
+
+class OnEngine(Session):
+    """Drives an engine the way a script does: ``engine(...)``, ``engine.backward(loss)``, ``engine.step()``."""
+
+    def __init__(self, engine: Any, plan: Plan) -> None:
+        self.engine, self.module, self.dtype, self.memory = engine, engine.module, plan.dtype, {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        return full_grads(self.engine)
+
+    def norm(self) -> float:
+        return self.engine.get_global_grad_norm()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return full_weights(self.engine)
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def start(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], **more: Any) -> Any:
+    """``hf_zero.initialize``'s engine alone."""
+    import hf_zero
+
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+
+
+def full_grads(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients of the trainable parameters. Collective."""
+    import hf_zero
+
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: hf_zero.safe_get_full_grad(p).detach().float().clone() for name, p in named}
+
+
+def full_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole weights: the fp32 master of what is trained, the parameter itself where it is frozen. Collective."""
+    import hf_zero
+
+    weights = {}
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad:
+            weights[name] = hf_zero.safe_get_full_fp32_param(p).detach().float().clone()
+        else:
+            with hf_zero.GatheredParameters([p]):
+                weights[name] = p.detach().float().clone()
+    return weights
+
+
+Opener = Callable[[nn.Module, torch.optim.Optimizer, Plan], Session]
+
+
+def train_on_rank(rank: int, models: list[nn.Module], job: Job, plan: Plan, opener: Opener) -> Trace:
+    model = models[rank]
+    session = opener(model, job.optimizer(model), plan)
+    trace = train(session, job, plan, rank)
+    session.close()
+    return trace
+
+
+def train_on_threads(job: Job, plan: Plan, opener: Opener, timeout: float = 120.0) -> Trace:
+    """Train on ``plan.ranks`` threads and merge what they record."""
+    models = [job.build() for _ in range(plan.ranks)]
+    return merge(run_ranks(plan.ranks, train_on_rank, models, job, plan, opener, timeout=timeout))
+
+
+def engine_opener(stage: int, **more: Any) -> Opener:
+    return lambda model, optimizer, plan: OnEngine(start(model, optimizer, config_of(stage, plan, **more)), plan)

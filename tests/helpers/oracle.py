@@ -1,0 +1,170 @@
+"""The oracle: a plain single-process loop over the same global batch, in fp32 or in mixed precision, and how to compare.
+
+A gradient is the mean over ranks and accumulation steps of each micro-batch's own gradient. A trainable parameter that no
+micro-batch used has gradient zero, so decay and moments advance.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.training import At, Driver, Job, Plan, Trace
+
+FP32_TOLERANCE = 1e-5
+MIXED_FACTOR = 1.2
+ROUNDING = 1e-7
+# AdamW multiplies the rounding in gradients that are zero in theory by up to lr / eps = 1000.
+ADAM_ROUNDING = 5e-6
+
+
+class _Plain(Driver):
+    """The bare model; gradients gather in fp32 in ``sums``, whatever the precision of the model."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.module, self.plan, self.dtype, self.memory = model, plan, plan.dtype, {}
+        self.scale = plan.scale if plan.precision == "fp16" else 1.0
+        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters() if p.requires_grad}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss * (self.scale / self.plan.accumulation)).backward()
+        self.harvest()
+
+    def harvest(self) -> None:
+        for name, p in self.module.named_parameters():
+            if p.grad is not None:
+                self.sums[name] += p.grad.float() / (self.scale * self.plan.ranks)
+                p.grad = None
+
+    def take(self) -> dict[str, torch.Tensor]:
+        grads = {name: total.clone() for name, total in self.sums.items()}
+        for total in self.sums.values():
+            total.zero_()
+        return grads
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters, never buffers; what transformers keeps in fp32 stays there (its plain list holds for fp16 only)."""
+    keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        keep += list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not any(part in keep for part in name.split(".")):
+            p.data = p.data.to(dtype)
+    return model
+
+
+def run(job: Job, plan: Plan) -> Trace:
+    """Train ``job`` by ``plan`` in this process alone."""
+    master = job.build()
+    mixed = plan.precision != "fp32"
+    model = cast_parameters(copy.deepcopy(master), plan.dtype) if mixed else master
+    optimizer = job.optimizer(master)
+    net, trace = _Plain(model, plan), Trace()
+    masters = dict(master.named_parameters())
+    memories: list[dict[str, Any]] = [{} for _ in range(plan.ranks)]
+    for step in range(plan.steps):
+        losses: list[float] = []
+        for rank in range(plan.ranks):
+            net.memory = memories[rank]
+            window = [At(step, micro, rank) for micro in range(plan.accumulation)]
+            losses += [float(loss.detach()) for loss in job.window(net, window, lambda: None)]
+        grads = net.take()
+        norm = total_norm(grads)
+        factor = min(1.0, plan.clip / (norm + 1e-6)) if plan.clip else 1.0
+        for name, grad in grads.items():
+            masters[name].grad = grad * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        if mixed:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(masters[name])
+        trace.losses.append(sum(losses) / len(losses))
+        trace.norms.append(norm)
+        trace.grads.append(grads)
+    trace.weights = {name: p.detach().clone() for name, p in masters.items()}
+    return trace
+
+
+_kept: dict[tuple[str, Plan], Trace] = {}
+
+
+def kept(job: Job, plan: Plan) -> Trace:
+    """``run``, remembered by the job's name: cells that differ in stage alone share their oracle."""
+    key = (job.name, plan)
+    if key not in _kept:
+        _kept[key] = run(job, plan)
+    return _kept[key]
+
+
+def total_norm(tensors: Mapping[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().pow(2).sum()) for t in tensors.values()))
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+def compare_tensors(
+    what: str,
+    got: Mapping[str, torch.Tensor],
+    want: Mapping[str, torch.Tensor],
+    tolerance: float = FP32_TOLERANCE,
+    floor: float = ROUNDING,
+) -> None:
+    """Each tensor within ``tolerance`` of its own norm plus ``floor`` of the norm over all tensors.
+
+    The second term is what rounding leaves in tensors that are zero in theory, as the gradient of an attention key's bias.
+    """
+    assert set(got) == set(want), f"{what}: missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+    allowed = floor * total_norm(want)
+    wrong = []
+    for name, expected in want.items():
+        assert got[name].shape == expected.shape, f"{what} of {name} has shape {tuple(got[name].shape)}, expected {tuple(expected.shape)}"
+        error, size = _distance(got[name], expected), float(expected.double().norm())
+        if not error <= tolerance * size + allowed:  # written so that NaN is wrong
+            wrong.append(f"{name}: norm {float(got[name].double().norm()):.6g}, expected {size:.6g}, off by {error:.3g}")
+    assert not wrong, f"{what} wrong in {len(wrong)} of {len(want)} tensors:\n  " + "\n  ".join(wrong[:12])
+
+
+def compare(got: Trace, want: Trace, tolerance: float = FP32_TOLERANCE, weight_floor: float = ADAM_ROUNDING) -> None:
+    """fp32: each step's loss, norm and gradients, and the last weights (after SGD, pass ``weight_floor=ROUNDING``)."""
+    assert len(got.losses) == len(want.losses), f"{len(got.losses)} steps, expected {len(want.losses)}"
+    for step, expected in enumerate(want.grads):
+        compare_tensors(f"step {step}: gradient", got.grads[step], expected, tolerance)
+        for what, a, b in (("loss", got.losses[step], want.losses[step]), ("gradient norm", got.norms[step], want.norms[step])):
+            assert abs(a - b) <= tolerance * abs(b), f"step {step}: {what} {a:.8g}, expected {b:.8g}"
+    compare_tensors("weights", got.weights, want.weights, tolerance, weight_floor)
+
+
+def errors(got: Trace, exact: Trace) -> dict[str, float]:
+    """How far a run is from the fp32 one: norms over all steps of the error in loss, gradient norm and gradients, and in the weights."""
+    return {
+        "loss": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.losses, exact.losses))),
+        "gradient norm": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.norms, exact.norms))),
+        "gradients": math.sqrt(sum(_distance(a[name], b[name]) ** 2 for a, b in zip(got.grads, exact.grads) for name in b)),
+        "weights": math.sqrt(sum(_distance(got.weights[name], exact.weights[name]) ** 2 for name in exact.weights)),
+    }
+
+
+def compare_mixed(got: Trace, mixed: Trace, exact: Trace, dtype: torch.dtype, factor: float = MIXED_FACTOR) -> None:
+    """16-bit: the error against fp32 is at most ``factor`` times that of the same mixed-precision loop in one process.
+
+    Loss and gradient norm are single numbers whose error is small by luck as often as not, so they are also allowed a
+    twentieth of the rounding of ``dtype``.
+    """
+    ours, theirs = errors(got, exact), errors(mixed, exact)
+    slack = torch.finfo(dtype).eps / 20
+    sizes = {"loss": math.hypot(*exact.losses), "gradient norm": math.hypot(*exact.norms), "gradients": 0.0, "weights": 0.0}
+    for what, error in ours.items():
+        limit = factor * theirs[what] + slack * sizes[what]
+        assert error <= limit, f"{what}: error {error:.4g} against fp32, limit {limit:.4g} (one process: {theirs[what]:.4g})"

@@ -1,0 +1,129 @@
+"""Ranks for tests: threads over PyTorch's threaded process group, and real gloo processes. Neither can hang a suite.
+
+Threads start in milliseconds and show the logic; processes show the transport. The threaded group has no point-to-point
+messages, does not notice a mismatched collective, and waits for ever on a missing one: every run has a deadline, after
+which the stack of each rank is shown. Build and seed models before the ranks start, because threads share the random
+generator. Class-level state is shared between threads too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+LINGER = 20.0  # seconds the others may still run once the first rank has returned
+
+
+class RankFailed(AssertionError):
+    """A rank raised. The message names the rank and holds its traceback; ``__cause__`` is the exception itself."""
+
+
+class RanksHung(AssertionError):
+    """Some rank did not return in time. The message says which, and where each one stands."""
+
+
+class _Rank(threading.Thread):
+    def __init__(self, rank: int, world: int, store: dist.Store, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__(name=f"rank-{rank}", daemon=True)
+        self.rank, self.world, self.store, self.limit, self.fn, self.args = rank, world, store, timeout, fn, args
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "threaded", rank=self.rank, world_size=self.world, store=self.store, timeout=timedelta(seconds=self.limit)
+            )
+            try:
+                self.result = self.fn(self.rank, *self.args)
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        except SystemExit as ended:  # how the threaded group ends a rank that waits for one that has failed
+            self.error = ended
+        except BaseException as error:
+            self.error = error
+            threaded.ProcessLocalGroup.exception_handle(error)
+
+    def where(self) -> str:
+        """Where this rank stands: the innermost frames of its stack."""
+        if not self.is_alive():
+            return f"rank {self.rank}: {'failed' if self.error is not None else 'returned'}"
+        frame = sys._current_frames().get(self.ident or 0)
+        stack = "".join(traceback.format_stack(frame)[-12:]) if frame else "  (no frame)\n"
+        return f"rank {self.rank}: still running in\n{stack}"
+
+    def end(self) -> None:
+        """Make an abandoned thread stop at its next line of Python, so that it cannot disturb the next run."""
+        if self.ident is not None and self.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run ``fn(rank, *args)`` on ``world`` threads that share a process group; return the results in rank order.
+
+    Raises :class:`RankFailed` with the first failure (the other ranks are stopped) and :class:`RanksHung` after
+    ``timeout`` seconds, or :data:`LINGER` seconds after one rank has returned and another has not.
+    """
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reset()
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout))
+    ranks = [_Rank(rank, world, store, timeout, fn, args) for rank in range(world)]
+    try:
+        for thread in ranks:
+            thread.start()
+        hung = _wait(ranks, timeout)
+        _raise_failure(ranks)
+        if hung:
+            raise RanksHung(hung)
+        return [thread.result for thread in ranks]
+    finally:
+        for thread in ranks:
+            thread.end()
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> str:
+    """Wait for all ranks. Returns '' or, when they do not come, the story of where each one stands."""
+    start = time.monotonic()
+    first_end: float | None = None
+    while any(thread.is_alive() for thread in ranks):
+        next(thread for thread in ranks if thread.is_alive()).join(0.05)
+        now = time.monotonic()
+        if first_end is None and any(not thread.is_alive() for thread in ranks):
+            first_end = now
+        failed = any(thread.error is not None for thread in ranks)
+        late = now - start > timeout or (first_end is not None and now - first_end > (2.0 if failed else LINGER))
+        if late:
+            waited = f"ranks did not all return within {now - start:.0f} s"
+            story = "\n".join([waited, *(thread.where() for thread in ranks)])
+            threaded.ProcessLocalGroup.exception_handle(TimeoutError(waited))
+            for thread in ranks:
+                thread.join(1.0)
+            return story
+    return ""
+
+
+def _raise_failure(ranks: list[_Rank]) -> None:
+    failed = [thread for thread in ranks if thread.error is not None and not isinstance(thread.error, SystemExit)]
+    if not failed:
+        return
+    text = "\n".join(f"rank {t.rank} of {t.world} raised:\n{''.join(traceback.format_exception(t.error))}" for t in failed[:2])
+    if len(failed) > 2:
+        text += f"\nand so did ranks {[t.rank for t in failed[2:]]}"
+    raise RankFailed(text) from failed[0].error

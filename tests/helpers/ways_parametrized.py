@@ -1,0 +1,294 @@
+"""Ways whose parameters are odd: tied, frozen, unused, used by some ranks, adapters, groups, no dimension, no element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
+from tests.helpers.training import ArchitectureJob, At, Driver, Job, plain_sgd, trainable
+from tests.helpers.ways_checkpointed import StackJob
+
+
+class _OddShapes(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))  # no dimension
+        self.nothing = nn.Parameter(torch.empty(0, 4))  # no element
+        self.three = nn.Parameter(torch.randn(3))  # fewer elements than ranks
+        self.blocks[1].gate = nn.Parameter(torch.tensor(1.3))
+        self.blocks[2].none = nn.Parameter(torch.empty(0))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().body(x) * self.blocks[1].gate * self.temperature
+        return x + self.three.sum() + self.nothing.sum() + self.blocks[2].none.sum()
+
+
+class NoDimensionNoElement(StackJob):
+    name = "parameters of no dimension, of no element, of fewer elements than ranks"
+
+    def build(self) -> nn.Module:
+        return seeded(_OddShapes)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return super().loss(net, at)
+
+
+class _OwnScalars(nn.Module):
+    """A block whose scalar and empty parameters are its own, used in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.tensor(1.3))
+        self.none = nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * torch.tanh(self.linear(x)) + self.none.sum()
+
+
+class _Scalars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(_OwnScalars() for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+class ScalarsInBlocks(StackJob):
+    name = "parameters of no dimension and of no element inside blocks"
+    model = _Scalars
+
+
+class _Skipping(Stack):
+    """Leaves out one block, chosen by the caller."""
+
+    def forward(self, x: torch.Tensor, skip: Sequence[int] = ()) -> torch.Tensor:
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            if index not in skip:
+                x = block(x)
+        return self.head(x)
+
+
+class _SkipJob(StackJob):
+    model = _Skipping
+
+    def skipped(self, at: At) -> Sequence[int]:
+        raise NotImplementedError
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return net(features(at.step, at.micro, at.rank).to(net.dtype), skip=self.skipped(at)).float().pow(2).mean()
+
+
+class OneRankOnly(_SkipJob):
+    name = "a block used on rank 1 only (unused anywhere on one rank)"
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return () if at.rank == 1 else (1,)
+
+
+class EachRankSkipsAnother(_SkipJob):
+    name = "each rank skips another block, by step"
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return ((at.rank + at.step + at.micro) % 4,)
+
+
+class OneRankOnlyInOneMicroBatch(_SkipJob):
+    name = "a block used on rank 0 only, in the last step only"
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return () if at.rank == 0 and at.step == 2 else (2,)
+
+
+class OrderByRank(StackJob):
+    name = "blocks called in another order on odd ranks"
+
+    class model(Stack):
+        def forward(self, x: torch.Tensor, turned: bool = False) -> torch.Tensor:
+            x = self.enter(x)
+            for block in reversed(self.blocks) if turned else self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return net(features(at.step, at.micro, at.rank).to(net.dtype), turned=at.rank % 2 == 1).float().pow(2).mean()
+
+
+class UnusedEverywhere(_SkipJob):
+    name = "a block unused everywhere: decay and moments advance"
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return (1,) if at.step > 0 else ()
+
+
+class NeverUsed(_SkipJob):
+    name = "a block never used"
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return (2,)
+
+
+class PartlyUsed(StackJob):
+    name = "a parameter of a used block that gets no gradient"
+
+    class model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.spare = nn.Parameter(torch.ones(5))
+
+
+class NoGradBranch(StackJob):
+    name = "a block run under no_grad inside the forward, its output used as a constant"
+
+    class model(Stack):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            with torch.no_grad():
+                target = self.blocks[1](x)
+            return self.blocks[2](x) - target
+
+
+class SomeFrozen(StackJob):
+    name = "frozen parameters inside blocks, and a block frozen whole"
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        return model
+
+
+class FrozenBottom(ArchitectureJob):
+    name = "frozen embeddings and first layer: the first trained block gets an input without gradient"
+
+    def __init__(self) -> None:
+        super().__init__(ARCHITECTURES["llama"])
+        self.name = type(self).name
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+
+class FrozenTop(ArchitectureJob):
+    name = "only the embeddings trained, everything above frozen"
+
+    def __init__(self) -> None:
+        super().__init__(ARCHITECTURES["llama"])
+        self.name = type(self).name
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.requires_grad_(False)
+        model.model.embed_tokens.requires_grad_(True)
+        return model
+
+
+class LoRA(ArchitectureJob):
+    """Adapters over frozen blocks; with ``checkpointing`` as TRL sets it up: reentrant, inputs made to require gradients."""
+
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__(ARCHITECTURES["llama"])
+        self.checkpointing = checkpointing
+        self.name = f"LoRA over frozen blocks{' with reentrant checkpointing' if checkpointing else ''}"
+
+    def build(self) -> nn.Module:
+        def make() -> nn.Module:
+            import peft
+
+            base = ARCHITECTURES["llama"].make()
+            if self.checkpointing:
+                base.gradient_checkpointing_enable({"use_reentrant": True})
+                base.enable_input_require_grads()
+                base.config.use_cache = False
+            config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+            return peft.get_peft_model(base, config)
+
+        return seeded(make)
+
+
+class Groups(ArchitectureJob):
+    name = "three optimizer groups: decay, no decay, another learning rate, and one empty"
+
+    def __init__(self) -> None:
+        super().__init__(ARCHITECTURES["bert"])
+        self.name = type(self).name
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        head = [p for name, p in named if name.startswith("cls")]
+        bare = [p for name, p in named if not name.startswith("cls") and (name.endswith("bias") or "LayerNorm" in name)]
+        rest = [p for name, p in named if not any(p is other for other in head + bare)]
+        groups = [
+            {"params": rest, "weight_decay": 0.1},
+            {"params": bare, "weight_decay": 0.0},
+            {"params": head, "lr": 5e-3, "betas": (0.8, 0.95)},
+            {"params": []},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+
+
+class SomeTrained(StackJob):
+    name = "an optimizer that holds half of the trainable parameters"
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        chosen = [*model.blocks[0].parameters(), *model.blocks[2].parameters()]
+        for p in model.parameters():
+            p.requires_grad_(any(p is other for other in chosen))
+        return torch.optim.SGD(chosen, lr=0.05)
+
+
+class _TiedBlocks(Stack):
+    """The first linear layer of block 2 is that of block 0, and the head's bias is the entrance's of another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[0].up
+        self.blocks[1].down.bias = self.enter.bias
+
+
+class TiedAcrossBlocks(StackJob):
+    name = "weights tied across blocks, and a block's to the root's"
+    model = _TiedBlocks
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return plain_sgd(model)
+
+
+class ManySmall(StackJob):
+    name = "SGD with momentum, nesterov, over many small parameters"
+
+    class model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=i % 2 == 0) for i in range(9))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x)) + x
+            return x
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(trainable(model), lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def ways() -> list[Job]:
+    kinds = (
+        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OrderByRank, UnusedEverywhere,
+        NeverUsed, PartlyUsed, NoGradBranch, SomeFrozen, FrozenBottom, FrozenTop, Groups, SomeTrained, TiedAcrossBlocks, ManySmall,
+    )  # fmt: skip
+    return [*(kind() for kind in kinds), LoRA(checkpointing=False), LoRA(checkpointing=True)]

@@ -1,0 +1,133 @@
+"""Accelerate's process state under ZeRO, in one process: what it believes about devices, ranks and groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+from hf_zero.core import comm
+from hf_zero.errors import RankMismatchError
+from hf_zero.integrations import finder
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Accelerate sets the number of threads for CPU ranks."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def plugin(stage: int = 3) -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2})
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of torchrun, with a world of one."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_plain_process_has_a_group_of_one_rank() -> None:
+    accelerator = Accelerator(deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert comm.is_initialized() and comm.get_world_size() == accelerator.num_processes == 1
+    accelerator.wait_for_everyone()
+    PartialState().wait_for_everyone()
+    assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counterpart of the next test: ranks without an accelerator")
+def test_ranks_without_an_accelerator_meet_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch)
+    accelerator = Accelerator(deepspeed_plugin=plugin())
+    assert PartialState().backend == "gloo"
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert accelerator.device.type == "cpu"
+    assert comm.is_initialized()
+
+
+def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    state = PartialState()
+    assert (state.backend, state.distributed_type) == (None, DistributedType.NO)
+
+
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "variable":
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    accelerator = Accelerator(cpu=how == "argument", deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert accelerator.state.deepspeed_plugin.zero_stage == 3
+    assert accelerator.device.type == "cpu" == comm.default_device().type
+    assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if how == "variable" else None)
+
+
+def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert accelerator.device.type == "cpu" == comm.default_device().type
+
+
+def test_forcing_the_cpu_on_a_launched_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch)
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert PartialState().backend == "gloo"
+
+
+def test_a_state_made_before_zero_was_asked_for_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    early = PartialState()
+    assert early.backend is None
+    Accelerator(deepspeed_plugin=plugin())
+    assert early.backend == "gloo" and early.distributed_type == DistributedType.DEEPSPEED
+
+
+def test_peers_that_accelerate_cannot_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    with pytest.raises(RankMismatchError, match=r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"):
+        Accelerator(deepspeed_plugin=plugin())
+
+
+def test_a_second_accelerator_shares_the_state() -> None:
+    first = Accelerator(deepspeed_plugin=plugin())
+    second = Accelerator()
+    assert second.state.deepspeed_plugin is first.state.deepspeed_plugin
+    assert second.distributed_type == DistributedType.DEEPSPEED
+
+
+def test_another_deepspeed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "chosen", lambda: False)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.NO
+    assert not comm.is_initialized()
+
+
+def test_an_accelerator_without_zero_is_left_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.distributed_type == DistributedType.NO
+    assert not comm.is_initialized()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: Any = probe.getsockname()[1]
+    return int(port)

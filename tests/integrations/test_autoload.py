@@ -1,0 +1,244 @@
+"""The autoload and the finder: what every Python process of the environment runs, and when it stands back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import hf_zero
+from hf_zero import _autoload
+from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder, hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
+    run = subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, cwd="/"
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An interpreter in which nothing of hf-zero is registered and nothing called deepspeed is imported."""
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"}
+    for name in kept:
+        del sys.modules[name]
+    others = [item for item in sys.meta_path if not isinstance(item, (finder.FacadeFinder, hooks.SeamFinder))]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.delenv("HF_ZERO_BACKEND", raising=False)
+    monkeypatch.delenv("HF_ZERO_AUTOLOAD", raising=False)
+    monkeypatch.setattr(_autoload, "failure", None)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on sys.path in which a deepspeed of another make is installed."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.99'\n")
+    (tmp_path / "deepspeed-0.99.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.99.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.99\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "deepspeed" / "__init__.py"
+
+
+def ours() -> list[Any]:
+    return [item for item in sys.meta_path if isinstance(item, (finder.FacadeFinder, hooks.SeamFinder))]
+
+
+def found() -> str | None:
+    spec = importlib.util.find_spec("deepspeed")
+    return spec and spec.origin
+
+
+FACADE = str(Path(finder.FACADE) / "__init__.py")
+
+
+def test_registering_imports_next_to_nothing() -> None:
+    seen = in_fresh_process(
+        "import sys; before = set(sys.modules); import hf_zero._autoload as a; a.register(); import json\n"
+        "print(json.dumps({'new': sorted(set(sys.modules) - before), 'failure': repr(a.failure)}))"
+    )
+    assert seen["failure"] == "None"
+    assert {name for name in seen["new"] if name.startswith("hf_zero")} == {
+        "hf_zero",
+        "hf_zero._autoload",
+        "hf_zero.integrations",
+        "hf_zero.integrations.finder",
+        "hf_zero.integrations.hooks",
+    }
+    assert not {"torch", "importlib.metadata", "dataclasses", "inspect", "accelerate", "transformers"} & set(seen["new"])
+
+
+def test_importing_torch_makes_the_libraries_see_deepspeed() -> None:
+    seen = in_fresh_process(
+        "import torch, json, importlib.metadata as m\n"
+        "from accelerate.utils import is_deepspeed_available as a, compare_versions\n"
+        "from transformers.integrations import is_deepspeed_available as t\n"
+        "from transformers.dependency_versions_check import dep_version_check\n"
+        "dep_version_check('deepspeed')\n"
+        "print(json.dumps({'a': a(), 't': t(), 'recent': compare_versions('deepspeed', '>=', '0.19'), 'name': m.metadata('deepspeed')['Name']}))"
+    )
+    assert seen == {"a": True, "t": True, "recent": True, "name": "deepspeed"}
+
+
+def test_a_failure_is_kept_and_not_raised(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(finder, "install", broken)
+    _autoload.register()
+    assert repr(_autoload.failure) == "RuntimeError('broken on purpose')"
+
+
+@pytest.mark.parametrize("value", ["0", "false", "OFF"])
+def test_it_can_be_turned_off(bare: None, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HF_ZERO_AUTOLOAD", value)
+    _autoload.register()
+    assert not ours()
+    assert found() is None
+
+
+def test_registering_twice_registers_once(bare: None) -> None:
+    _autoload.register()
+    _autoload.register()
+    assert len(ours()) == 2
+    assert isinstance(sys.meta_path[-1], finder.FacadeFinder)
+    importlib.invalidate_caches()
+
+
+def test_the_package_and_its_parts_are_found_inside_hf_zero(bare: None) -> None:
+    _autoload.register()
+    assert found() == FACADE
+    assert FACADE.startswith(str(Path(hf_zero.__file__).parent))
+    spec = finder.FacadeFinder().find_spec("deepspeed")
+    assert spec is not None and spec.submodule_search_locations == [finder.FACADE]
+    assert finder.FacadeFinder().find_spec("deepspeed.runtime") is None
+    assert finder.FacadeFinder().find_spec("deepspeed_extensions") is None
+
+
+def test_the_metadata_answers(bare: None) -> None:
+    _autoload.register()
+    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    distribution = importlib.metadata.distribution("DeepSpeed")
+    assert distribution.metadata["Name"] == "deepspeed"
+    assert distribution.files is None and distribution.requires is None and list(distribution.entry_points) == []
+    assert str(distribution.locate_file("comm.py")) == str(Path(finder.FACADE) / "comm.py")
+
+
+def test_the_metadata_is_silent_to_those_who_list_folders(bare: None, tmp_path: Path) -> None:
+    instance = finder.FacadeFinder()
+    assert list(instance.find_distributions(DistributionFinder.Context(name="deepspeed")))
+    assert not list(instance.find_distributions(DistributionFinder.Context()))
+    assert not list(instance.find_distributions(DistributionFinder.Context(name="torch")))
+    assert not list(instance.find_distributions(DistributionFinder.Context(name="deepspeed", path=[str(tmp_path)])))
+    assert not list(instance.find_distributions())
+
+
+def test_an_installed_deepspeed_wins(bare: None, installed: Path) -> None:
+    _autoload.register()
+    assert found() == str(installed)
+    assert importlib.metadata.version("deepspeed") == "0.99"
+    assert not finder.chosen()
+
+
+def test_unless_ours_is_asked_for(bare: None, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_BACKEND", "hf_zero")
+    _autoload.register()
+    assert found() == FACADE
+    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    assert finder.chosen()
+
+
+def test_the_environment_can_ask_for_the_other(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_BACKEND", "deepspeed")
+    _autoload.register()
+    assert not ours()
+    with pytest.raises(ConfigError, match="HF_ZERO_BACKEND=deepspeed asks for DeepSpeed"):
+        finder.choose()
+
+
+def test_an_unknown_backend_is_named(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_BACKEND", "hf-zero")
+    _autoload.register()
+    assert isinstance(_autoload.failure, ConfigError)
+    assert "'hf-zero'" in str(_autoload.failure) and "hf_zero, deepspeed" in str(_autoload.failure)
+
+
+def test_a_native_route_chooses_ours(bare: None, installed: Path) -> None:
+    _autoload.register()
+    finder.choose()
+    assert found() == FACADE
+    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    assert len(ours()) == 2
+
+
+def test_a_native_route_needs_no_autoload(bare: None) -> None:
+    finder.choose()
+    assert found() == FACADE
+
+
+def test_nothing_is_registered_while_another_deepspeed_is_imported(bare: None, installed: Path) -> None:
+    importlib.import_module("deepspeed")
+    _autoload.register()
+    assert not ours()
+    assert not finder.chosen()
+    with pytest.raises(ConfigError, match=r"another deepspeed, from '.*deepspeed/__init__.py'.*HF_ZERO_BACKEND=hf_zero"):
+        finder.choose()
+
+
+def test_a_folder_called_deepspeed_is_not_taken_for_it(bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert found() is None and importlib.util.find_spec("deepspeed") is not None  # a namespace package
+    _autoload.register()
+    assert found() == FACADE
+    assert finder.chosen()
+
+
+def test_a_module_without_a_file_is_not_ours() -> None:
+    assert not finder.is_ours(ModuleType("deepspeed"))
+
+
+def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "tests", "runs", "__pycache__"))
+    built = subprocess.run(
+        [sys.executable, "-c", f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    (record,) = site.glob("*.dist-info/RECORD")
+    assert any(line.startswith("hf_zero.pth,sha256=") for line in record.read_text().splitlines())
+    seen = in_fresh_process(
+        f"import site, sys, json; site.addsitedir({str(site)!r}); import importlib.util as u, importlib.metadata as m\n"
+        "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
+        "-S",
+    )
+    assert seen == {"origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"), "version": finder.VERSION, "torch": False}

@@ -1,0 +1,231 @@
+"""``import deepspeed``: every name that the Hugging Face libraries use is there, and is hf-zero's own."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.core.engine import Engine
+from hf_zero.core.gathered import GatheredParameters
+from hf_zero.core.parameter import ZeroParamStatus
+from hf_zero.errors import NotBuiltError
+from hf_zero.integrations import finder
+
+FACADE = Path(finder.FACADE)
+
+NAMES = """
+initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init __version__
+zero.Init zero.GatheredParameters zero.register_external_parameter runtime.zero.GatheredParameters
+runtime.zero.partition_parameters.ZeroParamStatus runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
+runtime.zero.partition_parameters._orig_torch_arange runtime.zero.partition_parameters.get_accelerator
+runtime.engine.DeepSpeedEngine runtime.base_optimizer.DeepSpeedOptimizer
+runtime.lr_schedules.VALID_LR_SCHEDULES runtime.lr_schedules.WarmupLR runtime.lr_schedules.WarmupDecayLR
+runtime.lr_schedules.WarmupCosineLR runtime.lr_schedules.OneCycle runtime.lr_schedules.LRRangeTest
+runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter
+comm.is_initialized comm.init_distributed comm.get_rank comm.get_world_size comm.get_local_rank comm.barrier comm.all_reduce comm.broadcast
+comm.all_gather comm.ReduceOp comm.destroy_process_group accelerator.get_accelerator
+ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam ops.lion.FusedLion ops.lion.DeepSpeedCPULion ops.adagrad.DeepSpeedCPUAdagrad ops.lamb.FusedLamb
+checkpointing.configure checkpointing.checkpoint checkpoint.utils.clone_tensors_for_torch_save
+utils.set_z3_leaf_modules utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state
+utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state
+utils.logger utils.groups utils.is_initialized utils.logging.logger
+utils.groups._get_sequence_parallel_group utils.groups._get_sequence_parallel_rank utils.groups._get_sequence_parallel_world_size
+utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
+utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files
+launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
+""".split()
+
+
+def reach(dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), deepspeed)
+
+
+def test_nobody_is_misled_about_whose_it_is() -> None:
+    assert Path(deepspeed.__file__).is_relative_to(Path(hf_zero.__file__).parent)
+    assert deepspeed.__version__ == finder.VERSION
+    assert finder.is_ours(deepspeed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_is_there(name: str) -> None:
+    assert reach(name) is not None
+
+
+@pytest.mark.parametrize("path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE)))
+def test_each_module_imports_by_its_name(path: Path) -> None:
+    dotted = ".".join(("deepspeed", *path.relative_to(FACADE).with_suffix("").parts)).removesuffix(".__init__")
+    assert importlib.util.find_spec(dotted) is not None
+    module = importlib.import_module(dotted)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE)))
+def test_no_logic_lives_in_the_facade(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.For, ast.While, ast.Try, ast.Lambda))]
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert functions == ({"init_distributed", "__getattr__"} if path.name == "comm.py" else set())
+
+
+# -- what the installed libraries ask for ------------------------------------------------------------------------------
+
+
+def used_names(source: str) -> Iterator[str]:
+    """Dotted names inside deepspeed that a module imports, or reaches through a name it imported."""
+    tree = ast.parse(source)
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "deepspeed":
+                    known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+                    yield alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "deepspeed":
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            head, _, rest = chain.partition(".")
+            if head in known and all(part.isidentifier() for part in rest.split(".")):
+                target = known[head]
+                if target == "deepspeed" or target.rpartition(".")[2].islower():  # a module, not a class or its instance
+                    yield f"{target}.{rest}"
+
+
+def asked_for() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for library in ("accelerate", "transformers", "peft"):
+        spec = importlib.util.find_spec(library)
+        assert spec is not None and spec.origin is not None
+        for path in Path(spec.origin).parent.rglob("*.py"):
+            text = path.read_text(errors="replace")
+            if "deepspeed" in text and "test_utils" not in path.parts:
+                names.update(dict.fromkeys(used_names(text), f"{library}/{path.name}"))
+    return names
+
+
+def test_the_scan_sees_the_ways_of_importing() -> None:
+    source = (
+        "import deepspeed\nfrom deepspeed.utils import groups\nfrom deepspeed.runtime.zero import partition_parameters as pp\n"
+        "deepspeed.zero.Init()\ngroups.a()\npp._b\ngroups.c().d\nfrom .deepspeed import e"
+    )
+    assert {
+        "deepspeed",
+        "deepspeed.utils.groups",
+        "deepspeed.runtime.zero.partition_parameters",
+        "deepspeed.zero.Init",
+        "deepspeed.utils.groups.a",
+        "deepspeed.runtime.zero.partition_parameters._b",
+        "deepspeed.utils.groups.c",
+    } <= set(used_names(source))
+
+
+def test_everything_the_installed_libraries_use_is_there() -> None:
+    missing = {}
+    names = asked_for()
+    for name, where in names.items():
+        place: Any = deepspeed
+        for part in name.split(".")[1:]:
+            if not hasattr(place, part):
+                missing[name] = where
+                break
+            place = getattr(place, part)
+            if not inspect.ismodule(place):
+                break
+    assert len(names) > 30
+    assert missing == {}
+
+
+# -- whose the names are -----------------------------------------------------------------------------------------------
+
+
+def test_classes_are_the_native_ones() -> None:
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is Engine
+    assert deepspeed.zero.GatheredParameters is deepspeed.runtime.zero.GatheredParameters is GatheredParameters
+    assert deepspeed.runtime.zero.partition_parameters.ZeroParamStatus is ZeroParamStatus
+    assert (ZeroParamStatus.AVAILABLE.value, ZeroParamStatus.NOT_AVAILABLE.value, ZeroParamStatus.INFLIGHT.value) == (1, 2, 3)
+    assert deepspeed.initialize is hf_zero.initialize
+    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    assert issubclass(torch.optim.AdamW, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("init_inference", (None,)),
+        ("tp_model_init", ()),
+        ("ops.lamb.FusedLamb", ([torch.nn.Parameter(torch.ones(1))],)),
+        ("ops.lamb.DeepSpeedCPULamb", ()),
+        ("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF", ()),
+        ("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers", ()),
+        ("runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", ()),
+        ("utils.groups._get_sequence_parallel_group", ()),
+        ("utils.groups._get_sequence_parallel_rank", ()),
+        ("utils.groups._get_sequence_parallel_world_size", ()),
+        ("utils.zero_to_fp32.get_model_state_file", ("folder", 3)),
+        ("utils.zero_to_fp32.get_optim_files", ("folder",)),
+        ("launcher.runner.main", ()),
+    ],
+)
+def test_what_is_not_built_says_so_by_name(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name.split('.')[-1] if name != 'launcher.runner.main' else 'deepspeed. launcher'}.* is not built"):
+        reach(name)(*arguments)
+
+
+def test_what_is_not_built_can_be_asked_about() -> None:
+    lamb = deepspeed.ops.lamb.FusedLamb
+    assert not isinstance(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), lamb)
+    assert issubclass(lamb, torch.optim.Optimizer)
+    assert not hasattr(lamb, "__wrapped__")
+
+
+def test_comm_is_torch_distributed_for_the_rest() -> None:
+    import torch.distributed as dist
+
+    assert deepspeed.comm.all_reduce is dist.all_reduce
+    assert deepspeed.comm.ReduceOp is dist.ReduceOp
+    with pytest.raises(AttributeError):
+        _ = deepspeed.comm.no_such_collective
+
+
+def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
+    assert not deepspeed.comm.is_initialized()
+    deepspeed.init_distributed(dist_init_required=False)
+    assert not deepspeed.comm.is_initialized()
+    try:
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=60.0)
+        assert deepspeed.utils.is_initialized()
+        assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
+        assert deepspeed.utils.groups._get_data_parallel_world_size() == 1
+        deepspeed.comm.barrier()
+    finally:
+        deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_arguments_of_scripts(own: bool) -> None:
+    parser = argparse.ArgumentParser()
+    if own:
+        parser.add_argument("--local_rank", type=int, default=7)
+    assert deepspeed.add_config_arguments(parser) is parser
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "zero.json"])
+    assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, "zero.json", 7 if own else -1)
+    assert parser.parse_args([]).deepspeed is False
+
+
+def test_the_environment_file_has_its_name() -> None:
+    assert deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"

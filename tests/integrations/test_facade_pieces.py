@@ -1,0 +1,221 @@
+"""What stands behind the facade's smaller names: devices, activation checkpointing, optimizers, leaves, copies, zero.Init."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.core import comm
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.integrations import checkpointing, device, finder, leaf_modules, loading, optimizers
+from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save
+from hf_zero.optim.elementwise import check
+from hf_zero.optim.lion import Lion
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_device_is_the_one_of_the_engine() -> None:
+    assert device.get_accelerator().device_name() == comm.default_device().type
+    assert device.get_accelerator() is device.get_accelerator()
+
+
+def test_the_cpu_under_the_names_of_deepspeed() -> None:
+    cpu = device.Device("cpu")
+    assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == ("cpu", "cpu", 0)
+    assert cpu.device() == torch.device("cpu")
+    assert cpu.communication_backend_name() == "gloo"
+    assert cpu.is_available() and cpu.is_bf16_supported() and cpu.is_fp16_supported()
+    cpu.empty_cache()
+    cpu.synchronize()
+    assert cpu.device_count() == 1
+
+
+def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    gpu = device.Device("cuda")
+    assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == ("cuda", "cuda:1", "cuda:3")
+    assert gpu.communication_backend_name() == "nccl"
+    assert gpu.is_available() and not gpu.is_bf16_supported()
+    gpu.empty_cache()
+    assert emptied == [1]
+    assert gpu.memory_allocated is torch.cuda.memory_allocated
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+def test_checkpointed_gradients_are_the_gradients() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    calls = []
+
+    def block(a: torch.Tensor, scale: int) -> torch.Tensor:
+        calls.append(scale)
+        return torch.tanh(layer(a)) * scale
+
+    checkpointing.configure(None, partition_activations=False, synchronize=True)
+    assert checkpointing.is_configured()
+    checkpointing.checkpoint(block, x, 2).sum().backward()
+    assert calls == [2, 2]
+    again = layer.weight.grad
+    layer.weight.grad = None
+    block(x, 2).sum().backward()
+    torch.testing.assert_close(again, layer.weight.grad)
+    checkpointing.reset()
+
+
+@pytest.mark.parametrize("option", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu"])
+def test_checkpointing_that_moves_activations_is_not_built(option: str) -> None:
+    with pytest.raises(NotBuiltError, match=option):
+        checkpointing.configure(**{option: True})
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    (
+        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
+        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=True),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False), lambda p: torch.optim.Adam(p, lr=1e-2)),
+    (lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1)),
+    (lambda p: optimizers.FusedLion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
+    (lambda p: optimizers.DeepSpeedCPULion(p, lr=1e-2), lambda p: Lion(p, lr=1e-2, betas=(0.9, 0.999))),
+]
+
+
+@pytest.mark.parametrize(("named", "plain"), PAIRS)
+def test_optimizers_by_name_update_like_those_of_torch(named: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    start = torch.randn(7)
+    results = []
+    for build in (named, plain):
+        parameter = nn.Parameter(start.clone())
+        optimizer = build([parameter])
+        check(optimizer)
+        for step in range(3):
+            parameter.grad = torch.sin(start + step)
+            optimizer.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+
+
+def test_groups_of_the_users_optimizer_are_shared() -> None:
+    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and schedulers write to those."""
+    users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=1e-3, weight_decay=0.1)
+    ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
+    users.param_groups[0]["lr"] = 5.0
+    assert ours.param_groups[0]["lr"] == 5.0 and ours.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda p: optimizers.FusedAdam(p, bias_correction=False), "FusedAdam.bias_correction=False"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, bias_correction=False), "DeepSpeedCPUAdam.bias_correction=False"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, fp32_optimizer_states=False), "DeepSpeedCPUAdam.fp32_optimizer_states=False"),
+    ],
+)
+def test_options_that_are_not_built_say_so(build: Callable[..., Any], named: str) -> None:
+    with pytest.raises(NotBuiltError, match=named):
+        build([nn.Parameter(torch.ones(1))])
+
+
+# -- leaf modules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [nn.ReLU, "ReLU"])
+def test_leaf_modules_are_marked_and_found(wanted: type | str) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert leaf_modules.set_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert leaf_modules.get_z3_leaf_modules(model) == [model[1]]
+    assert leaf_modules.z3_leaf_module(model[1]) and not leaf_modules.z3_leaf_module(model[0])
+    assert leaf_modules.unset_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert leaf_modules.get_z3_leaf_modules(model) == []
+
+
+def test_a_leaf_that_is_not_in_the_model_is_named() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"no module of Sequential is one of \['ReLU'\]"):
+        leaf_modules.set_z3_leaf_modules(model, [nn.ReLU])
+    assert leaf_modules.set_z3_leaf_modules(model, [nn.ReLU], raise_if_not_found=False) == []
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_small_whole_and_apart() -> None:
+    buffer = torch.arange(1000.0)
+    state = OrderedDict(a=buffer[:6].view(2, 3), b=[buffer[10:12], (torch.tensor(3), "text")], c=None)
+    copy = clone_tensors_for_torch_save(state)
+    assert type(copy) is OrderedDict and copy["c"] is None and copy["b"][1][1] == "text"
+    assert copy["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copy["a"].untyped_storage().nbytes() == 24
+    buffer.zero_()
+    assert copy["b"][0].tolist() == [10.0, 11.0]
+
+
+def test_tied_weights_stay_tied_in_a_copy() -> None:
+    weight, empty = torch.randn(4, 2), torch.empty(0)
+    copy = clone_tensors_for_torch_save({"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2], "e": empty, "f": torch.empty(0)})
+    assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
+    assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
+    assert copy["e"].numel() == copy["f"].numel() == 0
+
+
+# -- construction and loading ------------------------------------------------------------------------------------------
+
+
+def test_init_leaves_parameters_whole_and_takes_every_argument() -> None:
+    with loading.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}, remote_device="cpu", pin_memory=True) as context:
+        layer = nn.Linear(3, 2)
+    assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
+    assert context.enabled
+    assert not loading.Init(enabled=False).enabled
+    loading.Init(module=layer)
+    loading.register_external_parameter(layer, layer.weight)
+    assert loading.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
+
+
+def test_it_is_said_once_that_models_load_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(loading, "log_rank0", said.append)
+    loading._say_once.cache_clear()
+    loading.Init()
+    loading.Init()
+    (line,) = said
+    assert "shards it at initialize" in line
+
+
+@pytest.mark.parametrize(("enabled", "ours", "answer"), [(True, True, False), (True, False, True), (False, True, False)])
+def test_transformers_loads_as_if_whole(enabled: bool, ours: bool, answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "chosen", lambda: ours)
+    assert loading.load_whole(lambda: enabled)() is answer
+
+
+def test_only_modeling_utils_is_told_so() -> None:
+    """Generation and the Trainer must go on knowing that the model is sharded."""
+    import transformers.generation.utils as generation
+    import transformers.modeling_utils as modeling
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        assert not modeling.is_deepspeed_zero3_enabled()
+        assert generation.is_deepspeed_zero3_enabled()
+        assert kept.is_zero3()
+    finally:
+        unset_hf_deepspeed_config()

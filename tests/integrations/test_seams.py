@@ -1,0 +1,196 @@
+"""The list of seams against the installed releases, and the import hooks that put them in."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from hf_zero.integrations import hooks, seams
+from hf_zero.integrations.seams import Seam
+
+
+@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+def test_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
+    _, _, found = seam.locate(importlib.import_module(seam.module))
+    assert seams.describe(inspect.unwrap(getattr(found, "__func__", found))) == seam.signature
+
+
+@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+def test_the_installed_release_is_supported(seam: Seam) -> None:
+    assert importlib.metadata.version(seam.package) in SpecifierSet(seam.versions)
+
+
+@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+def test_the_seam_is_in(seam: Seam) -> None:
+    _, _, found = seam.locate(importlib.import_module(seam.module))
+    assert getattr(getattr(found, "__func__", found), seams.MARK) == seam.target
+
+
+def test_each_target_is_listed_once_and_watched() -> None:
+    targets = [seam.target for seam in seams.SEAMS]
+    assert len(set(targets)) == len(targets)
+    assert {seam.package for seam in seams.SEAMS} <= set(hooks.WATCHED)
+
+
+def test_wrappers_live_apart_from_hugging_face() -> None:
+    """They are imported in the middle of ``import accelerate``."""
+    for home in {seam.wrapper.partition(":")[0] for seam in seams.SEAMS}:
+        tree = compile(Path(importlib.import_module(home).__file__ or "").read_text(), home, "exec")
+        assert not {"accelerate", "transformers"} & {name.partition(".")[0] for name in tree.co_names}
+
+
+# -- the hooks, on a package of our own --------------------------------------------------------------------------------
+
+BODY = """
+import {during}
+
+class Box:
+    def open(self, width=1, *, deep: bool = False) -> int:
+        return width
+
+    @staticmethod
+    def still(width):
+        return width
+
+def plain(a, b=2):
+    return a + b
+"""
+
+
+def louder(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) * 100
+
+    return replacement
+
+
+def seam(target: str, signature: str) -> Seam:
+    return Seam(target, signature, f"{__name__}:louder", ">=1", "a test needs it")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package ``seamed`` whose module ``parts`` has seams, and an interpreter with the hooks alone."""
+    (tmp_path / "seamed").mkdir()
+    (tmp_path / "seamed" / "__init__.py").write_text("")
+    (tmp_path / "seamed" / "other.py").write_text("")
+    (tmp_path / "seamed" / "parts.py").write_text(BODY.format(during="math"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, hooks.SeamFinder)])
+    monkeypatch.setattr(hooks, "WATCHED", ("seamed",))
+    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"), seam("seamed.parts:plain", "(a, b=2)")))
+    seams.modules.cache_clear()
+    yield tmp_path / "seamed"
+    seams.modules.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "seamed"]:
+        del sys.modules[name]
+
+
+def parts() -> Any:
+    return importlib.import_module("seamed.parts")
+
+
+def test_a_hook_puts_the_seams_in(package: Path) -> None:
+    hooks.install()
+    module = parts()
+    assert module.plain(1) == 300
+    assert module.Box().open(4, deep=True) == 400
+    assert module.Box.open.__name__ == "open"
+    assert inspect.signature(module.plain) == inspect.signature(lambda a, b=2: None)
+
+
+def test_the_module_looks_untouched(package: Path) -> None:
+    hooks.install()
+    module = parts()
+    assert type(module.__loader__) is importlib.machinery.SourceFileLoader
+    assert "exec_module" not in vars(module.__loader__)
+    assert module.__spec__.loader is module.__loader__
+    assert "def open" in inspect.getsource(module)
+    assert "return a + b" in inspect.getsource(module.plain)
+    assert pickle.loads(pickle.dumps(module.plain)) is module.plain
+    assert pickle.loads(pickle.dumps(module.Box())).open(1) == 100
+
+
+def test_looking_for_a_module_does_not_put_them_in(package: Path) -> None:
+    hooks.install()
+    spec = importlib.util.find_spec("seamed.parts")
+    assert spec is not None and "seamed.parts" not in sys.modules
+    assert parts().plain(1) == 300
+
+
+def test_a_reload_puts_them_in_once(package: Path) -> None:
+    hooks.install()
+    module = importlib.reload(parts())
+    assert module.plain(1) == 300
+    seams.apply(module)
+    assert module.plain(1) == 300
+
+
+def test_modules_imported_before_get_them_too(package: Path) -> None:
+    module = parts()
+    assert module.plain(1) == 3
+    hooks.install()
+    assert module.plain(1) == 300
+
+
+def test_a_module_that_is_still_running_gets_them_later(package: Path) -> None:
+    (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
+    (package / "installer.py").write_text("from hf_zero.integrations import hooks\nhooks.install()\n")
+    module = parts()
+    assert module.plain(1) == 3
+    hooks.apply_late()
+    assert module.plain(1) == 300
+
+
+def test_the_next_import_of_the_library_catches_up(package: Path) -> None:
+    (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
+    (package / "installer.py").write_text("from hf_zero.integrations import hooks\nhooks.install()\n")
+    module = parts()
+    importlib.import_module("seamed.other")
+    assert module.plain(1) == 300
+
+
+def test_a_missing_module_is_still_missing(package: Path) -> None:
+    hooks.install()
+    (package / "parts.py").unlink()
+    with pytest.raises(ModuleNotFoundError, match=r"seamed\.parts"):
+        parts()
+
+
+def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.still", "(width)"),))
+    hooks.install()
+    assert parts().Box.still(2) == parts().Box().still(2) == 200
+    seams.apply(parts())
+    assert parts().Box.still(2) == 200
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
+    return caplog
+
+
+def test_a_symbol_that_is_gone_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.close", "(self)"),))
+    hooks.install()
+    parts()
+    assert "seamed.parts:Box.close is gone" in warnings.text and "Install seamed>=1" in warnings.text
+
+
+def test_a_signature_that_changed_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:plain", "(a)"),))
+    hooks.install()
+    assert parts().plain(1) == 300
+    assert "seamed.parts:plain takes (a, b=2), hf-zero was read against (a)" in warnings.text

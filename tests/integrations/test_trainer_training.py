@@ -1,0 +1,228 @@
+"""A Trainer under ZeRO on one rank: the three routes, evaluation, saving and resuming, against the plain Trainer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_zero
+from hf_zero.core.engine import Engine
+from hf_zero.errors import ConfigError
+from tests.integrations.tiny_trainer import ROWS_A_BATCH, logged, model, options, rows, trainer, weights
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+STAGES = (0, 1, 2, 3)
+ROUTES = ("ours", "stock", "callback")
+
+
+def routed(route: str, stage: int, folder: Path, architecture: str = "bert", config: dict[str, Any] | None = None, **changes: Any) -> transformers.Trainer:
+    """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of ``Trainer`` excepted."""
+    to_trainer = {name: changes.pop(name) for name in ("optimizers", "compute_metrics", "model", "callbacks") if name in changes}
+    zero = {"zero_optimization": {"stage": stage}, **(config or {})}
+    chosen = options(folder, **changes)
+    if route == "plain":
+        return trainer(transformers.TrainingArguments(**chosen), architecture, **to_trainer)
+    if route == "ours":
+        return trainer(hf_zero.TrainingArguments(**chosen, zero_config=zero), architecture, **to_trainer)
+    if route == "stock":
+        return trainer(transformers.TrainingArguments(**chosen, deepspeed=zero), architecture, **to_trainer)
+    return trainer(transformers.TrainingArguments(**chosen), architecture, callbacks=[hf_zero.ZeroCallback(zero)], **to_trainer)
+
+
+def assert_same_training(run: transformers.Trainer, oracle: transformers.Trainer, tolerance: float = 1e-5) -> None:
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert logged(run, key) == pytest.approx(logged(oracle, key), rel=tolerance), key
+    expected = weights(oracle)
+    found = weights(run)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name].float() - value.float()).norm()) <= tolerance * float(value.float().norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_every_route_and_stage_trains_as_the_plain_trainer(architecture: str, tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2}
+    oracle = routed("plain", 0, tmp_path, architecture, **changes)
+    oracle.train()
+    losses = []
+    for stage, route in zip((*STAGES, 3, 3), ("ours", "stock", "callback", "ours", "stock", "callback"), strict=True):
+        run = routed(route, stage, tmp_path, architecture, **changes)
+        run.train()
+        assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == stage
+        assert_same_training(run, oracle)
+        losses.append(logged(run))
+    assert losses[3] == losses[4] == losses[5]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_whole_matrix(architecture: str, stage: int, route: str, tmp_path: Path) -> None:
+    oracle = routed("plain", 0, tmp_path, architecture)
+    oracle.train()
+    run = routed(route, stage, tmp_path, architecture)
+    run.train()
+    assert_same_training(run, oracle)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_before_training(stage: int, tmp_path: Path) -> None:
+    oracle = routed("plain", 0, tmp_path)
+    expected = oracle.evaluate()["eval_loss"]
+    oracle.train()
+    run = routed("ours", stage, tmp_path, config={"scheduler": {"type": "WarmupDecayLR"}} if stage == 3 else None)
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert run.predict(rows()[:3]).predictions.shape[0] == 3
+    run.train()
+    assert isinstance(run.deepspeed, Engine)
+    assert logged(run)[0] == pytest.approx(logged(oracle)[0], rel=1e-5)
+    if stage < 3:
+        assert_same_training(run, oracle)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_alone_then_saving(stage: int, tmp_path: Path) -> None:
+    run = routed("stock", stage, tmp_path)
+    loss = run.evaluate()["eval_loss"]
+    run.save_model(str(tmp_path / "saved"))
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+    plain = routed("plain", 0, tmp_path, model=again)
+    assert plain.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_while_training_prediction_and_saving(stage: int, tmp_path: Path) -> None:
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    oracle = routed("plain", 0, tmp_path, **changes)
+    oracle.train()
+    run = routed("ours", stage, tmp_path, **changes)
+    run.train()
+    assert logged(run, "eval_loss") == pytest.approx(logged(oracle, "eval_loss"), rel=1e-5)
+    expected, found = oracle.predict(rows()[:5]), run.predict(rows()[:5])
+    assert torch.allclose(torch.tensor(found.predictions), torch.tensor(expected.predictions), atol=1e-4)
+    run.save_model(str(tmp_path / "saved"))
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").state_dict()
+    trained = weights(oracle)
+    for name, value in again.items():
+        assert torch.allclose(value, trained[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_resuming_is_exact(stage: int, tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    whole = routed("ours", stage, tmp_path / "whole", **changes)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = routed("ours", stage, tmp_path / "again", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == logged(whole)
+    assert logged(resumed, "learning_rate") == logged(whole, "learning_rate")
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+    names = {path.name for path in (tmp_path / "whole" / "checkpoint-2").iterdir()}
+    assert "model.safetensors" in names and "global_step2" in names
+
+
+def test_resuming_after_an_evaluation(tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    whole = routed("callback", 3, tmp_path, **changes)
+    whole.train()
+    resumed = routed("callback", 3, tmp_path, **changes)
+    resumed.evaluate()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed) == logged(whole)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
+    # A learning rate that spoils the model: the first evaluation is the best.
+    changes = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.5}
+    run = routed("ours", stage, tmp_path, **changes)
+    run.train()
+    losses = logged(run, "eval_loss")
+    assert losses[0] < losses[-1]
+    assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_a_scheduler_and_an_optimizer_in_the_config(tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
+    runs = [routed(route, stage, tmp_path, config=config, max_steps=3) for route, stage in (("ours", 1), ("stock", 3), ("callback", 3))]
+    for run, args in [(run, run.args) for run in runs]:
+        del args
+        del run
+    losses = []
+    for route, stage in (("ours", 1), ("stock", 3), ("callback", 3)):
+        run = routed(route, stage, tmp_path, config=config, max_steps=3)
+        run.train()
+        losses.append(logged(run))
+        assert len(set(logged(run, "learning_rate"))) > 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_the_trainers_own_optimizer_and_scheduler_are_used(stage: int, tmp_path: Path) -> None:
+    def run(route: str) -> tuple[transformers.Trainer, torch.optim.Optimizer]:
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        started = routed(route, stage, tmp_path, model=made, optimizers=(optimizer, schedule))
+        started.train()
+        return started, optimizer
+
+    oracle, _ = run("plain")
+    found, optimizer = run("ours")
+    assert_same_training(found, oracle)
+    assert found.deepspeed.optimizer is optimizer
+    assert logged(found, "learning_rate")[1] == 0.025
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+    run = routed("ours", 2, tmp_path, model=made, optimizers=(optimizer, None), config={"optimizer": {"type": "AdamW"}})
+    with pytest.raises(ConfigError, match=r"gives SGD and the ZeRO config gives 'AdamW'"):
+        run.train()
+
+
+def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
+    class Wrapped(transformers.Trainer):
+        def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+            return nn.DataParallel(model)
+
+    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
+    run = Wrapped(model=model(), args=args, train_dataset=rows())
+    with pytest.raises(ConfigError, match="prepared DataParallel instead of hf-zero's engine"):
+        run.train()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_training(stage: int, precision: str, tmp_path: Path) -> None:
+    oracle = routed("plain", 0, tmp_path)
+    oracle.train()
+    by_flag = routed("ours", stage, tmp_path, **{precision: True})
+    by_flag.train()
+    by_config = routed("stock", stage, tmp_path, config={precision: {"enabled": True}})
+    by_config.train()
+    assert logged(by_flag) == logged(by_config)
+    assert logged(by_flag) == pytest.approx(logged(oracle), rel=2e-2)
+    assert next(by_flag.model.parameters()).dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+
+
+def test_a_second_train_goes_on(tmp_path: Path) -> None:
+    oracle = routed("plain", 0, tmp_path)
+    run = routed("ours", 2, tmp_path)
+    for started in (oracle, run):
+        started.train()
+        started.train()
+    assert_same_training(run, oracle)
+    assert run.args.per_device_train_batch_size == ROWS_A_BATCH

@@ -1,0 +1,143 @@
+"""Who divides, and where a window ends: engine.backward and loss.backward, no_sync, the boundary set from outside."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, OnEngine, config_of, full_weights, start, train_on_threads
+from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.training import At, Plan, plain_sgd
+from tests.helpers.ways_checkpointed import StackJob
+
+RANKS = 2
+
+
+class PlainBackward(OnEngine):
+    def backward(self, loss):
+        loss.backward()
+
+
+class DividedByTheUser(OnEngine):
+    """As the Trainer does: it divides the loss itself and says so."""
+
+    def __init__(self, engine, plan):
+        super().__init__(engine, plan)
+        self.accumulation = plan.accumulation
+
+    def backward(self, loss):
+        self.engine.backward(loss / self.accumulation, scale_wrt_gas=False)
+
+
+def opened_by(session, stage):
+    return lambda model, optimizer, plan: session(start(model, optimizer, config_of(stage, plan)), plan)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("session", [PlainBackward, DividedByTheUser])
+def test_other_backwards_give_the_same(session, stage):
+    job, plan = StackJob(), Plan(ranks=RANKS, steps=3, accumulation=3, clip=0.1)
+    job.name = "plain stack"
+    oracle.compare(train_on_threads(job, plan, opened_by(session, stage)), oracle.kept(job, plan))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_backward_in_fp16_is_scaled_too(stage):
+    job = StackJob()
+    job.name = "plain stack"
+    plan = Plan(ranks=RANKS, steps=3, accumulation=2, precision="fp16", scale=4096.0)
+    got = train_on_threads(job, plan, opened_by(PlainBackward, stage))
+    exact = oracle.kept(job, Plan(ranks=RANKS, steps=3, accumulation=2))
+    oracle.compare_mixed(got, oracle.kept(job, plan), exact, plan.dtype)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_around_all_but_the_last_micro_batch(stage):
+    windows = [[(1 / 3, 0), (1 / 3, 1), (1 / 3, 2)]] * 2
+    want, norms = by_hand(plain_sgd, windows, RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=3)))
+        found = []
+        for step in range(2):
+            for micro in range(3):
+                with engine.no_sync() if micro < 2 else nullcontext():
+                    engine.backward(squared(engine, At(step, micro, rank)))
+                engine.step()
+            found.append(engine.get_global_grad_norm())
+        return full_weights(engine), found
+
+    for weights, found in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("step_every_time", [True, False])
+def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
+    """Accelerate's way: it says where a window ends; the last one is shorter; step() may stand at boundaries only."""
+    windows = [[(1 / 3, micro) for micro in range(3)], [(1 / 3, micro) for micro in range(3)], [(1 / 2, 0), (1 / 2, 1)]]
+    want, norms = by_hand(plain_sgd, windows, RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=3)))
+        found = []
+        for step, window in enumerate(windows):
+            for weight, micro in window:
+                last = micro == len(window) - 1
+                engine.set_gradient_accumulation_boundary(last)
+                assert engine.is_gradient_accumulation_boundary() is last
+                engine.backward(squared(engine, At(step, micro, rank)) * weight, scale_wrt_gas=False)
+                if last or step_every_time:
+                    engine.step()
+            found.append(engine.get_global_grad_norm())
+        assert engine.counters.global_steps == 3
+        return full_weights(engine), found
+
+    for weights, found in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_steps_are_counted_and_weights_rest_inside_a_window(stage):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        first = full_weights(engine)
+        assert engine.gradient_accumulation_steps() == 2
+        seen = []
+        for micro in range(4):
+            seen.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(squared(engine, At(0, micro, rank)))
+            engine.step()
+            same = all(torch.equal(a, first[name]) for name, a in full_weights(engine).items())
+            assert same == (micro == 0), f"after micro-batch {micro}"
+            assert engine.was_step_applied() == (micro % 2 == 1)
+        assert seen == [False, True, False, True]
+        assert engine.counters.micro_steps == 4
+        assert engine.counters.global_steps == 2
+        assert engine.counters.global_samples == 4 * RANKS * engine.train_micro_batch_size_per_gpu()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_drops_a_window(stage):
+    want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(squared(engine, At(9, 9, rank)))
+        engine.zero_grad()
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.backward(squared(engine, At(0, micro, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)

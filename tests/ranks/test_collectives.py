@@ -1,0 +1,177 @@
+"""What travels: the number, order and bytes of collectives per step are what the stage table says, no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw
+
+RANKS, STEPS = 4, 4
+UNITS = ["(root)", "blocks.0", "blocks.1", "blocks.2"]  # of a Stack: the root holds the entrance and the head
+
+
+def step(engine, rank, number, plan):
+    for micro in range(plan.accumulation):
+        engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+        engine.step()
+
+
+def last_step(stage: int, plan: Plan):
+    """The log of the last of several steps, [(operation, key, bytes)], and the bytes of each unit's flats."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, plan))
+        for number in range(STEPS):
+            engine.comm.ledger.record = number == STEPS - 1
+            engine.comm.ledger.log.clear()
+            step(engine, rank, number, plan)
+        padded = {flat.key: flat.layout.padded for flat in engine.flats}
+        return list(engine.comm.ledger.log), padded
+
+    answers = on_ranks(RANKS, run)
+    assert all(answer == answers[0] for answer in answers), "ranks issued different collectives"
+    return answers[0]
+
+
+def counted(log) -> Counter:
+    return Counter(operation for operation, key, _ in log if key != "gradient norm")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_and_bytes(stage, accumulation, precision):
+    plan = Plan(accumulation=accumulation, precision=precision)
+    log, padded = last_step(stage, plan)
+    units, size = len(UNITS), plan.dtype.itemsize
+    whole = sum(padded.values()) * size
+    # The root and the last block stay gathered from forward to backward.
+    gathers = {0: 0, 1: units, 2: units, 3: accumulation * (2 * units - 2)}[stage]
+    reductions = units * (accumulation if stage >= 2 else 1)
+    reduction = "all_reduce" if stage == 0 else "reduce_scatter"
+    assert counted(log) == Counter({"all_gather": gathers, reduction: reductions}) + Counter()
+    assert sum(key == "gradient norm" for _, key, _ in log) == (0 if stage == 0 else 1)
+
+    moved = Counter()
+    for operation, _, nbytes in log:
+        moved[operation] += nbytes
+    assert moved[reduction] == whole * (accumulation if stage >= 2 else 1)
+    if stage in (1, 2):
+        assert moved["all_gather"] == whole
+    if stage == 3:
+        kept = sum(n * size for key, n in padded.items() if key.startswith(("|", "(root)", "blocks.2")))
+        assert moved["all_gather"] == accumulation * (2 * whole - kept)
+
+
+def test_order_at_stage_3():
+    log, _ = last_step(3, Plan())
+    gathers = [key for operation, key, _ in log if operation == "all_gather"]
+    assert gathers == [*UNITS, "blocks.1", "blocks.0"]
+    reductions = [key.split("|")[0] for operation, key, _ in log if operation == "reduce_scatter"]
+    assert reductions[:3] == ["blocks.2", "blocks.1", "blocks.0"]
+    operations = [operation for operation, _, _ in log]
+    first_reduction = operations.index("reduce_scatter")
+    assert "all_gather" in operations[first_reduction:], "reductions overlap with the gathers of the backward"
+
+
+def test_one_rank_sends_nothing():
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        for number in range(2):
+            step(engine, rank, number, Plan())
+        return dict(engine.comm.ledger.counts)
+
+    assert on_ranks(1, run) == [{}]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recorded_steps_need_no_agreement(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        asked, agree = [], engine.comm.agree
+
+        def counting(*args, **kwargs):
+            asked.append(args)
+            return agree(*args, **kwargs)
+
+        engine.comm.agree = counting
+        seen = []
+        for number in range(4):
+            step(engine, rank, number, Plan())
+            seen.append(len(asked))
+        assert seen[-1] == seen[-3], f"agreements after each step: {seen}"
+        assert (seen[0] > 0) == (stage == 3)
+
+    on_ranks(2, run)
+
+
+def test_gathers_run_ahead_and_few_units_are_whole():
+    """Once recorded: as a block computes, the next one's gather is under way, and blocks that are done are released."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        ledger, whole = engine.comm.ledger, []
+
+        def seen(index):
+            def hook(module, args):
+                ledger.log.append(("compute", f"blocks.{index}", 0))
+                whole.append(sum(flat.full.untyped_storage().size() > 0 for flat in engine.flats))
+
+            return hook
+
+        for index, block in enumerate(model.blocks):
+            block.norm.register_forward_pre_hook(seen(index))
+        for number in range(3):
+            ledger.record = True
+            ledger.log.clear()
+            step(engine, rank, number, Plan())
+        order = [(operation, key) for operation, key, _ in ledger.log if operation in ("all_gather", "compute")]
+        for index in (0, 1):
+            assert order.index(("all_gather", f"blocks.{index + 1}")) < order.index(("compute", f"blocks.{index}"))
+        return whole
+
+    def deep():
+        from tests.helpers.models import Stack, seeded
+
+        return seeded(lambda: Stack(depth=8))
+
+    for whole in on_ranks(2, run, build=deep):
+        assert max(whole) <= 4, f"flats that were whole at once: {whole}"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_costs_no_further_gather(checkpointing):
+    from tests.helpers.ways import WAYS
+
+    way = WAYS["non-reentrant checkpoint around each block"]
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        for number in range(STEPS):
+            engine.comm.ledger.record = number == STEPS - 1
+            step(engine, rank, number, Plan())
+        return counted(engine.comm.ledger.log)["all_gather"]
+
+    build = way.build if checkpointing else None
+    answers = on_ranks(2, run, **({"build": build} if build else {}))
+    assert answers == [6, 6]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_gathers_each_unit_once(stage):
+    import torch
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        engine.eval()
+        for number in range(3):
+            engine.comm.ledger.counts.clear()
+            with torch.no_grad():
+                squared(engine, At(number, 0, rank))
+        return dict(engine.comm.ledger.counts)
+
+    assert on_ranks(2, run) == [{"all_gather": 4} if stage == 3 else {}] * 2

@@ -1,0 +1,161 @@
+"""destroy() gives a plain model back, and several engines live side by side or one after another."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+
+RANKS = 2
+
+
+def step_once(engine, rank, step):
+    engine.backward(squared(engine, At(step, 0, rank)))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage):
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+
+    def run(rank, model):
+        names = [name for name, _ in model.named_parameters()]
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for step in range(2):
+            step_once(engine, rank, step)
+        engine.destroy()
+        assert [name for name, _ in model.named_parameters()] == names
+        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+        for module in model.modules():
+            hooks = (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+                module._state_dict_hooks,
+            )
+            assert not any(hooks), f"{type(module).__name__} keeps hooks"
+        oracle.compare_tensors("weights", {name: p.detach() for name, p in model.named_parameters()}, want)
+        model.requires_grad_(False).requires_grad_(True)
+        squared(model, At(0, 0, rank)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        copy.deepcopy(model).half()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("first, second", [(3, 1), (0, 3), (3, 3), (2, 0)])
+def test_initialize_again_at_another_stage(first, second):
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 4, RANKS)
+
+    def run(rank, model):
+        for stage, steps in ((first, (0, 1)), (second, (2, 3))):
+            engine = start(model, plain_sgd(model), config_of(stage))
+            for step in steps:
+                step_once(engine, rank, step)
+            weights = full_weights(engine)
+            engine.destroy()
+        return weights
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+def test_two_engines_side_by_side():
+    """A policy and its reference at different stages, stepped in turn."""
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
+    others = [stack() for _ in range(RANKS)]
+
+    def run(rank, model):
+        one = start(model, plain_sgd(model), config_of(3))
+        two = start(others[rank], plain_sgd(others[rank]), config_of(2))
+        for step in range(3):
+            loss_one, loss_two = squared(one, At(step, 0, rank)), squared(two, At(step, 0, rank))
+            two.backward(loss_two)
+            one.backward(loss_one)
+            one.step()
+            two.step()
+        return full_weights(one), full_weights(two)
+
+    for weights in on_ranks(RANKS, run):
+        for each in weights:
+            oracle.compare_tensors("weights", each, want)
+
+
+def test_initialize_twice_without_destroy_is_refused():
+    def run(rank, model):
+        from hf_zero.errors import HfZeroError
+
+        start(model, adamw(model), config_of(3))
+        with pytest.raises(HfZeroError, match="destroy"):
+            start(model, adamw(stack()), config_of(2))
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_destroy_and_names_of_the_engine(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
+        assert engine.zero_optimization_stage() == stage
+        assert engine.bfloat16_enabled() is True and engine.fp16_enabled() is False
+        assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
+        assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
+        assert engine.module is model
+        assert engine.head is model.head
+        with pytest.raises(AttributeError, match="no_such_name"):
+            engine.no_such_name  # noqa: B018
+        engine.eval()
+        assert not model.training
+        engine.train()
+        assert model.training
+        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+        engine.step()
+        engine.destroy()
+        assert all(p.isfinite().all() for p in model.parameters())
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_neither_cast_nor_sharded(stage):
+    before = {name: value.clone() for name, value in ARCHITECTURES["llama"].build().named_buffers()}
+    assert before
+
+    def run(rank, model):
+        start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
+        for name, value in model.named_buffers():
+            assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
+
+    on_ranks(RANKS, run, build=ARCHITECTURES["llama"].build)
+
+
+def test_t5_keeps_in_fp32_what_transformers_keeps():
+    """``wo`` in fp16, as from_pretrained(dtype=float16) has it."""
+
+    def run(rank, model):
+        start(model, adamw(model), config_of(3, Plan(precision="fp16")))
+        for name, p in model.named_parameters():
+            kept = ".wo." in name
+            assert p.dtype == (torch.float32 if kept else torch.float16), name
+
+    on_ranks(RANKS, run, build=ARCHITECTURES["t5"].build)
+
+
+def test_a_model_without_parameters_to_train_is_told():
+    def frozen():
+        return seeded(lambda: stack().requires_grad_(False))
+
+    def run(rank, model):
+        engine = start(model, None, config_of(3))
+        with torch.no_grad():
+            assert torch.isfinite(squared(engine, At(0, 0, rank)))
+
+    on_ranks(RANKS, run, build=frozen)

@@ -1,0 +1,206 @@
+"""What must not be done to a model that an engine owns: each raises, names the parameter and says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
+from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, adamw
+
+RANKS = 2
+NAME = r"blocks\.0\.up\.weight"
+
+READS = {
+    "arithmetic": lambda p: p + 1,
+    "in-place": lambda p: p.data.zero_(),
+    "in-place on itself": lambda p: p.detach().mul_(2),
+    "index": lambda p: p[0],
+    "set index": lambda p: p.__setitem__(0, 1.0),
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "numpy": lambda p: p.detach().numpy(),
+    "tolist": lambda p: p.tolist(),
+    "clone": lambda p: p.detach().clone(),
+    "matmul": lambda p: torch.randn(2, 32) @ p.T,
+    "functional": lambda p: torch.nn.functional.linear(torch.randn(2, 32), p),
+    "stack": lambda p: torch.stack([p, p]),
+    "copy from": lambda p: torch.zeros(p.shape).copy_(p),
+    "data_ptr": lambda p: p.data_ptr(),
+    "untyped_storage": lambda p: p.untyped_storage(),
+    "to dtype": lambda p: p.to(torch.float16),
+    "half": lambda p: p.half(),
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "save data": lambda p: torch.save(p.data, io.BytesIO()),
+    "deepcopy": copy.deepcopy,
+    "init": lambda p: torch.nn.init.normal_(p),
+    "foreach": lambda p: torch._foreach_norm([p, p]),
+    "share_memory_": lambda p: p.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("operation", READS)
+def test_values_of_a_released_parameter(operation):
+    def run(rank, model):
+        start(model, adamw(model), config_of(3))
+        with pytest.raises(ReleasedParameterError, match=NAME) as caught:
+            READS[operation](model.blocks[0].up.weight)
+        assert "GatheredParameters" in str(caught.value)
+
+    on_ranks(RANKS, run)
+
+
+def test_what_needs_no_values_answers():
+    def run(rank, model):
+        plain = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        start(model, adamw(model), config_of(3))
+        for name, p in model.named_parameters():
+            assert isinstance(p, torch.nn.Parameter)
+            assert (p.shape, p.dtype) == plain[name]
+            assert p.numel() == p.shape.numel() and p.dim() == len(p.shape) and p.size() == p.shape
+            assert p.requires_grad and p.is_leaf and p.device.type == "cpu" and p.grad is None
+            assert p.data.shape == p.shape and p.element_size() == 4 and p.is_floating_point()
+            assert name.split(".")[-1] in repr(p)
+            assert p in {p} and {p: 1}[p] == 1
+        assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for shape, _ in plain.values())
+        assert model.num_parameters() > 0 if hasattr(model, "num_parameters") else "Block" in repr(model)
+
+    on_ranks(RANKS, run)
+
+
+def test_saving_the_model_whole_is_refused():
+    """torch.save(model) and deepcopy(model) would store placeholders."""
+
+    def run(rank, model):
+        start(model, adamw(model), config_of(3))
+        for take in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(HfZeroError):
+                take(model)
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cast", ["half", "double", "to dtype"])
+def test_casting_the_model_is_refused(stage, cast):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        with pytest.raises(HfZeroError, match=r"dtype|cast|precision|sharded"):
+            {"half": lambda: model.half(), "double": lambda: model.double(), "to dtype": lambda: model.to(torch.bfloat16)}[cast]()
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_moving_to_where_it_is_does_nothing(stage):
+    """The Trainer calls model.to(device) on a model that is there already."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        assert model.to("cpu") is model
+        model.cpu()
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_requires_grad_after_initialize(stage):
+    def run(rank, model):
+        start(model, adamw(model), config_of(stage))
+        model.blocks[0].up.weight.requires_grad_(True)
+        with pytest.raises(PartitionError, match=NAME):
+            model.blocks[0].up.weight.requires_grad_(False)
+        with pytest.raises(PartitionError, match=NAME):
+            model.blocks[0].up.weight.requires_grad = False
+        with pytest.raises(PartitionError):
+            model.requires_grad_(False)
+        assert model.blocks[0].up.weight.requires_grad
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_add_param_group_after_initialize(stage):
+    def run(rank, model):
+        optimizer = adamw(model)
+        start(model, optimizer, config_of(stage))
+        groups = len(optimizer.param_groups)
+        with pytest.raises(PartitionError, match="initialize"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        assert len(optimizer.param_groups) == groups
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_foreign_optimizer_over_released_parameters(kind, fused):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        with pytest.raises(HfZeroError):
+            foreign = kind(model.parameters(), lr=0.1, fused=fused)
+            engine.backward(squared(engine, At(0, 0, rank)))
+            foreign.step()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_foreign_optimizer_never_steps_in_silence(stage):
+    """At every stage: after engine.backward the gradients are the engine's, and another optimizer would step with none."""
+
+    def run(rank, model):
+        foreign = torch.optim.SGD(list(model.parameters()), lr=0.1)
+        engine = start(model, adamw(model), config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        with pytest.raises(HfZeroError):
+            foreign.step()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
+def test_clipping_by_hand(stage, clip):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        with pytest.raises(HfZeroError, match=r"gradient_clipping|Gathered"):
+            clip(model.parameters(), 1.0)
+        engine.step()
+
+    on_ranks(RANKS, run)
+
+
+def test_swap_tensors_of_a_released_parameter():
+    def run(rank, model):
+        start(model, adamw(model), config_of(3))
+        with pytest.raises((HfZeroError, RuntimeError)):
+            torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(torch.zeros(5, 32)))
+
+    on_ranks(RANKS, run)
+
+
+def test_a_new_parameter_is_not_the_engines():
+    """Assigning another parameter after initialize would train it nowhere: the next forward says so."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        with hf_zero.GatheredParameters([model.head.weight]):
+            new = torch.nn.Parameter(model.head.weight.detach().clone())
+        model.head.weight = new
+        with pytest.raises(PartitionError, match=r"head\.weight"):
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+
+    on_ranks(RANKS, run)

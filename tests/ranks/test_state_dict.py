@@ -1,0 +1,170 @@
+"""state_dict and load_state_dict: on the engine, on the bare model, on a submodule, whole at every stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+
+RANKS = 2
+
+
+def plain_state(build=stack):
+    return {name: value.clone() for name, value in build().state_dict().items()}
+
+
+def same(state, want, what=""):
+    assert list(state) == list(want), f"{what}: names differ: {set(state) ^ set(want)}"
+    for name, value in want.items():
+        assert torch.equal(state[name], value), f"{what}: {name}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["stack", "bert", "gpt2", "t5"])
+def test_whole_on_the_bare_model_and_submodules(stage, name):
+    build = stack if name == "stack" else ARCHITECTURES[name].build
+    sub = {"stack": "blocks.1", "bert": "bert.encoder.layer.0", "gpt2": "transformer", "t5": "encoder"}[name]
+
+    def run(rank, model):
+        start(model, adamw(model), config_of(stage))
+        want = plain_state(build)
+        same(model.state_dict(), want, "model")
+        part = {key.removeprefix(sub + "."): value for key, value in want.items() if key.startswith(sub + ".")}
+        same(model.get_submodule(sub).state_dict(), part, sub)
+
+    on_ranks(RANKS, run, build=build)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_is_a_copy_that_survives_training(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        state = model.state_dict() if stage == 3 else {k: v.clone() for k, v in model.state_dict().items()}
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        same(state, plain_state())
+        assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_engines_own(stage, tied):
+    build = ARCHITECTURES["gpt2"].build if tied else stack
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        same(engine.state_dict(rank0_only=False), plain_state(build), "all ranks")
+        on_one = engine.state_dict(rank0_only=True)
+        if rank == 0:
+            same(on_one, plain_state(build), "rank 0")
+        else:
+            assert not on_one
+        sixteen = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            same(sixteen, plain_state(build), "16 bit")
+        pairs = dict(engine.consolidated())
+        for name, value in pairs.items():
+            assert value.device.type == "cpu" and torch.equal(value, plain_state(build)[name]), name
+        assert set(pairs) == {name for name, _ in build().named_parameters()}
+
+    on_ranks(RANKS, run, build=build)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_can_be_left_out(stage):
+    def build():
+        model = stack()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        if rank == 0:
+            same(state, {k: v for k, v in plain_state().items() if not k.startswith("blocks.0.")})
+
+    on_ranks(RANKS, run, build=build)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_loading_into_the_bare_model_is_trained_on(stage, precision):
+    def other():
+        model = stack()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.75)
+        return model
+
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS, build=other)
+
+    def run(rank, model):
+        plan = Plan(precision=precision)
+        engine = start(model, plain_sgd(model), config_of(stage, plan))
+        answer = model.load_state_dict(plain_state(other))
+        assert not answer.missing_keys and not answer.unexpected_keys
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, tolerance=1e-5 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loading_into_a_submodule(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        model.blocks[2].load_state_dict({name: torch.full_like(value, 0.5) for name, value in stack().blocks[2].state_dict().items()})
+        for name, value in full_weights(engine).items():
+            want = torch.full_like(value, 0.5) if name.startswith("blocks.2.") else plain_state()[name]
+            assert torch.equal(value, want), name
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bad_states_are_refused_and_leave_the_engine_sound(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        state = plain_state()
+        with pytest.raises(RuntimeError, match=r"head\.bias"):
+            model.load_state_dict({name: value for name, value in state.items() if name != "head.bias"})
+        with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
+            model.load_state_dict(state | {"blocks.0.up.weight": torch.zeros(3, 3)})
+        with pytest.raises(RuntimeError, match="surplus"):
+            model.load_state_dict(state | {"surplus": torch.zeros(1)})
+        answer = model.load_state_dict({"head.bias": torch.ones(5)}, strict=False)
+        assert "head.weight" in answer.missing_keys
+        same(model.state_dict(), state | {"head.bias": torch.ones(5)})
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_16_bit_weights_of_a_trained_model(stage):
+    """What is consolidated in 16 bits is the rounded master."""
+
+    def run(rank, model):
+        plan = Plan(precision="bf16")
+        engine = start(model, adamw(model), config_of(stage, plan))
+        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+        engine.step()
+        masters = full_weights(engine)
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            same(state, {name: value.bfloat16() for name, value in masters.items()})
+        for name, value in engine.consolidated(dtype=torch.float32):
+            assert torch.equal(value, masters[name]), name
+
+    on_ranks(RANKS, run)

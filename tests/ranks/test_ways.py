@@ -1,0 +1,38 @@
+"""The ways people call a model, each at every stage on four threaded ranks against the oracle in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, engine_opener, train_on_threads
+from tests.helpers.training import Plan
+from tests.helpers.ways import WAYS
+
+PLAN = Plan(ranks=4, steps=3, accumulation=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_way(way, stage):
+    oracle.compare(train_on_threads(way, PLAN, engine_opener(stage)), oracle.kept(way, PLAN))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_way_on_other_rank_counts(way, stage, ranks):
+    plan = Plan(ranks=ranks, steps=3, accumulation=1, clip=1.0)
+    oracle.compare(train_on_threads(way, plan, engine_opener(stage)), oracle.kept(way, plan))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_way_in_16_bits(way, stage, precision):
+    plan = Plan(ranks=2, steps=3, accumulation=2, precision=precision)
+    got = train_on_threads(way, plan, engine_opener(stage))
+    exact = oracle.kept(way, Plan(ranks=2, steps=3, accumulation=2))
+    oracle.compare_mixed(got, oracle.kept(way, plan), exact, plan.dtype)

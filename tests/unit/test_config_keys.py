@@ -1,0 +1,154 @@
+"""The table of keys: each status does what it says, and every key of a ZeroConfig field has a row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from hf_zero.config import ZeroConfig, ZeroSection
+from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.rows import Key, Status
+from hf_zero.errors import ConfigError, NotBuiltError
+
+# One acceptable value for each kind, by the words with which the kind describes itself.
+SAMPLES: dict[str, Any] = {
+    "true or false": True,
+    "a non-empty string": "AdamW",
+    "a path": "/local_nvme",
+    "one of 'fp32', 'bf16', 'fp16'": "torch.bfloat16",
+    "a list of names": ["Sophia"],
+    "a section of keys and plain values": {},
+    "a positive number of steps or infinity": 2000,
+    "one of 'off', 'auto', 'on'": "off",
+    "a number of elements of at least 0": 5e8,
+    "one of 'ignore', 'warn', 'fail'": "Warn",
+    "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
+    "an integer from 0 to 3": 2,
+    "an integer of at least -1": 2,
+    "an integer of at least 0": 4,
+    "an integer of at least 1": 4,
+    "a number of at least 0": 0.5,
+    "a number greater than 0": 2.0,
+}
+
+# A value that asks for the feature, for each key that is not built.
+ASKING: dict[str, Any] = {
+    "zero_optimization.load_from_fp32_weights": False,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "data_types.param_dtype": "bf16",
+    "data_types.buffer_dtype": "fp32",
+    "gradient_allreduce_op": "sum",
+    "managed_gradient_accumulation": False,
+    "kernels": "on",
+    "checkpoint.writer": {"type": "fast"},
+    "tensor_parallel": {"autotp_size": 2},
+    "inference": {"tensor_parallel": {"tp_size": 2}},
+    "sequence_parallel_size": 2,
+    "pipeline": {"stages": 4},
+    "compile": {"deepcompile": True},
+    "sparse_attention": {"mode": "fixed", "block": 16},
+    "weight_quantization": {"post_init_quant": {}},
+    "datastates_ckpt": {"host_cache_size": 16},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+    "monitor": {"wandb": {"enabled": True}},
+}
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+def complete(key: Key, value: Any) -> dict[str, Any]:
+    """A dict that holds one key, and the type that its section cannot do without."""
+    config = nested(key.path, value)
+    if key.path in ("optimizer.params", "scheduler.params"):
+        config[key.path.split(".")[0]]["type"] = "AdamW"
+    return config
+
+
+def rows(status: Status) -> list[Any]:
+    return [pytest.param(key, id=path) for path, key in KEYS.items() if key.status is status]
+
+
+@pytest.mark.parametrize("key", rows(Status.ACTIVE) + rows(Status.INERT))
+def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
+    config = ZeroConfig.from_dict(complete(key, SAMPLES[key.kind.expected]))
+    if key.path == "fp16.type":  # a spelling of another key
+        return
+    assert config.sources[key.path] == f"config dict: {key.path}"
+    row = next(row for row in config.explain() if row.key == key.path)
+    assert row.source == f"config dict: {key.path}"
+    assert row.note.startswith("no effect: ") == (key.status is Status.INERT)
+
+
+@pytest.mark.parametrize("key", rows(Status.INERT))
+def test_an_inert_key_says_why(key: Key) -> None:
+    assert len(key.note) > 10
+
+
+@pytest.mark.parametrize("key", rows(Status.NOT_BUILT))
+def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key: Key) -> None:
+    asking = ASKING.get(key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True)
+    with pytest.raises(NotBuiltError, match="config dict: ") as caught:
+        ZeroConfig.from_dict(nested(key.path, asking))
+    message = str(caught.value)
+    assert key.path in message
+    assert repr(asking) in message
+    assert f"or write {key.off}" in message or f"remove the key or write {key.off}" in message
+
+
+@pytest.mark.parametrize("key", rows(Status.NOT_BUILT))
+def test_what_such_an_error_advises_is_accepted(key: Key) -> None:
+    import json
+
+    ZeroConfig.from_dict(nested(key.path, json.loads(key.off)))
+    if key.kind.expected.startswith("a section"):
+        ZeroConfig.from_dict(nested(key.path, {"enabled": False}))
+        ZeroConfig.from_dict(nested(key.path, None))
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, id=path) for path, key in KEYS.items()])
+def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            return "<odd>"
+
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(complete(key, Odd()))
+    assert f"{key.path} = <odd> (Odd) is not {key.kind.expected}; write {key.kind.expected}" in str(caught.value)
+
+
+def test_aliases_lead_to_the_table() -> None:
+    assert all(target in KEYS or target in SECTIONS for target in ALIASES.values())
+    assert not set(ALIASES) & set(KEYS)
+
+
+def test_every_field_of_the_zero_section_can_be_written() -> None:
+    for item in fields(ZeroSection):
+        ZeroConfig.from_dict({"zero_optimization": {item.name: None}})
+
+
+@pytest.mark.parametrize(("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 0), ("kernels", "auto")])
+def test_other_off_values(path: str, value: Any) -> None:
+    ZeroConfig.from_dict(nested(path, value))
+
+
+def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
+    code = (
+        "import sys, hf_zero.config\n"
+        "hf_zero.config.ZeroConfig(stage=3, bf16=True).resolve(4).describe()\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'triton', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

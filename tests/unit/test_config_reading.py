@@ -1,0 +1,305 @@
+"""Reading: dialects, spellings, files and strings; what cannot be meant is refused with the key, the file and a remedy."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.config import PRESETS, Bf16Section, Fp16Section, OptimizerConfig, ZeroConfig, ZeroSection
+from hf_zero.errors import ConfigError, NotBuiltError
+
+
+def test_keywords() -> None:
+    config = ZeroConfig(
+        stage=3,
+        bf16=True,
+        gradient_clipping=1,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "betas": (0.9, 0.95)}},
+        prefetch_bucket_size=1e7,
+        elementwise_optimizers=["Sophia"],
+        communication_data_type=torch.float32,
+        timeout=60,
+    )
+    assert config.stage == 3
+    assert config.precision == "bf16"
+    assert config.gradient_clipping == 1.0
+    assert config.optimizer == OptimizerConfig("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95]})
+    assert config.zero.prefetch_bucket_size == 10_000_000
+    assert config.elementwise_optimizers == ("Sophia",)
+    assert config.communication_data_type == "fp32"
+    assert config.timeout == 60.0
+    assert config.sources["gradient_clipping"] == "keyword"
+    assert config.sources["prescale_gradients"] == "default"
+
+
+def test_defaults() -> None:
+    config = ZeroConfig(stage=1)
+    assert config.gradient_clipping == 0.0
+    assert config.timeout == 1800.0
+    assert config.elementwise_optimizers == ()
+    assert config.replicate_size == 1
+    assert config.zero == ZeroSection(prefetch_bucket_size=50_000_000)
+    assert config.fp16 == Fp16Section(loss_scale=0.0, initial_scale_power=16, loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0)
+    assert config.precision == "fp32"
+    assert config.kernels == "off"
+    assert (config.offload_optimizer, config.offload_param) == ("none", "none")
+    assert ZeroConfig.from_dict({}).stage == 0
+
+
+def test_sections_may_be_objects() -> None:
+    config = ZeroConfig(
+        2,
+        zero=ZeroSection(prefetch_bucket_size=7, gather_16bit_weights_on_model_save=True),
+        fp16=Fp16Section(True, loss_scale=8.0),
+        bf16=Bf16Section(),
+        optimizer=OptimizerConfig("SGD", {"lr": 0.1}),
+    )
+    assert config.zero.prefetch_bucket_size == 7
+    assert config.zero.gather_16bit_weights_on_model_save
+    assert config.fp16.loss_scale == 8.0
+    assert dataclasses.replace(config, stage=1) == ZeroConfig.from_dict(
+        config.to_dict() | {"stage": 1, "zero_optimization": {**config.to_dict()["zero_optimization"], "stage": 1}}
+    )
+
+
+def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
+    config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"lr": 1.0}})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.stage = 1  # type: ignore[misc]
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), ZeroConfig.coerce(config)):
+        assert twin == config
+        assert hash(twin) == hash(config)
+        assert twin.sources == config.sources
+    assert config != ZeroConfig(stage=3)
+
+
+def test_an_unknown_keyword_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="keyword: unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"):
+        ZeroConfig(stage=3, gradient_cliping=1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "written", "meant"),
+    [
+        ({"zero": {}}, "zero", "zero_optimization"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "zero_optimization"),
+        ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
+        ({"zero_optimization": {"stages": 3}}, "zero_optimization.stages", "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "zero_optimization.offload_optimizer.devise",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"overlap_comm": True}, "overlap_comm", "zero_optimization.overlap_comm"),
+        ({"stage3_prefetch_bucket_size": 1}, "stage3_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
+        ({"train_batchsize": 4}, "train_batchsize", "train_batch_size"),
+        ({"grad_clipping": 1.0}, "grad_clipping", "gradient_clipping"),
+        ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
+        ({"bf_16": {"enabled": True}}, "bf_16", "bf16"),
+        ({"flops_profiler": {"enable": True}}, "flops_profiler.enable", "flops_profiler.enabled"),
+        ({"curriculum_learning": {"Enabled": True}}, "curriculum_learning.Enabled", "curriculum_learning.enabled"),
+        ({"optimiser": {"type": "Adam"}}, "optimiser", "optimizer"),
+        ({"zero_optimization.reduce_bucketsize": 1}, "zero_optimization.reduce_bucketsize", "zero_optimization.reduce_bucket_size"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(config: dict[str, Any], written: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(config, source="config file ds.json")
+    message = str(caught.value)
+    assert message.startswith(f"config file ds.json: unknown key {written!r}; did you mean ")
+    assert repr(meant) in message.partition("did you mean")[2]
+
+
+def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'fp16.xyzzy'; known here: .*fp16\.loss_scale"):
+        ZeroConfig.from_dict({"fp16": {"xyzzy": 1}})
+    with pytest.raises(ConfigError, match="config dict: 3 is not a name; keys are strings"):
+        ZeroConfig.from_dict({3: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"zero_optimization": True},
+            "zero_optimization = True is not a section of keys and values; write {'zero_optimization': {'stage': …}}",
+        ),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "write {'zero_optimization.offload_param': {'device': …}}"),
+        ({"fp16": True}, "write {'fp16': {'enabled': …}}"),
+        ({"zero_optimization": {"stage": None}}, "zero_optimization.stage = None (NoneType) is not an integer from 0 to 3"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto' (str) is not an integer from 0 to 3"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 (int) is not an integer from 0 to 3"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = True (bool) is not an integer from 0 to 3"),
+        ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage = 2.5 (float) is not an integer from 0 to 3"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping = -1.0 (float) is not a number of at least 0"),
+        ({"gradient_clipping": math.inf}, "gradient_clipping = inf (float) is not a number of at least 0"),
+        ({"gradient_clipping": "1.0"}, "gradient_clipping = '1.0' (str) is not a number of at least 0"),
+        ({"train_batch_size": 0}, "train_batch_size = 0 (int) is not an integer of at least 1"),
+        ({"fp16": {"enabled": "true"}}, "fp16.enabled = 'true' (str) is not true or false"),
+        ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0 (int) is not a number greater than 0"),
+        ({"communication_data_type": "int8"}, "communication_data_type = 'int8' (str) is not one of 'fp32', 'bf16', 'fp16'"),
+        ({"elementwise_optimizers": "Sophia"}, "elementwise_optimizers = 'Sophia' (str) is not a list of names"),
+        ({"steps_per_print": 0}, "steps_per_print = 0 (int) is not a positive number of steps or infinity"),
+        ({"optimizer": {"type": ""}}, "optimizer.type = '' (str) is not a non-empty string"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer names no type; write optimizer: {type: …, params: {…}}"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": object}}}, "is not a section of keys and plain values"),
+        ({"optimizer": {"type": "Adam", "params": {1: 0.1}}}, "is not a section of keys and plain values"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping: 1.0"),
+    ],
+)
+def test_wrong_values(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(config)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "second"),
+    [
+        ({"stage": 2, "zero_optimization": {"stage": 3}}, "stage = 2", "zero_optimization.stage = 3"),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, "bfloat16.enabled = True", "bf16.enabled = False"),
+        (
+            {"gradient_accumulation_dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+            "gradient_accumulation_dtype = 'bf16'",
+            "'fp32'",
+        ),
+    ],
+)
+def test_two_names_of_one_key_must_agree(config: dict[str, Any], first: str, second: str) -> None:
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        ZeroConfig.from_dict(config)
+    assert first in str(caught.value) and second in str(caught.value)
+
+
+def test_two_precisions_contradict() -> None:
+    with pytest.raises(ConfigError, match=r"fp16.enabled \(keyword\) and bf16.enabled \(keyword\) are both true.*set one of them to false"):
+        ZeroConfig(stage=0, fp16=True, bf16=True)
+
+
+def test_former_spellings() -> None:
+    assert ZeroConfig.from_dict({"bfloat16": {"enabled": True}}).precision == "bf16"
+    assert ZeroConfig.from_dict({"fp16": {"enabled": True, "type": "bfloat16"}}).precision == "bf16"
+    assert ZeroConfig.from_dict({"fp16": {"enabled": True, "type": "fp16"}}).precision == "fp16"
+    assert ZeroConfig.from_dict({"fp16": {"enabled": "auto", "type": "bfloat16"}}, allow_auto=True).autos == {"bf16.enabled"}
+    assert ZeroConfig.from_dict(
+        {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}
+    ).zero.gather_16bit_weights_on_model_save
+    assert ZeroConfig.from_dict({"zero_optimization": {"cpu_offload": False, "cpu_offload_params": False}}).stage == 0
+    with pytest.raises(NotBuiltError, match=r"zero_optimization\.cpu_offload = True asks for optimizer offload"):
+        ZeroConfig.from_dict({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_is_refused_in_every_spelling(device: str) -> None:
+    for config in (
+        {"offload_param": device},
+        {"offload_optimizer": {"device": device}},
+        {"zero_optimization": {"offload_param": {"device": device}}},
+    ):
+        with pytest.raises(NotBuiltError, match=f"= '{device}' asks for (parameter|optimizer) offload"):
+            ZeroConfig.from_dict(config)
+    with pytest.raises(NotBuiltError, match="keyword: offload_param = "):
+        ZeroConfig(stage=3, offload_param=device)
+    assert ZeroConfig(stage=3, offload_param="none").offload_param == "none"
+
+
+def test_advice_of_a_feature_that_is_not_built() -> None:
+    with pytest.raises(NotBuiltError, match="use the Trainer's report_to, and remove the key or write"):
+        ZeroConfig.from_dict({"wandb": {"enabled": True, "project": "x"}})
+
+
+def test_dotted_keys_replace_what_the_section_says() -> None:
+    config = ZeroConfig.from_dict(
+        {
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 100},
+            "zero_optimization.reduce_bucket_size": 64 * 64,
+            "zero_optimization.stage3_param_persistence_threshold": 640,
+            "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64,
+            "optimizer": {"type": None},
+        }
+    )
+    assert config.zero.prefetch_bucket_size == 3686
+    assert config.zero.reduce_bucket_size == 4096
+    assert config.optimizer is None
+    assert config.sources["zero_optimization.stage3_param_persistence_threshold"].endswith(
+        "zero_optimization.stage3_param_persistence_threshold"
+    )
+
+
+def test_files(tmp_path: Path) -> None:
+    as_json, as_yaml, bare = tmp_path / "zero3.json", tmp_path / "zero3.yaml", tmp_path / "zero3"
+    as_json.write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "steps_per_print": Infinity}')
+    as_yaml.write_text(
+        "zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\noptimizer:\n  type: AdamW\n  params: {lr: 1e-5}\nkernels: off\n"
+    )
+    bare.write_text(as_json.read_text())
+    for path in (as_json, as_yaml, bare):
+        config = ZeroConfig.from_file(path)
+        assert config.stage == 3
+        assert config.zero.reduce_bucket_size == 500_000_000
+        assert config.sources["zero_optimization.stage"] == f"config file {path}: zero_optimization.stage"
+        assert ZeroConfig.coerce(str(path)) == ZeroConfig.coerce(path) == config
+    optimizer = ZeroConfig.from_file(as_yaml).optimizer
+    assert optimizer is not None and optimizer.params == {"lr": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", '{"stage": 3,\n "timeout": }', r"a\.json is not valid JSON: Expecting value in line 2, column 13"),
+        ("a.json", '{"stage": 3, "stage": 2}', "the key 'stage' stands twice in one section; remove one of them"),
+        ("a.json", "[1]", "holds a list, not keys and values"),
+        ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
+        ("a.yaml", "stage: 3\nstage: 2\n", "the key 'stage' stands twice in one section"),
+        ("a.yaml", "stage: [3\n", r"a\.yaml is not valid YAML: .*line 2"),
+        ("a.yaml", "stagee: 3\n", r"a\.yaml: unknown key 'stagee'; did you mean 'stage'"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        ZeroConfig.from_file(tmp_path / name)
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"config file zero9\.yaml does not exist \(looked in /.*zero9\.yaml\); pass the path of a JSON or YAML file"
+    ):
+        ZeroConfig.coerce("zero9.yaml")
+    with pytest.raises(ConfigError, match="is a directory, not a file"):
+        ZeroConfig.coerce(tmp_path)
+    (tmp_path / "model.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        ZeroConfig.from_file(tmp_path / "model.json")
+
+
+def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, stage in PRESETS.items():
+        config = ZeroConfig.coerce(name)
+        assert config.stage == stage
+        assert config.sources["zero_optimization.stage"] == f"preset {name}: stage"
+    text = json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"})
+    for form in (text, base64.urlsafe_b64encode(text.encode()).decode(), json.loads(text)):
+        assert ZeroConfig.coerce(form, allow_auto=True).stage == 1
+        with pytest.raises(ConfigError, match="gradient_clipping"):
+            ZeroConfig.coerce(form)
+    with pytest.raises(
+        ConfigError, match="'zero4' is no file, no JSON and no preset; pass a path, or one of the presets zero0, zero1, zero2, zero3"
+    ):
+        ZeroConfig.coerce("zero4")
+    with pytest.raises(ConfigError, match="config string is not valid JSON"):
+        ZeroConfig.coerce('{"stage": 3')
+    with pytest.raises(ConfigError, match="a configuration cannot be a int; pass a ZeroConfig, a dict"):
+        ZeroConfig.coerce(3)
+    with pytest.raises(ConfigError, match="config dict is list, not keys and values; pass a dict"):
+        ZeroConfig.from_dict([])  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""What a configuration shows: dicts that read back the same, rows with sources, text; and nothing slips through unread."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_zero.config import ExplainRow, ZeroConfig
+from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.rows import Status
+from hf_zero.errors import ConfigError, NotBuiltError
+
+NUMBERS = st.floats(0.125, 1e6, allow_nan=False)
+PARAMS = st.dictionaries(
+    st.sampled_from(["lr", "eps", "betas", "weight_decay"]), NUMBERS | st.lists(NUMBERS, max_size=2).map(tuple), max_size=3
+)
+STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
+    "true or false": st.booleans(),
+    "a non-empty string": st.sampled_from(["AdamW", "WarmupLR"]),
+    "a path": st.just("/local_nvme"),
+    "one of 'fp32', 'bf16', 'fp16'": st.sampled_from(["fp32", "bf16", "float16", "torch.bfloat16"]),
+    "a list of names": st.lists(st.sampled_from(["A", "B"]), max_size=2),
+    "a section of keys and plain values": PARAMS,
+    "a positive number of steps or infinity": st.integers(1, 9) | st.just(float("inf")),
+    "a number of elements of at least 0": st.floats(0, 1e12),
+    "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
+    "an integer from 0 to 3": st.integers(0, 3),
+    "an integer of at least -1": st.integers(1, 9),
+    "an integer of at least 0": st.integers(0, 9) | st.just(5e8),
+    "an integer of at least 1": st.integers(1, 9),
+    "a number of at least 0": NUMBERS,
+    "a number greater than 0": NUMBERS,
+}
+DRAWN = {
+    path: STRATEGIES[key.kind.expected]
+    for path, key in KEYS.items()
+    if key.status is not Status.NOT_BUILT and path not in ("fp16.type", "bf16.enabled")
+}
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    for section in ("optimizer", "scheduler"):
+        if section in nested:
+            nested[section].setdefault("type", "AdamW")
+    return nested
+
+
+CONFIGS = (
+    st.sets(st.sampled_from(sorted(DRAWN)), max_size=12)
+    .flatmap(lambda paths: st.fixed_dictionaries({path: DRAWN[path] for path in sorted(paths)}))
+    .map(nest)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CONFIGS)
+def test_what_is_written_reads_back_the_same(mapping: dict[str, Any]) -> None:
+    config = ZeroConfig.from_dict(mapping)
+    shown = config.to_dict()
+    assert ZeroConfig.from_dict(shown) == config
+    assert ZeroConfig.from_dict(json.loads(json.dumps(shown, allow_nan=False))) == config
+    assert ZeroConfig.from_dict(shown).to_dict() == shown
+    complete = config.to_dict("default")
+    assert ZeroConfig.from_dict(complete) == config
+    assert ZeroConfig.from_dict(complete).to_dict() == complete
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS)
+def test_every_written_key_has_a_source_and_a_row(mapping: dict[str, Any]) -> None:
+    config = ZeroConfig.from_dict(mapping)
+    rows = {row.key: row for row in config.explain()}
+    for path in DRAWN:
+        value: Any = mapping
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            assert config.sources[path] == rows[path].source == f"config dict: {path}"
+            assert rows[path].key in config.describe()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(KEYS)),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4) | st.just("auto"),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["enabled", "type", "params", "x"]), inner, max_size=2),
+        max_leaves=4,
+    ),
+)
+def test_any_value_is_taken_or_refused_by_name(path: str, value: Any) -> None:
+    mapping = nest({path: value})
+    try:
+        config = ZeroConfig.from_dict(mapping, allow_auto=True)
+    except (ConfigError, NotBuiltError) as error:
+        assert path.split(".")[0] in str(error)
+    else:
+        json.dumps(config.to_dict())
+        assert config.describe()
+
+
+@given(st.sampled_from(sorted(path for path in {*KEYS, *SECTIONS} if len(path.rpartition(".")[2]) > 6)), st.data())
+def test_a_letter_left_out_is_noticed(path: str, data: st.DataObject) -> None:
+    section, _, name = path.rpartition(".")
+    position = data.draw(st.integers(0, len(name) - 1))
+    wrong = f"{section}.{name[:position]}{name[position + 1 :]}".lstrip(".")
+    if wrong in KEYS:
+        return
+    with pytest.raises(ConfigError, match="unknown key .*did you mean") as caught:
+        ZeroConfig.from_dict(nest({wrong: {}}))
+    assert repr(path) in str(caught.value)
+
+
+def test_explain() -> None:
+    config = ZeroConfig.from_dict(
+        {
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "none"}},
+            "gradient_clipping": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        },
+        source="config file zero3.yaml",
+        allow_auto=True,
+    )
+    rows = {row.key: row for row in config.explain()}
+    assert rows["zero_optimization.stage"][:3] == ("zero_optimization.stage", 3, "config file zero3.yaml: zero_optimization.stage")
+    assert rows["timeout"] == ExplainRow("timeout", 1800.0, "default", "seconds until a silent wait is an error")
+    assert rows["zero_optimization.overlap_comm"].note == "no effect: gathers and reductions are always asynchronous"
+    assert rows["zero_optimization.offload_param.device"].note == "off; parameter offload: not built in this version"
+    assert rows["gradient_clipping"].value == rows["optimizer.params.lr"].value == "auto"
+    assert "zero_optimization.sub_group_size" not in rows
+    lines = config.describe().splitlines()
+    assert len(lines) == len(rows)
+    assert any(line.split()[:3] == ["timeout", "1800", "default"] for line in lines)
+
+
+def test_unset_keys_as_auto_for_the_trainer() -> None:
+    filled = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    shown = ZeroConfig(stage=2, gradient_clipping=0.5).to_dict("auto")
+    assert [shown[key] for key in filled] == ["auto", "auto", "auto", 0.5]
+    assert shown["fp16"] == shown["bf16"] == {"enabled": "auto"}
+    assert ZeroConfig(stage=2, bf16=True).to_dict("auto")["bf16"] == {"enabled": True}
+    assert "fp16" not in ZeroConfig(stage=2, bf16=True).to_dict("auto")
+    assert ZeroConfig(stage=2).to_dict() == {"zero_optimization": {"stage": 2}}
+
+
+def test_reads_like_the_dict_that_libraries_expect() -> None:
+    config = ZeroConfig(stage=3)
+    assert config.get("zero_optimization", {}).get("stage") == 3
+    assert config["gradient_clipping"] == 0.0
+    assert "optimizer" not in config and config.get("optimizer") is None
+    with pytest.raises(KeyError):
+        config["optimizer"]
+
+
+def test_what_is_shown_can_be_changed_without_changing_the_configuration() -> None:
+    config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"betas": [0.9, 0.99]}})
+    config.to_dict()["optimizer"]["params"]["betas"].clear()
+    assert config.to_dict()["optimizer"]["params"]["betas"] == [0.9, 0.99]

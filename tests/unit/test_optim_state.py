@@ -1,0 +1,184 @@
+"""State an optimizer already has when it is bound: carried over, or refused with the reason and without a change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.state import is_elementwise, is_scalar
+from tests.helpers.flats import shard
+
+SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 5), "b": (3,), "s": ()}
+
+
+def stepped(cls: type[torch.optim.Optimizer], parameters: dict[str, torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    optimizer = cls(list(parameters.values()), **options)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def fresh() -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+
+
+def bind(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], known: dict[str, Any] | None = None
+) -> BoundOptimizer:
+    [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
+    return BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters if known is None else known)
+
+
+def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go() -> None:
+    parameters = fresh()
+    optimizer = stepped(torch.optim.AdamW, parameters)
+    moments = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in parameters.values()])
+    bound = bind(optimizer, parameters)
+    [(group, tensor)] = bound.segments
+    assert group == 0 and list(optimizer.state) == [tensor]
+    assert torch.equal(optimizer.state[tensor]["exp_avg"][: moments.numel()], moments)
+    assert bound.scalars() == [{"step": 1.0}]
+
+
+@pytest.mark.parametrize("scalars_of", ["w", "s"])
+def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(scalars_of: str) -> None:
+    parameters = fresh()
+    optimizer = stepped(torch.optim.Adam, parameters)
+    optimizer.state[parameters[scalars_of]]["step"] += 1
+    before = {id(p): dict(state) for p, state in optimizer.state.items()}
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Adam has state for parameter '\w' that differs from that of 'w' .*step 1.*clear\(\)"
+    ):
+        bind(optimizer, parameters)
+    assert {id(p): dict(state) for p, state in optimizer.state.items()} == before
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters.values()]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+def test_a_parameter_without_the_state_of_its_group_is_refused(cls: type[torch.optim.Optimizer]) -> None:
+    parameters = fresh()
+    optimizer = stepped(cls, parameters, lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {}))
+    del optimizer.state[parameters["b"]]
+    with pytest.raises(UnsupportedOptimizerError, match=r"parameter 'b' that differs .*\(none against "):
+        bind(optimizer, parameters)
+
+
+def test_state_that_is_neither_per_element_nor_a_number_is_refused() -> None:
+    for value, told in [(torch.zeros(4), r"a tensor of shape \(4,\)"), ("text", "a str")]:
+        parameters = fresh()
+        optimizer = stepped(torch.optim.Adam, parameters)
+        optimizer.state[parameters["w"]]["row_mean"] = value
+        with pytest.raises(UnsupportedOptimizerError, match=rf"Adam keeps state 'row_mean' for parameter 'w' of shape \(4, 5\) as {told}"):
+            bind(optimizer, parameters)
+
+
+def test_state_of_a_stranger_is_refused() -> None:
+    parameters = fresh()
+    optimizer = stepped(torch.optim.Adam, parameters)
+    with pytest.raises(UnsupportedOptimizerError, match=r"state for a tensor of shape \(3,\), which is no parameter of the model"):
+        bind(optimizer, parameters, {"w": parameters["w"], "s": parameters["s"]})
+    optimizer.state["extra"] = {"x": 1}  # type: ignore[index]
+    with pytest.raises(UnsupportedOptimizerError, match="state for 'extra', which is no parameter"):
+        bind(optimizer, parameters)
+
+
+def test_state_of_frozen_parameters_is_dropped() -> None:
+    parameters = fresh()
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = torch.optim.Adagrad([*parameters.values(), frozen], lr=0.1)
+    bound = bind(optimizer, parameters)
+    assert list(optimizer.state) == [bound.segments[0][1]]
+
+
+def test_a_buffer_that_is_none_counts_as_absent() -> None:
+    parameters = fresh()
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    for parameter in parameters.values():
+        optimizer.state[parameter]["momentum_buffer"] = None
+    bound = bind(optimizer, parameters)
+    assert bound.scalars() == [{}] and not optimizer.state
+
+
+def test_16_bit_state_becomes_fp32() -> None:
+    parameters = {name: torch.nn.Parameter(p.data.bfloat16()) for name, p in fresh().items()}
+    optimizer = stepped(torch.optim.AdamW, parameters)
+    want = optimizer.state[parameters["w"]]["exp_avg"].float().reshape(-1)
+    [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
+    bound = BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters)
+    tensors = bound.tensors(flats[0])
+    assert tensors["exp_avg"].dtype == torch.float32 and torch.equal(tensors["exp_avg"][:20], want)
+
+
+class PythonCounters(torch.optim.Optimizer):
+    """An element-wise optimizer in the style of older libraries: its counters are Python numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, warm=True, average=torch.zeros_like(p))
+                state["step"] += 1
+                state["average"].lerp_(p.grad, 1 / state["step"])
+                p.sub_(state["average"], alpha=group["lr"])
+
+
+def test_an_optimizer_the_user_vouches_for_runs_with_python_counters() -> None:
+    parameters = fresh()
+    optimizer = stepped(PythonCounters, parameters)
+    twins = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    plain = PythonCounters(twins.values())
+    for name, p in twins.items():
+        plain.state[p].update(step=1, warm=True, average=optimizer.state[parameters[name]]["average"].clone())
+    [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
+    bound = BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters)
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    for name, p in twins.items():
+        p.grad = gradients[name]
+    assert flats[0].grad is not None
+    flats[0].write({name: 2 * gradient for name, gradient in gradients.items()}, flats[0].grad)
+    plain.step()
+    bound.step(torch.tensor(2.0), torch.tensor(0.0))
+    out = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    flats[0].read(bound.tensors(flats[0])["master"], out)
+    assert all(torch.equal(out[name], p) for name, p in twins.items())
+    assert bound.scalars() == [{"step": 2.0, "warm": 1.0}]
+    bound.load_scalars([{"step": 7.0, "warm": 0.0}])
+    state = optimizer.state[bound.segments[0][1]]
+    assert state["step"] == 7 and type(state["step"]) is int and state["warm"] is False
+
+
+class RowMeans(PythonCounters):
+    """Claims to be element-wise, and keeps something of another size."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["means"] = torch.zeros(2)
+
+
+def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_step() -> None:
+    bound = bind(RowMeans(fresh().values()), {})
+    bound.step()
+    parameters = fresh()
+    bound = bind(RowMeans(parameters.values()), parameters)
+    with pytest.raises(UnsupportedOptimizerError, match=r"RowMeans keeps state 'means' for a segment of 'unit0"):
+        bound.step()
+    with pytest.raises(UnsupportedOptimizerError, match=r"RowMeans keeps state 'means' for a parameter of shape \(1,\)"):
+        bind(RowMeans(parameters.values()), parameters).load_scalars([{"step": 1.0}])
+
+
+def test_numbers_and_tensors_are_told_apart() -> None:
+    assert is_scalar("step", torch.tensor(1.0), ()) and not is_elementwise("step", torch.tensor(1.0), ())
+    assert is_elementwise("exp_avg", torch.tensor(1.0), ()) and not is_scalar("exp_avg", torch.tensor(1.0), ())
+    assert is_scalar("count", torch.tensor([1.0]), (3,)) and is_scalar("count", 2, (1,))
+    assert is_elementwise("exp_avg", torch.zeros(1), (1,)) and is_elementwise("exp_avg", torch.zeros(0, 3), (0, 3))
