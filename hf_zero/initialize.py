@@ -15,6 +15,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logs import logger
 from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.schedules import build_scheduler
 
 
 def initialize(
@@ -60,15 +61,13 @@ def initialize(
     if dist_init_required is False and not comm.is_initialized():
         raise ConfigError("dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument")
     comm.init_distributed(timeout=settings.timeout)
-    settings = settings.resolve(comm.get_world_size())
     made = _optimizer(settings, model, optimizer, model_parameters)
+    settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     engine = Engine(model, settings, made)
     scheduler = lr_scheduler
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         scheduler = lr_scheduler(made)
     elif lr_scheduler is None and settings.scheduler is not None and made is not None:
-        from hf_zero.optim.schedules import build_scheduler
-
         scheduler = build_scheduler(settings.scheduler, made)
     engine.lr_scheduler = scheduler
     loader = _loader(training_data, collate_fn, settings)
@@ -85,7 +84,7 @@ def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
         raise ConfigError("initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or args with deepspeed_config")
     if len(given) > 1 and any(value != given[0][1] for _, value in given[1:]):
         raise ConfigError(f"initialize was given more than one config: {', '.join(name for name, _ in given)}; pass one")
-    return ZeroConfig.coerce(given[0][1])
+    return ZeroConfig.coerce(given[0][1], allow_auto=True)
 
 
 def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) -> torch.optim.Optimizer | None:
@@ -114,4 +113,4 @@ def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConf
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
     sampler: DistributedSampler[Any] = DistributedSampler(data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0))
-    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=bool(config.dataloader_drop_last))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "save": "writer",
+    "save_whole": "whole",
     "load": "reader",
     "convert_checkpoint": "export",
     "Conversion": "export",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.export import Conversion as Conversion
     from hf_zero.checkpoint.export import convert_checkpoint as convert_checkpoint
     from hf_zero.checkpoint.reader import load as load
+    from hf_zero.checkpoint.whole import save_whole as save_whole
     from hf_zero.checkpoint.writer import save as save
 
 

@@ -65,11 +65,11 @@ def load_state_dict_from_zero_checkpoint(
                 )
         with torch.no_grad():
             for name, output in given.items():
-                # A tensor that is not contiguous is filled by way of one that is.
+                # A tensor that is not contiguous is filled by way of one that is; an expanded constant need not be.
                 contiguous = wanted[name].is_contiguous()
                 tensor = wanted[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)
                 output.fill(checkpoint, tensor)
-                if not contiguous:
+                if not contiguous and not torch.equal(wanted[name].cpu(), tensor):
                     wanted[name].copy_(tensor)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ class Flat(Protocol):
     def owned(self) -> tuple[int, int]: ...
     @property
     def master(self) -> torch.Tensor | None:
-        """Float32 master weights over ``owned``; None for a frozen flat."""
+        """Master weights over ``owned``: float32, or float64 for parameters that are; None for a frozen flat."""
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -34,6 +34,9 @@ class Flat(Protocol):
     @property
     def writes(self) -> bool:
         """Whether this rank is the one, among those that own the same elements, that saves them."""
+
+    def store_shard(self, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements, casting to the compute dtype."""
 
 
 class Bound(Protocol):
@@ -74,8 +77,8 @@ class Engine(Protocol):
         """Tied name to the name under which a flat holds the parameter."""
 
     @property
-    def param_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype each parameter had when it was handed to training."""
+    def param_dtypes(self) -> Mapping[str, str]:
+        """The dtype each parameter had when it was handed to training, such as ``"bfloat16"``."""
 
     @property
     def comm(self) -> Any:
@@ -102,3 +105,7 @@ class Engine(Protocol):
     @property
     def shard_world(self) -> int: ...
     def refresh_params(self) -> None: ...
+    def consolidated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole CPU tensor of every parameter in its compute dtype. Collective: exhaust it on every rank."""
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None: ...

@@ -68,9 +68,11 @@ class FlatEntry:
         """The tensor that holds the parameters' values."""
         return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return torch.float32 if self.weights == MASTER else self.dtype
+    def weights_dtype(self, tensor: str) -> torch.dtype | None:
+        """The dtype the weights must be stored in; None for an optimizer state, which has the dtype of its header."""
+        if tensor == MASTER:
+            return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.dtype if tensor == SHARD else None
 
     @cached_property
     def starts(self) -> list[int]:

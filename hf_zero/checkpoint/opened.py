@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.contents import BUFFER
-from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, MASTER, SHARD, FileEntry, Manifest
+from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.reshard import Run
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, sha256_of
 from hf_zero.errors import CheckpointError
@@ -81,8 +81,8 @@ class Checkpoint:
         for flat in manifest.flats:
             for chunk in flat.chunks:
                 if chunk.file == index:
-                    kinds = {MASTER: torch.float32, SHARD: flat.dtype}
-                    wanted |= {f"{flat.key}::{name}": (chunk.stop - chunk.start, kinds.get(name)) for name in chunk.tensors}
+                    length = chunk.stop - chunk.start
+                    wanted |= {f"{flat.key}::{name}": (length, flat.weights_dtype(name)) for name in chunk.tensors}
         if manifest.files[index].rank == 0:
             wanted |= {BUFFER + name: (torch.Size(shape).numel(), dtype) for name, (dtype, shape) in manifest.buffers.items()}
         for name, (numel, dtype) in wanted.items():

@@ -100,12 +100,20 @@ class _Load:
         if self.optimizer:
             self._forget_unsaved()
         for flat, found in self.runs:
-            self.checkpoint.fill(weights_of(flat)[1].detach(), found)
+            if flat.master is not None:
+                self.checkpoint.fill(flat.master.detach(), found)
+            else:
+                values = weights_of(flat)[1].detach().clone()
+                self.checkpoint.fill(values, found)
+                flat.store_shard(values)
             if self.optimizer and flat.trainable:
                 self._load_states(flat, found)
         buffers = persistent_buffers(self.engine.module)
         for name in self.match.buffers:
-            buffers[name].copy_(self.checkpoint.buffer(name))
+            value = self.checkpoint.buffer(name)
+            # An expanded constant cannot be written, and need not be.
+            if not torch.equal(buffers[name].cpu(), value):
+                buffers[name].copy_(value)
         if self.optimizer:
             self._load_groups()
         if self.scheduler is not None:

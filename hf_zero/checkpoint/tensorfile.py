@@ -109,7 +109,7 @@ def write_tensors(path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], t
                 flat = tensors[entry.name].detach().reshape(-1)
                 step = max(1, BLOCK // entry.dtype.itemsize)
                 for start in range(0, entry.numel, step):
-                    block = bytes_view(flat[start : start + step].cpu())
+                    block = bytes_view(flat[start : start + step].cpu().contiguous())
                     hashed = hasher.submit(digest.update, block)
                     write_all(fd, block)
                     hashed.result()

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.manifest import (
     GroupEntry,
     Manifest,
     OptimizerEntry,
+    dtype_of,
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, plan_file, write_tensors
 from hf_zero.checkpoint.together import together
@@ -41,6 +42,15 @@ class Written:
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
     scalars: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """State that is no tensor, in the manifest's form, and what of it goes to ``objects.pt``."""
+
+    client_state: dict[str, Any]
+    lr_scheduler: dict[str, Any] | None
+    objects: dict[str, dict[str, Any]]
 
 
 def save(
@@ -70,15 +80,24 @@ def save(
     if len(set(names)) > 1:
         raise CheckpointError(f"the ranks want to save under different tags {sorted(set(names))}; pass the same tag on every rank")
     temporary, final = root / (folders.SAVING + name), root / name
+    extra: list[_Extra] = []
+
+    def begin() -> str:
+        if rank != 0:
+            return ""
+        extra.append(_extra(engine, client_state or {}))  # first: what cannot be saved is found out before anything is written
+        folders.begin(root, name)
+        return secrets.token_hex(16)
+
     try:
-        save_id = together(comm, lambda: _begin(rank, root, name), temporary, untouched)[0]
+        save_id = together(comm, begin, temporary, untouched)[0]
         path = temporary / folders.rank_file(rank, engine.world_size)
         written = together(comm, lambda: _write_rank(engine, path, save_id, exclude_frozen_parameters), path, untouched)
 
         def finish() -> None:
             if rank == 0:
-                manifest, state = _describe(engine, name, save_id, written, client_state or {}, exclude_frozen_parameters)
-                _write_rest(engine, temporary, manifest, state, save_latest)
+                manifest = _describe(engine, name, save_id, written, extra[0], exclude_frozen_parameters)
+                _write_rest(engine, temporary, manifest, extra[0].objects, save_latest)
                 folders.publish(temporary, name)
 
         together(comm, finish, temporary, untouched)
@@ -88,13 +107,6 @@ def save(
         raise
     together(comm, lambda: _announce(final) if rank == 0 else None, final, f"{final} itself is whole; pass its tag to load it.")
     return final
-
-
-def _begin(rank: int, root: Path, name: str) -> str:
-    if rank != 0:
-        return ""
-    folders.begin(root, name)
-    return secrets.token_hex(16)
 
 
 def _write_rank(engine: Engine, path: Path, save_id: str, exclude_frozen: bool) -> Written:
@@ -116,10 +128,18 @@ def _write_rank(engine: Engine, path: Path, save_id: str, exclude_frozen: bool) 
     return Written(FileEntry(path.name, engine.global_rank, plan.size, digest), chunks, contents.scalars_of(engine))
 
 
-def _describe(
-    engine: Engine, tag: str, save_id: str, written: list[Written], client_state: Mapping[str, Any], exclude_frozen: bool
-) -> tuple[Manifest, dict[str, dict[str, Any]]]:
-    """The manifest, without its ``objects``, and what has to go there."""
+def _extra(engine: Engine, client_state: Mapping[str, Any]) -> _Extra:
+    client, objects_of_client = objects.split("client_state", client_state)
+    scheduler: dict[str, Any] | None = None
+    objects_of_scheduler: dict[str, Any] = {}
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        state, objects_of_scheduler = objects.split("the state of the lr scheduler", engine.lr_scheduler.state_dict())
+        scheduler = {"class": contents.class_name(engine.lr_scheduler), "state": state}
+    return _Extra(client, scheduler, {"client_state": objects_of_client, "lr_scheduler": objects_of_scheduler})
+
+
+def _describe(engine: Engine, tag: str, save_id: str, written: list[Written], extra: _Extra, exclude_frozen: bool) -> Manifest:
+    """The manifest, still without its ``objects``."""
     flats, excluded = [], []
     dtypes: dict[str, torch.dtype] = {}
     for flat in engine.flats:
@@ -132,14 +152,8 @@ def _describe(
         )
         chunks = tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
         flats.append(FlatEntry(flat.key, flat.trainable, flat.dtype, flat.layout, chunks))
-        dtypes |= {name: engine.param_dtypes.get(name, flat.dtype) for name in names}
-    client, objects_of_client = objects.split("client_state", client_state)
-    scheduler: dict[str, Any] | None = None
-    objects_of_scheduler: dict[str, Any] = {}
-    if hasattr(engine.lr_scheduler, "state_dict"):
-        state, objects_of_scheduler = objects.split("the state of the lr scheduler", engine.lr_scheduler.state_dict())
-        scheduler = {"class": contents.class_name(engine.lr_scheduler), "state": state}
-    manifest = Manifest(
+        dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in names}
+    return Manifest(
         save_id=save_id,
         tag=tag,
         world={"size": engine.world_size, "shard": engine.shard_world, "replicate": engine.world_size // engine.shard_world},
@@ -154,13 +168,12 @@ def _describe(
         export=contents.export_of(engine.module, engine.aliases),
         optimizer=_optimizer(engine, written),
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
-        lr_scheduler=scheduler,
+        lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.counters),
-        client_state=client,
+        client_state=extra.client_state,
         objects=None,
         software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
     )
-    return manifest, {"client_state": objects_of_client, "lr_scheduler": objects_of_scheduler}
 
 
 def _optimizer(engine: Engine, written: list[Written]) -> OptimizerEntry | None:

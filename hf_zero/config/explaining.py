@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
@@ -11,17 +10,7 @@ from hf_zero.config.keys import KEYS
 from hf_zero.config.reading import AUTO, Reading
 from hf_zero.config.rows import Status
 
-Unset = Literal["omit", "default", "auto"]
-
-# What Accelerate and the Trainer fill in from their arguments where the configuration says "auto".
-FILLED_BY_TRAINER = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "fp16.enabled",
-    "bf16.enabled",
-)
+Unset = Literal["omit", "default"]
 
 
 class ExplainRow(NamedTuple):
@@ -41,12 +30,6 @@ def as_dialect(reading: Reading, unset: Unset) -> dict[str, Any]:
             if key.field and key.status is Status.ACTIVE and key.default is not None:
                 flat.setdefault(path, key.default)
     flat.setdefault("zero_optimization.stage", KEYS["zero_optimization.stage"].default)
-    if unset == "auto":
-        chosen = bool(flat.get("fp16.enabled") or flat.get("bf16.enabled"))
-        for path in FILLED_BY_TRAINER:
-            # a precision that was chosen leaves nothing to choose
-            if not (chosen and path.endswith(".enabled")):
-                flat.setdefault(path, AUTO)
     flat.update(dict.fromkeys(reading.autos, AUTO))
 
     order = {path: position for position, path in enumerate(KEYS)}
@@ -102,12 +85,8 @@ def _acts(path: str) -> bool:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value)) if abs(value) >= 10 else str(value)
-    return (
-        "-"
-        if value is None
-        else ", ".join(value) or "-"
-        if isinstance(value, tuple)
-        else str(dict(value) if isinstance(value, Mapping) else value)
-    )
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return str(value)

@@ -34,11 +34,10 @@ def _bare(name: str) -> str:
 
 
 def _resemblance(left: str, right: str) -> float:
-    if left == right:
-        return 1.0
+    ratio = difflib.SequenceMatcher(None, left, right).ratio()
     # an abbreviation: "zero" for zero_optimization, "bucket_size" for reduce_bucket_size
     if len(left) >= 4 and right.startswith(left):
-        return 0.8
+        return max(ratio, 0.8)
     if len(left) >= 6 and right.endswith(left):
-        return 0.75
-    return difflib.SequenceMatcher(None, left, right).ratio()
+        return max(ratio, 0.75)
+    return ratio

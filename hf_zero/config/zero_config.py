@@ -104,7 +104,9 @@ class ZeroConfig:
             name = next(iter(unknown))
             code = ZeroConfig.__init__.__code__
             known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-            raise ConfigError(f"keyword: unknown key {name!r}{did_you_mean(name, known)}")
+            dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
+            hint = "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict" if dialect else did_you_mean(name, known)
+            raise ConfigError(f"keyword: unknown key {name!r}{hint}")
         self._fill(Reading().read(_as_dialect(given | {"stage": stage}), "keyword"), None)
 
     @classmethod
@@ -183,8 +185,8 @@ class ZeroConfig:
     def to_dict(self, unset: Unset = "omit") -> dict[str, Any]:
         """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`.
 
-        ``unset`` says what becomes of keys that nobody set: left out, written with their "default", or, for those
-        that Accelerate and the Trainer fill in from their own arguments, written as "auto".
+        Keys that nobody set are left out, so that Accelerate and the Trainer can bring their own, or written with
+        their "default".
         """
         return explaining.as_dialect(self._reading, unset)
 

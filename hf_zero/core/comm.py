@@ -258,14 +258,11 @@ class Comm:
     def _axis(self, sets: list[list[int]], backend: str, timeout: float) -> Axis:
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if len(mine) > 1:
-            if backend == "threaded" and len(sets) == 1:
-                groups = [dist.group.WORLD, dist.group.WORLD]
-            else:
-                for place in range(2):
-                    for ranks in sets:
-                        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
-                        if self.rank in ranks:
-                            groups[place] = made
+            for place in range(2):
+                for ranks in sets:
+                    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+                    if self.rank in ranks:
+                        groups[place] = made
         return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, self.watch)
 
     def barrier(self) -> None:

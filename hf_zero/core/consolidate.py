@@ -25,10 +25,29 @@ def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tenso
 
 @torch.no_grad()
 def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(first name, whole tensor on the CPU) of every parameter; floating ones cast to ``dtype``. Collective."""
+    """(first name, whole tensor on the CPU) of every parameter. Collective.
+
+    Floating ones are cast to ``dtype``; torch.float32 takes the master weights where training keeps them.
+    """
     for unit in engine.units:
-        for _, slot, view in _gathered(engine, unit):
-            yield slot.name, _copy(view, dtype)
+        masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and _has_own_master(flat)}
+        for flat, slot, view in _gathered(engine, unit):
+            whole = masters.get(flat)
+            yield slot.name, _copy(view if whole is None else whole[slot.offset : slot.end].view(slot.shape), dtype)
+
+
+def _has_own_master(flat: Flat) -> bool:
+    return flat.master is not None and flat.master.dtype != flat.dtype
+
+
+def _whole_master(flat: Flat) -> torch.Tensor:
+    """The fp32 master weights of all ranks: [padded]."""
+    assert flat.master is not None
+    if flat.layout.shards == 1:
+        return flat.master
+    whole = torch.empty(flat.layout.padded, dtype=flat.master.dtype, device=flat.master.device)
+    flat.axis.all_gather([(whole, flat.master)], flat.key, flat.number).wait()
+    return whole
 
 
 def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

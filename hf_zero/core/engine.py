@@ -20,7 +20,7 @@ from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.grads import GradientReducer, squared_norm
 from hf_zero.core.guards import ModuleGuards, refuse_foreign_step
 from hf_zero.core.hooks import Hooks
-from hf_zero.core.materialize import partition
+from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.schedule import Schedule
@@ -103,6 +103,7 @@ class Engine(nn.Module):
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         config = self.config
         cuts, self.aliases = cut(model)
+        check_parameters(cuts)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
         self.param_dtypes = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()}
         groups: dict[int, int] = {}
@@ -145,6 +146,7 @@ class Engine(nn.Module):
         engine = weakref.ref(self)
 
         def step(closure: Any = None) -> None:
+            optimizer._opt_called = True  # what torch's schedulers look for
             if closure is not None:
                 raise PartitionError("optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it")
             owner = engine()
@@ -154,6 +156,7 @@ class Engine(nn.Module):
         def add_param_group(group: Any) -> None:
             raise PartitionError("add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again")
 
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
         optimizer.step, optimizer.add_param_group = step, add_param_group
         optimizer.zero_grad = lambda set_to_none=True: None if engine() is None else engine().zero_grad()  # type: ignore[union-attr]
         optimizer.overflow = False
@@ -210,9 +213,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on this rank, to be reduced with a later one. Stages 0 and 1 only."""
-        if self._policy.reduces_every_backward:
-            raise PartitionError(f"no_sync cannot be used at stage {self.stage}, whose gradients are sharded in every backward; use stage 0 or 1, or drop it")
+        """Backwards inside belong to an accumulation window that goes on: stages 0 and 1 keep their gradients on this rank.
+
+        Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result is equal.
+        """
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -454,16 +458,23 @@ class Engine(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def destroy(self) -> None:
-        """Take the engine off the model. Parameters that are whole stay usable; sharded ones stay released. Idempotent."""
+    def destroy(self, gather: bool = False) -> None:
+        """Take the engine off the model and free gradients and optimizer state. Idempotent.
+
+        Whole parameters become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
+        ``gather=True`` (collective) gives them back whole.
+        """
+        if gather and self.bound is not None:
+            for unit in self.units:
+                if unit.sharded:
+                    self.schedule.pin(unit)
         self._hooks.remove()
         self._guards.remove()
         if self._scaling_hook is not None:
             self._scaling_hook.remove()
         self.module.__dict__.pop("zero_grad", None)
         for flat in self.flats:
-            flat.disown()
-            flat.master = flat.grad = flat.window = flat.held = None
+            flat.retire()
         for name in ("step", "add_param_group", "zero_grad"):
             if self.optimizer is not None:
                 self.optimizer.__dict__.pop(name, None)

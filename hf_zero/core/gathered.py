@@ -121,13 +121,18 @@ def _write(flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.
 @torch.no_grad()
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a frozen one without masters."""
-    flat = _owned(parameter, "safe_get_full_fp32_param")
+    flat = owner_of(parameter)
+    if flat is None:
+        return parameter.detach().float()
     return None if flat.master is None else _whole(flat, parameter, flat.master)
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Set master and working weights of ``parameter`` from the whole ``value``, which every rank passes (collective)."""
+    if owner_of(parameter) is None:
+        parameter.copy_(value)
+        return
     flat = _trains(parameter, "safe_set_full_fp32_param")
     assert flat.master is not None
     _write(flat, parameter, flat.master, value, "safe_set_full_fp32_param")
@@ -140,6 +145,8 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
     None before the first backward of a step.
     """
+    if owner_of(parameter) is None:
+        return parameter.grad
     flat = _trains(parameter, "safe_get_full_grad")
     engine = _engine_of(flat)
     engine.reduce_gradients()

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.core.comm import Comm
 from hf_zero.core.layout import FlatLayout
+from hf_zero.core.parameter import name_of, owner_of
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import compute_dtype
 from hf_zero.core.storage import open_storage
@@ -35,7 +36,6 @@ def partition(
     and released as the stage says, never reduced. ``accumulate`` is the dtype gradients are summed in (default fp32).
     Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models.
     """
-    _check(cuts)
     _check_alike(cuts, group_of, comm)
     units = [_plan_unit(index, cut, model, group_of, policy, comm, precision) for index, cut in enumerate(cuts)]
     flats = [flat for unit in units for flat in unit.flats]
@@ -55,12 +55,13 @@ def partition(
     sums = [(flat, accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32)) for flat in training]
     grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, dtype) for flat, dtype in sums], device)
 
+    former = _Former()
     for unit in units:
         for flat in unit.flats:
             full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
             if flat in shards:
                 flat.keep_shard_in(*shards[flat])
-            values = _fill(flat, full, comm)
+            values = _fill(flat, full, comm, former)
             flat.use_full(full)
             own = values[flat.owned[0] : flat.owned[1]]
             flat.store_shard(own)
@@ -84,14 +85,16 @@ def _needs_master(flat: Flat) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16)
 
 
-def _check(cuts: Sequence[Cut]) -> None:
+def check_parameters(cuts: Sequence[Cut]) -> None:
+    """Raise PartitionError for a parameter that cannot be laid out: without values, of another engine, of a special class."""
     for cut in cuts:
         for name, parameter in cut.parameters:
             if parameter.is_meta:
                 raise PartitionError(f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize")
-            if getattr(parameter, "_hf_zero_flat", None) is not None:
+            owner = owner_of(parameter)
+            if owner is not None and not owner.retired:
                 raise PartitionError(f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once")
-            if type(parameter) is not nn.Parameter:
+            if type(parameter) is not nn.Parameter and owner is None:
                 raise PartitionError(f"parameter {name} is a {type(parameter).__name__}, whose memory cannot be laid out flat; pass a model of plain nn.Parameters")
 
 
@@ -137,15 +140,32 @@ def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> I
         at[dtype] += numel
 
 
+class _Former:
+    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a time."""
+
+    def __init__(self) -> None:
+        self._flat: Flat | None = None
+        self._whole = torch.empty(0)
+
+    def values(self, parameter: torch.Tensor) -> torch.Tensor:
+        flat = owner_of(parameter)
+        if flat is None:
+            return parameter
+        if flat is not self._flat:
+            self._flat, self._whole = flat, flat.whole_from_shards()
+        slot = flat.layout.by_name[name_of(parameter)]
+        return self._whole[slot.offset : slot.end].view(slot.shape)
+
+
 @torch.no_grad()
-def _fill(flat: Flat, full: torch.Tensor, comm: Comm) -> torch.Tensor:
+def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.Tensor:
     """Rank 0's values into ``full``; returned in the precision they came in, for the master weights: [padded]."""
     given = {parameter.dtype for parameter, _ in flat.items}
     widest = flat.dtype if given <= {flat.dtype} else torch.float32
     values = full if widest == flat.dtype else torch.empty(full.numel(), dtype=widest, device=full.device)
     values[flat.layout.numel :].zero_()
     for parameter, slot in flat.items:
-        values[slot.offset : slot.end].view(slot.shape).copy_(parameter)
+        values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
     comm.broadcast(values, 0)
     if values is not full:
         full.copy_(values)

@@ -19,7 +19,7 @@ from torch import nn
 from hf_zero.errors import PartitionError, ReleasedParameterError
 
 _grad = torch.Tensor.grad
-_requires_grad_ = torch.Tensor.requires_grad_
+_requires_grad = torch.Tensor.requires_grad
 
 
 class ZeroParamStatus(Enum):
@@ -70,6 +70,16 @@ class OwnedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         set_raw_grad(self, value)
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        """Whether the parameter trains, as it was at initialize. Setting another value raises."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
         """Refuse a change: what is trainable was laid out at initialize."""

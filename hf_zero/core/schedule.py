@@ -84,11 +84,13 @@ class Schedule:
         """Return when ``unit`` is whole on this rank."""
         if not unit.sharded:
             return
-        for other in self._idle:
-            if other is not unit and not other.in_use:
-                other.release()
-        self._idle = []
+        if unit in self._idle:
+            self._idle.remove(unit)
         if unit.state is State.RELEASED:
+            for other in self._idle:
+                if not other.in_use:
+                    other.release()
+            self._idle = []
             self._acquire(unit)
         unit.finish_gather()
         if unit in self._ahead:

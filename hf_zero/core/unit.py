@@ -46,6 +46,7 @@ class Flat:
         self.axis = axis
         self.owned = layout.rank_range(axis.rank if layout.shards > 1 else 0)
         self.writes = writes
+        self.retired = False  # its engine has been destroyed
         self.filled = False  # ``window`` holds gradients that are not reduced yet
         self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
         self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
@@ -140,13 +141,28 @@ class Flat:
             _set_data(parameter, self._placeholders[slot.name])
             parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
 
-    def disown(self) -> None:
-        """Give the parameters back to plain PyTorch, with the values they have (sharded ones stay released)."""
-        for parameter, _ in self.items:
+    def retire(self) -> None:
+        """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""
+        self.retired = True
+        self.master = self.grad = self.window = self.held = None
+        for parameter, slot in self.items:
             if not isinstance(parameter, ReleasedParameter):
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-                for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
-                    parameter.__dict__.pop(key, None)
+                if self.sharded:
+                    _set_data(parameter, self.views[slot.name].clone())
+                forget(parameter)
+
+    def whole_from_shards(self) -> torch.Tensor:
+        """A new buffer with the values of all ranks' shards, past the parameters: [padded]. Collective."""
+        whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
+        self.axis.all_gather([(whole, self.shard)], self.key, self.number).wait()
+        return whole
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` a plain one, with the data it has."""
+    for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
+        parameter.__dict__.pop(key, None)
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class Call:

@@ -1,7 +1,7 @@
-"""Accelerate's process state under ZeRO: the wrappers of ``accelerate.state``.
+"""Accelerate in a process under ZeRO: the wrappers of its state and of its Accelerator.
 
-Accelerate takes DEEPSPEED to mean GPUs. These three mend what follows from it on CPU ranks and in a plain process.
-Imported in the middle of ``import accelerate``: anything of Accelerate is imported inside the functions.
+Accelerate takes DEEPSPEED to mean GPUs; the wrappers of the state mend what follows from it on CPU ranks and in a plain
+process. Imported in the middle of ``import accelerate``: anything of Accelerate is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
             PartialState._reset_state()  # made before ZeRO was asked for: it believes to be alone
         on_cpu = cpu or cpu_forced()
         if on_cpu and PartialState._shared_state == {}:
-            PartialState(cpu=True, **kwargs)
+            _start_on_cpu(**kwargs)
         forced = os.environ.pop("ACCELERATE_USE_CPU", None)
         try:
             original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
@@ -69,8 +69,29 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks without the consolidated weights get an empty state dict, as under FSDP (``Accelerator.get_state_dict``)."""
+
+    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
+        state = original(self, model, unwrap)
+        return {} if state is None and finder.chosen() else state
+
+    return get_state_dict
+
+
 def _launched() -> bool:
     return int(os.environ.get("LOCAL_RANK", -1)) != -1
+
+
+def _start_on_cpu(**kwargs: Any) -> None:
+    from accelerate.state import PartialState
+
+    from hf_zero.core import comm
+
+    if _launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        comm.init_distributed("gloo", timeout=kwargs.get("timeout"))
+    PartialState(cpu=True, **kwargs)
 
 
 def _join_group(state: Any, timeout: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import Distribution, SimplePath
+from importlib.metadata import Distribution
+from pathlib import Path
 
 from hf_zero.integrations.finder import FACADE, NAME, VERSION
 
@@ -21,7 +22,5 @@ class FacadeDistribution(Distribution):
     def read_text(self, filename: str | os.PathLike[str]) -> str | None:
         return METADATA if os.fspath(filename) == "METADATA" else None
 
-    def locate_file(self, path: str | os.PathLike[str]) -> SimplePath:
-        from pathlib import Path
-
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(FACADE) / path

@@ -35,7 +35,9 @@ class FusedAdam(torch.optim.Adam):
         set_grad_none: bool = True,
     ) -> None:
         _need_bias_correction("FusedAdam", bias_correction)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adam_w_mode)
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adam_w_mode
+        )
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
@@ -65,7 +67,13 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """Adagrad."""
 
     def __init__(
-        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False, fp32_optimizer_states: bool = True
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
@@ -73,7 +81,9 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 class FusedLion(Lion):
     """Lion."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, set_grad_none: bool = True) -> None:
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, set_grad_none: bool = True
+    ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -81,6 +91,11 @@ class DeepSpeedCPULion(Lion):
     """Lion."""
 
     def __init__(
-        self, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, fp32_optimizer_states: bool = True
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)

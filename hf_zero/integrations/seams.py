@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-ACCELERATE = ">=1.12,<1.17"
-TRANSFORMERS = ">=5.17,<5.25"
+ACCELERATE = ">=1.12,<1.16"
+TRANSFORMERS = ">=5.17,<5.24"
 MARK = "__hf_zero_seam__"
 
 
@@ -98,6 +98,20 @@ SEAMS: tuple[Seam, ...] = (
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no group and wait_for_everyone raises",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator._prepare_deepspeed",
+        signature="(self, *args)",
+        wrapper="hf_zero.integrations.generation:offer_offload_names",
+        versions=ACCELERATE,
+        why="TRL takes hooks off `engine.optimizer.parameter_offload` around generation at stage 3",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.get_state_dict",
+        signature="(self, model, unwrap=True)",
+        wrapper="hf_zero.integrations.accelerate:empty_elsewhere",
+        versions=ACCELERATE,
+        why="rank 0 alone gets the weights; None on the others makes save_pretrained gather again, without rank 0",
+    ),
+    Seam(
         target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
         signature="()",
         wrapper="hf_zero.integrations.loading:load_whole",
@@ -130,18 +144,25 @@ SEAMS: tuple[Seam, ...] = (
         why="routes a Trainer that has a ZeroCallback, proves that ZeRO is on, and keeps it from leaking into the next Trainer",
     ),
     Seam(
+        target="transformers.trainer:Trainer.train",
+        signature="(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None)",
+        wrapper="hf_zero.integrations.trainer_seams:train_anew",
+        versions=TRANSFORMERS,
+        why="a second train() destroys the first one's engine, goes on with it, and leaves a sharded model without values",
+    ),
+    Seam(
         target="transformers.trainer:Trainer._prepare_for_training",
         signature="(self, max_steps, train_dataloader, resume_from_checkpoint)",
-        wrapper="hf_zero.integrations.trainer_seams:prepare_anew",
+        wrapper="hf_zero.integrations.trainer_seams:prepare_engine",
         versions=TRANSFORMERS,
-        why="a second train() would go on with a destroyed engine, and a wrapped model would train unsharded",
+        why="a model that is wrapped in something else than the engine would train unsharded in silence",
     ),
     Seam(
         target="transformers.trainer:deepspeed_init",
         signature="(trainer, num_training_steps, inference=False)",
-        wrapper="hf_zero.integrations.trainer_seams:use_given_optimizer",
+        wrapper="hf_zero.integrations.trainer_seams:keep_what_was_given",
         versions=TRANSFORMERS,
-        why="drops the optimizer and the scheduler of Trainer(optimizers=...) in silence",
+        why="drops the optimizer and the scheduler of Trainer(optimizers=...) in silence, and sets the level of our logger",
     ),
     Seam(
         target="transformers.trainer:Trainer.evaluation_loop",
@@ -192,7 +213,9 @@ def _apply(seam: Seam, module: ModuleType) -> None:
     if getattr(function, MARK, None) == seam.target:
         return
     if (found := describe(function)) != seam.signature:
-        logger.warning("%s takes %s, hf-zero was read against %s. Install %s%s", seam.target, found, seam.signature, seam.package, seam.versions)
+        logger.warning(
+            "%s takes %s, hf-zero was read against %s. Install %s%s", seam.target, found, seam.signature, seam.package, seam.versions
+        )
     home, _, wrapper = seam.wrapper.partition(":")
     replacement = getattr(importlib.import_module(home), wrapper)(function)
     functools.update_wrapper(replacement, function)

@@ -129,21 +129,30 @@ def renew_devices(args: Any) -> None:
 
 def verify(trainer: Any) -> None:
     """Raise unless this Trainer's Accelerator is a ZeRO one: nothing may train unsharded in silence. Accelerate's state counts the ranks."""
-    from accelerate.utils import DistributedType
-
     finder.choose()
-    state = trainer.accelerator.state
     if not trainer.is_deepspeed_enabled:
         raise ConfigError(
-            f"a ZeRO config was given, but the Accelerate state of this process is {state.distributed_type} and the Trainer would train unsharded; "
+            f"a ZeRO config was given, but the Accelerate state of this process is {state_kind(trainer)} and the Trainer would train unsharded; "
             "make the training arguments and the Trainer before any other Accelerator"
         )
-    if state.distributed_type != DistributedType.DEEPSPEED:
-        raise ConfigError(
-            f"the Accelerate state of this Trainer is {state.distributed_type} by now: TrainingArguments or an Accelerator made after the Trainer "
-            "replaced it. Use one Trainer to its end, then make the next one's arguments"
-        )
+    verify_state(trainer)
     _one_device(trainer.args)
+
+
+def state_kind(trainer: Any) -> Any:
+    """The distributed type that Accelerate's one state has by now; None while there is no state."""
+    return getattr(trainer.accelerator.state, "distributed_type", None)
+
+
+def verify_state(trainer: Any) -> None:
+    """Raise if another Trainer has replaced the state that this one was made with."""
+    from accelerate.utils import DistributedType
+
+    if trainer.is_deepspeed_enabled != (state_kind(trainer) == DistributedType.DEEPSPEED):
+        raise ConfigError(
+            f"the Accelerate state of this process is {state_kind(trainer)} by now, which is not that of this Trainer: training arguments, a Trainer or an "
+            "Accelerator made after it replaced the state. Use one Trainer to its end, then make the arguments of the next"
+        )
 
 
 def _one_device(args: Any) -> None:

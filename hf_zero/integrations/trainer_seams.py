@@ -18,7 +18,8 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify
+from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
+from hf_zero.logs import logger
 
 GIVEN = "_hf_zero_given"
 
@@ -58,15 +59,31 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_accelerator_and_postprocess
 
 
-def prepare_anew(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Each ``train()`` gets an engine of its own, and certainly an engine (``Trainer._prepare_for_training``)."""
+def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A second ``train()`` goes on with the model of the first (``Trainer.train``)."""
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if finder.chosen():
+            verify_state(self)
+        if under_zero(self):
+            from hf_zero.core.engine import Engine
+
+            if isinstance(self.deepspeed, Engine):
+                from hf_zero.integrations.handing_back import hand_back
+
+                hand_back(self.deepspeed)
+                self.model_wrapped, self.deepspeed = self.model, None
+        return original(self, *args, **kwargs)
+
+    return train
+
+
+def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What trains is hf-zero's engine and nothing else (``Trainer._prepare_for_training``)."""
 
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if not under_zero(self):
             return original(self, max_steps, train_dataloader, resume_from_checkpoint)
-        verify(self)
-        # The engine of an earlier train() was destroyed when this one began; the stock code would go on with it.
-        self.model_wrapped, self.deepspeed = self.model, None
         _keep_given_optimizer(self)
         with environment(**engine_environment(self.args)):
             result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
@@ -90,32 +107,45 @@ def _keep_given_optimizer(trainer: Any) -> None:
         setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
 
 
-def use_given_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer(optimizers=…)`` is obeyed; the stock code drops both in silence (``deepspeed_init``)."""
+def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer(optimizers=…)`` and the level of our logger stay as the user set them (``deepspeed_init``)."""
 
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-        given = getattr(trainer, GIVEN, None)
-        if given is None or not under_zero(trainer):
+        if not under_zero(trainer):
             return original(trainer, num_training_steps, inference=inference)
-        optimizer, scheduler = given
-        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        if "optimizer" in config:
-            raise ConfigError(
-                f"Trainer(optimizers=…) gives {type(optimizer).__name__} and the ZeRO config gives {config['optimizer'].get('type')!r}; remove one of them"
-            )
-
-        def create_optimizer(model: Any = None) -> Any:
-            trainer.optimizer = optimizer
-            return optimizer
-
-        trainer.create_optimizer = create_optimizer
+        level = logger.level
         try:
-            prepared, made = original(trainer, num_training_steps, inference=inference)
+            with _given_optimizer(trainer) as scheduler:
+                prepared, made = original(trainer, num_training_steps, inference=inference)
         finally:
-            del trainer.create_optimizer
+            logger.setLevel(level)
         return prepared, scheduler if made is None else made
 
     return deepspeed_init
+
+
+@contextmanager
+def _given_optimizer(trainer: Any) -> Iterator[Any]:
+    """While the stock code wants an optimizer it gets the one that was given to the Trainer; gives the scheduler beside it."""
+    optimizer, scheduler = getattr(trainer, GIVEN, (None, None))
+    if optimizer is None:
+        yield None
+        return
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    if "optimizer" in config:
+        raise ConfigError(
+            f"Trainer(optimizers=…) gives {type(optimizer).__name__} and the ZeRO config gives {config['optimizer'].get('type')!r}; remove one of them"
+        )
+
+    def create_optimizer(model: Any = None) -> Any:
+        trainer.optimizer = optimizer
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
+    try:
+        yield scheduler
+    finally:
+        del trainer.create_optimizer
 
 
 def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +154,7 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not under_zero(self):
             return original(self, *args, **kwargs)
-        verify(self)
+        verify_state(self)
         with _answering_zero3(self):
             if self.deepspeed is not None:
                 return original(self, *args, **kwargs)

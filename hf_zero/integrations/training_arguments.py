@@ -11,6 +11,7 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.launching import zero_asked_for
 from hf_zero.integrations.trainer_config import read
 
 
@@ -45,6 +46,7 @@ class TrainingArguments(transformers.TrainingArguments):
         written = config.to_dict()
         if self.deepspeed is not None and read(self.deepspeed) != written:
             raise ConfigError(f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; pass zero_config alone")
+        _refuse_other_stage(config.stage)
         if not isinstance(self.zero_config, str):
             # text or a dict goes into JSON and comes back; other objects would not
             self.zero_config = os.fspath(self.zero_config) if isinstance(self.zero_config, os.PathLike) else written
@@ -52,6 +54,20 @@ class TrainingArguments(transformers.TrainingArguments):
         self.use_cpu = self.use_cpu or bool(config.launch.use_cpu)
         super().__post_init__()
         _refuse_contradictions(self)
+
+
+def _refuse_other_stage(stage: int) -> None:
+    """The config of the arguments takes the place of the launcher's; that must not change the stage unseen."""
+    if not zero_asked_for():
+        return
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    launched = (
+        ZeroConfig.coerce(file, allow_auto=True).stage if file != "none" else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
+    )
+    if launched != stage:
+        raise ConfigError(
+            f"zero_config asks for stage {stage}, and accelerate launch was given a config of stage {launched}; give the ZeRO config in one place"
+        )
 
 
 def _refuse_contradictions(args: Any) -> None:

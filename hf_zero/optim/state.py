@@ -49,8 +49,8 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
     """The state ``optimizer`` gives a new one-element parameter of ``group``, before its first step.
 
     The class itself is asked, by one step over a throw-away parameter on a throw-away twin of the optimizer, so that
-    names, dtypes and the devices of counters are its own. Learning-rate wrappers and hooks of the user's object are
-    left out of it.
+    names, dtypes and the devices of counters are its own. What stands on the user's object in place of ``step`` (the
+    engine's own, a scheduler's wrapper) and its hooks are left out of it.
     """
     probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
     probe.grad = torch.zeros_like(probe)
@@ -59,8 +59,6 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
     twin.__dict__.pop("step", None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
-    for unscale in ("grad_scale", "found_inf"):
-        twin.__dict__.pop(unscale, None)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": [probe]}]
     twin.step()

@@ -122,7 +122,6 @@ def _touch(left: Tensor | None, right: Tensor | None) -> bool:
     return (
         left is not None
         and right is not None
-        and left.dtype == right.dtype
         and left.untyped_storage()._cdata == right.untyped_storage()._cdata
         and left.storage_offset() + left.numel() == right.storage_offset()
     )

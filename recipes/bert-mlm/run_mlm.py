@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import resource
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DataLoaderConfiguration, gather_object, set_seed
-from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
@@ -36,14 +36,13 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     DataCollatorForLanguageModeling,
-    PreTrainedConfig,
     PreTrainedTokenizerFast,
     get_scheduler,
 )
 
 logger = get_logger(__name__)
 CARD = Path(__file__).with_name("README.md")
-RUN = "run.json"
+RUN = "trainer_state.json"  # the name and the `log_history` that transformers' Trainer uses
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,22 +57,22 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--model_name_or_path", help="continue from this model and its tokenizer instead of starting from nothing")
     model.add_argument("--vocab_size", type=int, default=2048)
     model.add_argument("--hidden_size", type=int, default=128)
-    model.add_argument("--num_layers", type=int, default=4)
+    model.add_argument("--num_layers", type=int, default=2)
     model.add_argument("--num_heads", type=int, default=4)
     train = parser.add_argument_group("training")
-    train.add_argument("--per_device_batch_size", type=int, default=16)
+    train.add_argument("--per_device_batch_size", type=int, default=8)
     train.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    train.add_argument("--max_train_steps", type=int, default=800)
-    train.add_argument("--learning_rate", type=float, default=2e-3)
+    train.add_argument("--max_train_steps", type=int, default=1200)
+    train.add_argument("--learning_rate", type=float, default=3e-3)
     train.add_argument("--weight_decay", type=float, default=0.01)
-    train.add_argument("--num_warmup_steps", type=int, default=40)
+    train.add_argument("--num_warmup_steps", type=int, default=80)
     train.add_argument("--max_grad_norm", type=float, default=1.0)
     train.add_argument("--seed", type=int, default=42)
     output = parser.add_argument_group("output")
     output.add_argument("--output_dir", type=Path, default=Path("runs/bert-mlm"))
     output.add_argument("--checkpointing_steps", type=int, default=200)
     output.add_argument("--resume_from_checkpoint", help="a folder `step_N`, or `latest` for the newest complete one in --output_dir")
-    output.add_argument("--logging_steps", type=int, default=20)
+    output.add_argument("--logging_steps", type=int, default=50)
     return parser.parse_args()
 
 
@@ -89,10 +88,11 @@ class Run:
     completed_steps: int = 0
     examples: int = 0
     seconds: float = 0.0
-    loss_before: float | None = None
-    loss_after: float | None = None
     memory: list[dict[str, int]] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+    def log(self, **values: float) -> None:
+        self.log_history.append({"step": self.completed_steps, **values})
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,25 +105,8 @@ class Run:
 
     def resume(self, folder: Path) -> None:
         saved = json.loads((folder / RUN).read_text())
-        for name in ("completed_steps", "examples", "seconds", "loss_before", "history"):
+        for name in ("completed_steps", "examples", "seconds", "log_history"):
             setattr(self, name, saved[name])
-
-    def facts(self) -> dict[str, str]:
-        """The rows of the card's table."""
-        rows = {
-            "text": self.text,
-            "parameters": f"{self.parameters:,}",
-            "trained on": f"{self.processes} processes, {self.sharding}",
-            "steps": f"{self.completed_steps:,} ({self.examples:,} blocks of {self.sequence_length} tokens)",
-            "tokens per second": f"{self.tokens_per_second:,.0f}",
-        }
-        if self.loss_before is not None:
-            rows["evaluation loss before training"] = f"{self.loss_before:.3f}"
-        if self.loss_after is not None:
-            rows["evaluation loss after training"] = f"{self.loss_after:.3f}"
-        if self.memory:
-            rows["bytes of tensors per process, before a step"] = ", ".join(f"{rank['state']:,}" for rank in self.memory)
-        return rows
 
 
 class PositionSeededCollator(DataCollatorForLanguageModeling):
@@ -169,7 +152,7 @@ def cut_into_blocks(texts: datasets.Dataset, tokenizer: Any, length: int) -> dat
     """All texts as one stream of tokens, cut into blocks of exactly `length` with [CLS] and [SEP] at their ends."""
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        stream = [token for ids in tokenizer(batch["text"], add_special_tokens=False)["input_ids"] for token in ids]
+        stream = [token for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"] for token in ids]
         inner = length - 2
         starts = range(0, len(stream) - inner + 1, inner)
         return {"input_ids": [[tokenizer.cls_token_id, *stream[a : a + inner], tokenizer.sep_token_id] for a in starts]}
@@ -218,25 +201,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def save_checkpoint(folder: Path, accelerator: Accelerator, config: PreTrainedConfig, tokenizer: Any, run: Run) -> None:
-    """The sharded state, and beside it what a reader of the converted model needs: config, tokenizer and card."""
+def save_checkpoint(folder: Path, accelerator: Accelerator, tokenizer: Any, run: Run) -> None:
+    """The sharded state, and beside it what belongs to a converted model: tokenizer, model card, the losses."""
     accelerator.save_state(str(folder))
     if accelerator.is_main_process:
-        config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_card(folder, run.facts())
+        shutil.copyfile(CARD, folder / CARD.name)
         run.save(folder)
     accelerator.wait_for_everyone()
-
-
-def write_card(folder: Path, facts: dict[str, str]) -> None:
-    """The recipe's model card with this run's figures in place of its note about them."""
-    card = ModelCard.load(CARD)
-    before, _, rest = card.text.partition("<!-- this run -->")
-    after = rest.partition("<!-- end of this run -->")[2]
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    card.text = f"{before}| | |\n| --- | --- |\n{rows}\n{after}"
-    card.save(folder / "README.md")
 
 
 def find_checkpoint(wanted: str, output_dir: Path) -> Path:
@@ -252,11 +224,12 @@ def find_checkpoint(wanted: str, output_dir: Path) -> Path:
 
 def main() -> None:
     args = parse_args()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger(__name__).setLevel(logging.INFO)
     # The order of the examples is a function of seed and epoch: a resumed run finds its place in it.
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=order)
-    logger.info(str(accelerator.state).replace("\n", ", "))
+    logger.info(f"{accelerator.num_processes} processes on {accelerator.device.type}, {describe_sharding(accelerator)}")
     datasets.utils.logging.disable_progress_bar()
     set_seed(args.seed)
 
@@ -312,11 +285,13 @@ def main() -> None:
         run.resume(folder)
         logger.info(f"resuming from {folder} after {run.completed_steps} steps")
     else:
-        run.loss_before = evaluate(model, eval_loader, eval_collator, accelerator)
-        logger.info(f"evaluation loss before training: {run.loss_before:.4f}")
+        run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
+        logger.info(f"evaluation loss before training: {run.log_history[0]['eval_loss']:.4f}")
 
     batch_examples = args.per_device_batch_size * accelerator.num_processes
-    bar = tqdm(total=args.max_train_steps, initial=run.completed_steps, disable=not accelerator.is_main_process, desc="training")
+    # The bar belongs to a terminal; elsewhere the losses are logged.
+    hidden = None if accelerator.is_main_process else True
+    bar = tqdm(total=args.max_train_steps, initial=run.completed_steps, disable=hidden, desc="training")
     window: list[torch.Tensor] = []
     state_bytes = 0
     model.train()
@@ -350,26 +325,25 @@ def main() -> None:
                 mean = accelerator.reduce(torch.stack(window).mean(), "mean").item()
                 window.clear()
                 run.seconds += time.perf_counter() - started
-                run.history.append({"step": run.completed_steps, "loss": mean})
+                run.log(loss=mean)
                 bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+                if bar.disable:
+                    logger.info(f"step {run.completed_steps}: loss {mean:.4f}")
                 if last:
                     break
                 if saving:
-                    save_checkpoint(args.output_dir / f"step_{run.completed_steps}", accelerator, config, tokenizer, run)
+                    save_checkpoint(args.output_dir / f"step_{run.completed_steps}", accelerator, tokenizer, run)
                 started = time.perf_counter()
         else:
             run.seconds += time.perf_counter() - started
     bar.close()
 
-    run.loss_after = evaluate(model, eval_loader, eval_collator, accelerator)
+    run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
     run.memory = gather_object([{"rank": accelerator.process_index, "state": state_bytes, "peak": peak_bytes()}])
     final = args.output_dir / f"step_{run.completed_steps}"
-    save_checkpoint(final, accelerator, config, tokenizer, run)
-    if accelerator.is_main_process:
-        run.save(args.output_dir)
-    logger.info(
-        f"evaluation loss {run.loss_before:.4f} -> {run.loss_after:.4f}, {run.tokens_per_second:,.0f} tokens/s; sharded state in {final}"
-    )
+    save_checkpoint(final, accelerator, tokenizer, run)
+    before, after = (run.log_history[place]["eval_loss"] for place in (0, -1))
+    logger.info(f"evaluation loss {before:.4f} -> {after:.4f}, {run.tokens_per_second:,.0f} tokens/s; sharded state in {final}")
     accelerator.end_training()
 
 

@@ -49,6 +49,10 @@ class Flat:
     shard: torch.Tensor | None = None
     grad: torch.Tensor | None = None
 
+    def store_shard(self, values: torch.Tensor) -> None:
+        assert self.shard is not None
+        self.shard.copy_(values)
+
 
 @dataclass
 class Counters:
@@ -78,7 +82,7 @@ class Engine:
     global_rank: int
     world_size: int
     shard_world: int
-    param_dtypes: dict[str, torch.dtype]
+    param_dtypes: dict[str, str]
     aliases: dict[str, str]
     config: Any
     bound: BoundOptimizer | None = None
@@ -143,7 +147,7 @@ def build(module: nn.Module, job: Job, rank: int, comm: Comm) -> Engine:
             if chosen:
                 flats.append(_flat(f"unit{index}", chosen, held, trainable, job, rank, shard_world))
     engine = Engine(
-        module, flats, comm, job.stage, rank, job.world, shard_world, {name: p.dtype for name, p in held.items()}, aliases,
+        module, flats, comm, job.stage, rank, job.world, shard_world, {name: str(p.dtype).removeprefix("torch.") for name, p in held.items()}, aliases,
         SimpleNamespace(precision=job.precision),
     )  # fmt: skip
     if job.optimizer is not None:
@@ -152,7 +156,6 @@ def build(module: nn.Module, job: Job, rank: int, comm: Comm) -> Engine:
         groups.append({"params": [held[n] for n in trained if not job.decays(n)], "weight_decay": 0.0})
         group_of = {name: 0 if job.decays(name) else 1 for name in trained}
         engine.bound = BoundOptimizer(job.optimizer(groups), flats, group_of, {name: held[name] for name in trained})
-        engine.bound.group_of = group_of
     return engine
 
 
@@ -256,6 +259,7 @@ class Small(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("rope", torch.arange(3.0), persistent=False)
+        self.register_buffer("wide", torch.ones(1).expand(4))
 
 
 def small() -> nn.Module:

@@ -93,6 +93,7 @@ def test_tied_weights_are_kept_under_the_name_that_save_pretrained_keeps(tmp_pat
             slots = tuple(type(s)("head.weight" if s.name == "embed.weight" else s.name, s.shape, s.offset) for s in flat.layout.slots)
             flat.layout = type(flat.layout)(slots, flat.layout.shards)
         engine.aliases = {"embed.weight": "head.weight"}
+        engine.param_dtypes["head.weight"] = engine.param_dtypes.pop("embed.weight")
         engine.module._tied_weights_keys = {"head.weight": "embed.weight"}
         return checkpoint.save(engine, tmp_path / "run")
 
@@ -172,8 +173,8 @@ def test_slices_smaller_than_tensors(tmp_path, monkeypatch):
 def test_all_that_may_be_named_as_the_source(tmp_path):
     saved(tmp_path / "out" / "checkpoint-2", small)
     for source in ("out", "out/checkpoint-2", "out/checkpoint-2/global_step2"):
-        assert convert_checkpoint(tmp_path / source, tmp_path / "model").tensors == 12
-    assert convert_checkpoint(tmp_path / "out" / "checkpoint-2", tmp_path / "model", tag="global_step2").tensors == 12
+        assert convert_checkpoint(tmp_path / source, tmp_path / "model").tensors == 13
+    assert convert_checkpoint(tmp_path / "out" / "checkpoint-2", tmp_path / "model", tag="global_step2").tensors == 13
 
 
 def test_what_lies_beside_it_is_carried_along(tmp_path):

@@ -48,7 +48,7 @@ def test_fields_it_does_not_know_are_ignored(written):
 def test_order_and_names(written):
     assert list(written["parameters"]) == [name for name, _ in small().named_parameters()]
     assert written["aliases"] == {"head.weight": "embed.weight"}
-    assert set(written["buffers"]) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(written["buffers"]) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "wide"}
     assert written["world"] == {"size": 2, "shard": 2, "replicate": 1}
 
 

@@ -52,7 +52,7 @@ def test_an_executing_pickle_is_not_loaded(tmp_path):
     torch.save({"client_state": {"k": Attack()}}, path)
     with pytest.raises(CheckpointError, match=r"objects\.pt cannot be loaded"):
         load_objects(path)
-    path.write_bytes(pickle.dumps(Attack()))
+    path.write_bytes(pickle.dumps(Attack(), protocol=2))
     with pytest.raises(CheckpointError, match=r"objects\.pt cannot be loaded"):
         load_objects(path)
 

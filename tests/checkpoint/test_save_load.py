@@ -131,7 +131,7 @@ def test_16_bit_keeps_the_masters(tmp_path, precision):
 def test_other_precision_and_trainability(tmp_path):
     """What was frozen in bf16 is trained in fp32, with no moments; what was trained is frozen."""
     before = state_of(trained(Job(2, 3, precision="bf16", frozen=lambda name: "first" in name), tmp_path))
-    engines, _ = loaded(Job(2, 1, frozen=lambda name: "second" in name), tmp_path)
+    engines, _ = loaded(Job(2, 1, frozen=lambda name: "second" in name), tmp_path, before=train_some)
     after = state_of(engines)
     assert torch.equal(after["first.weight"]["weights"], before["first.weight"]["weights"].float())
     assert not after["first.weight"]["exp_avg"].any()

@@ -67,8 +67,9 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
 
 
 def test_strided_tensors_are_written_in_order(tmp_path):
-    write(tmp_path / "f", {"a": torch.arange(6.0).reshape(2, 3).t()})
+    write(tmp_path / "f", {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(1).expand(5)})
     with safe_open(tmp_path / "f", "pt") as file:
+        assert file.get_tensor("b").tolist() == [1] * 5
         assert file.get_tensor("a").tolist() == [[0, 3], [1, 4], [2, 5]]
 
 

@@ -5,6 +5,7 @@ Everything is seeded and free of dropout, so that a forward depends on weights a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ VOCAB, HIDDEN, LAYERS, HEADS = 67, 32, 2, 4
 ROWS, LENGTH = 2, 9  # odd on purpose: a batch is [ROWS, LENGTH] tokens
 
 Batch = dict[str, Any]
+
+_generator = threading.Lock()  # ranks that are threads share torch's generator
 
 
 def seed_of(step: int, micro: int, rank: int) -> int:
@@ -94,12 +97,13 @@ class Architecture:
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     """``make()`` in fp32 and training mode, with parameters that depend on nothing but ``make``."""
-    state = torch.get_rng_state()
-    torch.manual_seed(1234)
-    try:
-        return make().float().train()
-    finally:
-        torch.set_rng_state(state)
+    with _generator:
+        state = torch.get_rng_state()
+        torch.manual_seed(1234)
+        try:
+            return make().float().train()
+        finally:
+            torch.set_rng_state(state)
 
 
 ARCHITECTURES = {

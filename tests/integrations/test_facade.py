@@ -25,7 +25,7 @@ from hf_zero.integrations import finder
 
 FACADE = Path(finder.FACADE)
 
-NAMES = """
+USED = """
 initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init __version__
 zero.Init zero.GatheredParameters zero.register_external_parameter runtime.zero.GatheredParameters
 runtime.zero.partition_parameters.ZeroParamStatus runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
@@ -45,7 +45,7 @@ utils.groups._get_sequence_parallel_group utils.groups._get_sequence_parallel_ra
 utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
 utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files
 launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
-""".split()
+"""
 
 
 def reach(dotted: str) -> Any:
@@ -58,7 +58,7 @@ def test_nobody_is_misled_about_whose_it_is() -> None:
     assert finder.is_ours(deepspeed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", USED.split())
 def test_the_name_is_there(name: str) -> None:
     assert reach(name) is not None
 
@@ -182,7 +182,9 @@ def test_classes_are_the_native_ones() -> None:
     ],
 )
 def test_what_is_not_built_says_so_by_name(name: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(NotBuiltError, match=f"{name.split('.')[-1] if name != 'launcher.runner.main' else 'deepspeed. launcher'}.* is not built"):
+    with pytest.raises(
+        NotBuiltError, match=f"{name.split('.')[-1] if name != 'launcher.runner.main' else 'deepspeed. launcher'}.* is not built"
+    ):
         reach(name)(*arguments)
 
 

@@ -170,7 +170,9 @@ def test_copies_are_small_whole_and_apart() -> None:
 
 def test_tied_weights_stay_tied_in_a_copy() -> None:
     weight, empty = torch.randn(4, 2), torch.empty(0)
-    copy = clone_tensors_for_torch_save({"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2], "e": empty, "f": torch.empty(0)})
+    copy = clone_tensors_for_torch_save(
+        {"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2], "e": empty, "f": torch.empty(0)}
+    )
     assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
     assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
     assert copy["e"].numel() == copy["f"].numel() == 0
@@ -180,7 +182,9 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
 
 
 def test_init_leaves_parameters_whole_and_takes_every_argument() -> None:
-    with loading.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}, remote_device="cpu", pin_memory=True) as context:
+    with loading.Init(
+        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}, remote_device="cpu", pin_memory=True
+    ) as context:
         layer = nn.Linear(3, 2)
     assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
     assert context.enabled

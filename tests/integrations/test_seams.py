@@ -89,7 +89,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, hooks.SeamFinder)])
     monkeypatch.setattr(hooks, "WATCHED", ("seamed",))
-    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"), seam("seamed.parts:plain", "(a, b=2)")))
+    monkeypatch.setattr(
+        seams, "SEAMS", (seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"), seam("seamed.parts:plain", "(a, b=2)"))
+    )
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
     seams.modules.cache_clear()

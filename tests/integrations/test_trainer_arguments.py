@@ -70,13 +70,26 @@ def test_without_a_config_it_is_the_stock_class(make: Callable[..., TrainingArgu
 
 def test_what_the_config_leaves_out_comes_from_the_arguments(make: Callable[..., TrainingArguments]) -> None:
     config = {"stage": 1, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
-    args = make(config, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_grad_norm=0.25, learning_rate=2e-4, weight_decay=0.1, bf16=True)
+    args = make(
+        config,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.25,
+        learning_rate=2e-4,
+        weight_decay=0.1,
+        bf16=True,
+    )
     found = live(args)
     assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"], found["train_batch_size"]) == (3, 2, 6)
     assert found["gradient_clipping"] == 0.25
     assert found["bf16"]["enabled"] is True and found["fp16"]["enabled"] is False
     assert found["optimizer"]["params"] == {"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    assert found["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 2e-4, "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    assert found["scheduler"]["params"] == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 2e-4,
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+    }
     assert args.deepspeed_plugin.hf_ds_config.dtype().itemsize == 2
 
 
@@ -114,7 +127,9 @@ def test_a_choice_not_to_gather_weights_is_kept() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, {}, ("=0.1", "=5e-05", "learning_rate")),
     ],
 )
-def test_a_contradiction_shows_both_values(config: dict[str, Any], changes: dict[str, Any], values: tuple[str, ...], make: Callable[..., Any]) -> None:
+def test_a_contradiction_shows_both_values(
+    config: dict[str, Any], changes: dict[str, Any], values: tuple[str, ...], make: Callable[..., Any]
+) -> None:
     with pytest.raises(ConfigError, match="contradicts the training arguments") as raised:
         make({"stage": 2, **config}, **changes)
     assert all(value in str(raised.value) for value in values)
@@ -161,10 +176,27 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_an_accelerate_file_that_forces_the_cpu(make: Callable[..., TrainingArguments], tmp_path: Path) -> None:
-    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\nuse_cpu: true\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n")
+    (tmp_path / "zero.yaml").write_text(
+        "distributed_type: DEEPSPEED\nuse_cpu: true\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    )
     args = make(str(tmp_path / "zero.yaml"), use_cpu=False)
     assert args.use_cpu and args.device.type == "cpu"
     assert live(args)["bf16"]["enabled"] is True
+
+
+@pytest.mark.parametrize("by", ["stage", "file"])
+def test_a_launcher_with_another_stage(
+    by: str, make: Callable[..., TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    if by == "stage":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    else:
+        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
+    assert make("zero3").deepspeed_plugin.zero_stage == 3
+    with pytest.raises(ConfigError, match="asks for stage 2, and accelerate launch was given a config of stage 3"):
+        make("zero2")
 
 
 def test_another_deepspeed_is_refused(make: Callable[..., TrainingArguments], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +215,9 @@ def test_hollow_imports_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_with_another_deepspeed_nothing_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "chosen", lambda: False)
-    stock = transformers.TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, deepspeed={"zero_optimization": {"stage": 2}})
+    stock = transformers.TrainingArguments(
+        output_dir=str(tmp_path), report_to="none", use_cpu=True, deepspeed={"zero_optimization": {"stage": 2}}
+    )
     assert "gradient_clipping" not in live(stock)
 
 

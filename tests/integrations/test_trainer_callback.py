@@ -82,11 +82,12 @@ def test_one_after_another_with_it(tmp_path: Path) -> None:
         assert isinstance(run.model_wrapped, Engine)
 
 
-def test_a_trainer_whose_state_was_replaced_refuses_to_train(tmp_path: Path) -> None:
-    run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero2")])
-    stock(tmp_path)
-    for act in (run.train, run.evaluate):
-        with pytest.raises(ConfigError, match="made after the Trainer"):
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_trainer_whose_state_was_replaced_refuses_to_train(zero: bool, tmp_path: Path) -> None:
+    run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero2")] if zero else None)
+    trainer(stock(tmp_path), callbacks=None if zero else [ZeroCallback("zero2")])
+    for act in (run.train, run.evaluate) if zero else (run.train,):
+        with pytest.raises(ConfigError, match="is not that of this Trainer"):
             act()
 
 
@@ -153,7 +154,8 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(zero_callback.time, "perf_counter", lambda: float(next(clock)))
     notes = Notes()
     args = stock(tmp_path, logging_steps=2, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
-    run = trainer(args, callbacks=[notes, ZeroCallback("zero2")])
+    callback = ZeroCallback("zero2")
+    run = trainer(args, callbacks=[notes, callback])
     run.train()
     reports = [entry for entry in notes.seen if "loss" in entry]
     assert len(reports) == STEPS // 2
@@ -165,7 +167,7 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert entry["tokens_per_second"] == 2 * ROWS_A_BATCH * LENGTH
     assert logged(run, "tokens_per_second") == [entry["tokens_per_second"] for entry in reports]
     assert not any("memory_mib" in entry for entry in notes.seen if "loss" not in entry)
-    assert not run.model._forward_pre_hooks or not any("Throughput" in repr(hook) for hook in run.model._forward_pre_hooks.values())
+    assert callback.throughput._hook is None
 
 
 def test_it_says_that_the_model_was_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +176,15 @@ def test_it_says_that_the_model_was_loaded_whole(tmp_path: Path, monkeypatch: py
     run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero3")])
     run.train()
     assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "loaded whole" in said[0]
+
+
+def test_one_process_drives_one_device(tmp_path: Path) -> None:
+    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
+    args._n_gpu = 2  # as where two GPUs are visible to a plain `python`
+    run = trainer(args)
+    assert args.n_gpu == 1
+    run.train()
+    assert isinstance(run.model_wrapped, Engine)
 
 
 def test_memory_of_a_cpu_rank() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -14,7 +17,9 @@ from torch import nn
 import hf_zero
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from tests.integrations.tiny_trainer import ROWS_A_BATCH, logged, model, options, rows, trainer, weights
+from hf_zero.integrations.handing_back import hand_back
+from hf_zero.logs import logger
+from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -22,7 +27,9 @@ STAGES = (0, 1, 2, 3)
 ROUTES = ("ours", "stock", "callback")
 
 
-def routed(route: str, stage: int, folder: Path, architecture: str = "bert", config: dict[str, Any] | None = None, **changes: Any) -> transformers.Trainer:
+def routed(
+    route: str, stage: int, folder: Path, architecture: str = "bert", config: dict[str, Any] | None = None, **changes: Any
+) -> transformers.Trainer:
     """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of ``Trainer`` excepted."""
     to_trainer = {name: changes.pop(name) for name in ("optimizers", "compute_metrics", "model", "callbacks") if name in changes}
     zero = {"zero_optimization": {"stage": stage}, **(config or {})}
@@ -39,11 +46,15 @@ def routed(route: str, stage: int, folder: Path, architecture: str = "bert", con
 def assert_same_training(run: transformers.Trainer, oracle: transformers.Trainer, tolerance: float = 1e-5) -> None:
     for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(run, key) == pytest.approx(logged(oracle, key), rel=tolerance), key
-    expected = weights(oracle)
-    found = weights(run)
+    expected, found = weights(oracle), weights(run)
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float((found[name].float() - value.float()).norm()) <= tolerance * float(value.float().norm()) + 1e-7, name
+    # Over the whole model: what Adam makes of gradients that are zero in theory (a key's bias) is noise on both sides.
+    assert distance(found, expected) <= tolerance * distance(expected)
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor] | None = None) -> float:
+    """The norm of all weights, or of their differences."""
+    return float(sum((value.double() - (second[name].double() if second else 0)).square().sum() for name, value in first.items()) ** 0.5)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "gpt2"])
@@ -144,7 +155,14 @@ def test_resuming_after_an_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", (0, 3))
 def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
     # A learning rate that spoils the model: the first evaluation is the best.
-    changes = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.5}
+    changes = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.5,
+    }
     run = routed("ours", stage, tmp_path, **changes)
     run.train()
     losses = logged(run, "eval_loss")
@@ -154,10 +172,6 @@ def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None
 
 def test_a_scheduler_and_an_optimizer_in_the_config(tmp_path: Path) -> None:
     config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
-    runs = [routed(route, stage, tmp_path, config=config, max_steps=3) for route, stage in (("ours", 1), ("stock", 3), ("callback", 3))]
-    for run, args in [(run, run.args) for run in runs]:
-        del args
-        del run
     losses = []
     for route, stage in (("ours", 1), ("stock", 3), ("callback", 3)):
         run = routed(route, stage, tmp_path, config=config, max_steps=3)
@@ -209,20 +223,91 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
 def test_16_bit_training(stage: int, precision: str, tmp_path: Path) -> None:
     oracle = routed("plain", 0, tmp_path)
     oracle.train()
-    by_flag = routed("ours", stage, tmp_path, **{precision: True})
+    scale = {"loss_scale": 128} if precision == "fp16" else {}
+    by_flag = routed("ours", stage, tmp_path, config={precision: scale}, **{precision: True})
     by_flag.train()
-    by_config = routed("stock", stage, tmp_path, config={precision: {"enabled": True}})
+    by_config = routed("stock", stage, tmp_path, config={precision: {"enabled": True, **scale}})
     by_config.train()
     assert logged(by_flag) == logged(by_config)
     assert logged(by_flag) == pytest.approx(logged(oracle), rel=2e-2)
     assert next(by_flag.model.parameters()).dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
 
 
-def test_a_second_train_goes_on(tmp_path: Path) -> None:
-    oracle = routed("plain", 0, tmp_path)
-    run = routed("ours", 2, tmp_path)
-    for started in (oracle, run):
-        started.train()
-        started.train()
-    assert_same_training(run, oracle)
-    assert run.args.per_device_train_batch_size == ROWS_A_BATCH
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_step_that_overflowed_leaves_the_schedule_alone(stage: int, tmp_path: Path) -> None:
+    run = routed(
+        "ours", stage, tmp_path, config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}}, fp16=True, warmup_steps=0, max_steps=12
+    )
+    run.train()
+    skipped = run.deepspeed.counters.skipped_steps
+    assert 0 < skipped < 12
+    rates = logged(run, "learning_rate")
+    assert rates[: skipped + 1] == [rates[0]] * (skipped + 1) and rates[-1] < rates[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_train_goes_on(stage: int, tmp_path: Path) -> None:
+    runs = []
+    for route in ("plain", "ours"):
+        run = routed(route, stage, tmp_path)
+        run.train()
+        run.optimizer = None  # the plain Trainer keeps Adam's moments, under ZeRO each train() begins with new ones
+        run.train()
+        runs.append(run)
+    assert_same_training(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_second_train_in_16_bits_loses_nothing(stage: int, tmp_path: Path) -> None:
+    run = routed("ours", stage, tmp_path, bf16=True)
+    run.train()
+    masters = {name: hf_zero.safe_get_full_fp32_param(parameter) for name, parameter in run.model.named_parameters()}
+    hand_back(run.deepspeed)
+    for name, parameter in run.model.named_parameters():
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, masters[name])
+    assert not all(torch.equal(value, value.bfloat16().float()) for value in masters.values())
+
+
+def test_the_level_of_the_log_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    routed("ours", 1, tmp_path, log_level="error").train()
+    assert logger.level == logging.INFO
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_adapters_over_frozen_blocks(stage: int, tmp_path: Path) -> None:
+    def lora() -> nn.Module:
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
+        return peft.get_peft_model(model("gpt2"), config)
+
+    changes = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    oracle = routed("plain", 0, tmp_path / "plain", "gpt2", model=lora(), learning_rate=1e-2)
+    oracle.train()
+    whole = routed("ours", stage, tmp_path, "gpt2", model=lora(), **changes)
+    whole.train()
+    assert_same_training(whole, oracle)
+    resumed = routed("ours", stage, tmp_path, "gpt2", model=lora(), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed) == logged(whole)
+    resumed.save_model(str(tmp_path / "saved"))
+    saved = safetensors.torch.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    trained = peft.get_peft_model_state_dict(oracle.model)
+    assert saved.keys() == trained.keys() and saved
+    assert distance(saved, trained) <= 1e-5 * distance(trained)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_generation_in_evaluation(stage: int, tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"], "labels": row["labels"][:5]} for row in rows("t5")]
+    losses = []
+    for route in ("plain", "stock"):
+        zero = {"deepspeed": {"zero_optimization": {"stage": stage}}} if route == "stock" else {}
+        settings = options(tmp_path, predict_with_generate=True, generation_max_length=7, eval_strategy="steps", eval_steps=2, **zero)
+        args = transformers.Seq2SeqTrainingArguments(**settings)
+        run = transformers.Seq2SeqTrainer(model=model("t5"), args=args, train_dataset=data, eval_dataset=data[:6])
+        before = run.predict(data[:3]).predictions
+        run.train()
+        losses.append((logged(run), logged(run, "eval_loss"), before.tolist(), run.predict(data[:3]).predictions.tolist()))
+    for found, expected in zip(losses[1], losses[0], strict=True):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)

@@ -64,3 +64,44 @@ def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
 def test_no_group_is_left_behind():
     run_ranks(2, total, 0)
     assert not dist.is_initialized()
+
+
+def test_collectives_are_asynchronous():
+    """Each rank starts two and waits for them afterwards, in another order than the other rank: nobody blocks at the start."""
+
+    def run(rank: int) -> tuple[float, float]:
+        first, second = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
+        works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+        for work in works if rank else reversed(works):
+            work.wait()
+        return float(first), float(second)
+
+    assert run_ranks(2, run) == [(3.0, 21.0)] * 2
+
+
+def test_groups_do_not_wait_for_each_other():
+    """Ranks may interleave two groups as they like, as on a real backend."""
+
+    def run(rank: int) -> list[float]:
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        values = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
+        works = [dist.all_reduce(values[i], group=groups[i], async_op=True) for i in ((0, 1) if rank else (1, 0))]
+        for work in works:
+            work.wait()
+        return [float(value) for value in values]
+
+    assert run_ranks(2, run) == [[3.0, 21.0]] * 2
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_mismatch_is_an_error(size):
+    def run(rank: int) -> None:
+        if rank == 0:
+            dist.all_reduce(torch.zeros(3))
+        elif size == 4:
+            dist.all_reduce(torch.zeros(size))
+        else:
+            dist.broadcast(torch.zeros(size), 0)
+
+    with pytest.raises(RankFailed, match="ranks meet in different collectives"):
+        run_ranks(2, run, timeout=20)

@@ -11,6 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,8 @@ def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
 def test_an_unknown_keyword_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="keyword: unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"):
         ZeroConfig(stage=3, gradient_cliping=1.0)
+    with pytest.raises(ConfigError, match=r"unknown key 'steps_per_print'; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"):
+        ZeroConfig(stage=3, steps_per_print=10)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,22 @@ def test_an_unknown_key_names_the_one_that_was_meant(config: dict[str, Any], wri
     message = str(caught.value)
     assert message.startswith(f"config file ds.json: unknown key {written!r}; did you mean ")
     assert repr(meant) in message.partition("did you mean")[2]
+
+
+def test_numbers_of_numpy_and_paths_become_plain() -> None:
+    params = {"lr": np.float32(0.5), "foreach": np.int64(1), "nested": {"a": (1, None)}}
+    config = ZeroConfig.from_dict(
+        {
+            "train_batch_size": np.int64(8),
+            "gradient_clipping": np.float32(0.5),
+            "optimizer": {"type": "Adam", "params": params},
+            "zero_optimization": {"offload_param": {"nvme_path": Path("/local_nvme")}},
+        }
+    )
+    shown = json.loads(json.dumps(config.to_dict()))
+    assert (shown["train_batch_size"], shown["gradient_clipping"]) == (8, 0.5)
+    assert shown["optimizer"]["params"] == {"lr": 0.5, "foreach": 1, "nested": {"a": [1, None]}}
+    assert shown["zero_optimization"]["offload_param"] == {"nvme_path": "/local_nvme"}
 
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:

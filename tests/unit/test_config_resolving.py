@@ -175,5 +175,5 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ZeroConfig.from_dict({"checkpoint": {"use_node_local_storage": True}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert config.resolve(2).checkpoint.use_node_local_storage
-    with pytest.raises(NotBuiltError, match="over several machines, 2 of 4 ranks on this one, .* save to a shared file system"):
+    with pytest.raises(NotBuiltError, match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system"):
         config.resolve(4)

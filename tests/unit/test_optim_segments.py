@@ -269,13 +269,17 @@ def test_schedulers_see_the_step(before: bool) -> None:
     scheduler.step()
 
 
-def test_a_step_hook_of_the_user_runs_once_a_step() -> None:
+def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load() -> None:
     it = world("AdamW", shards=1)
-    calls = []
-    it.bound[0].optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    bound, calls = it.bound[0], []
+    bound.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    bound.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    bound.optimizer.step = lambda *_: calls.append("what the engine put there")  # type: ignore[method-assign,assignment,func-returns-value]
+    bound.load_scalars([{"step": 3.0}, {"step": 3.0}])
+    assert calls == []
     it.step()
-    it.bound[0].load_scalars(it.bound[0].scalars())
-    assert calls == [1]
+    assert calls == ["before", "after"]
+    assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
 
 
 def test_state_dict_goes_out_and_in() -> None:
@@ -429,6 +433,8 @@ def test_tensors_are_views_that_may_be_written() -> None:
             assert set(tensors) == {"master", "exp_avg", "exp_avg_sq"}
             assert tensors["master"].data_ptr() == flat.master.data_ptr()
             assert all(tensor.shape == flat.master.shape for tensor in tensors.values())
+            again = bound.tensors(flat)
+            assert all(again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
             tensors["exp_avg"].fill_(0.0)
             tensors["exp_avg_sq"].fill_(1.0)
     for state in it.plain.state.values():

@@ -87,6 +87,14 @@ def test_state_of_a_stranger_is_refused() -> None:
         bind(optimizer, parameters)
 
 
+def test_an_empty_entry_of_a_stranger_is_no_state() -> None:
+    parameters = fresh()
+    optimizer = stepped(torch.optim.Adam, parameters)
+    optimizer.state[torch.nn.Parameter(torch.zeros(2))] = {}
+    bound = bind(optimizer, parameters)
+    assert list(optimizer.state) == [bound.segments[0][1]]
+
+
 def test_state_of_frozen_parameters_is_dropped() -> None:
     parameters = fresh()
     frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)

@@ -20,7 +20,9 @@ VOCABULARY, LENGTH = 97, 12
 
 def lines(count, skip=0):
     """Lines of English, each word hashed to a token; the label says whether a line is long."""
-    text = [line for topic in sorted(pydoc_data.topics.topics) for line in pydoc_data.topics.topics[topic].splitlines() if len(line.split()) > 3]
+    text = [
+        line for topic in sorted(pydoc_data.topics.topics) for line in pydoc_data.topics.topics[topic].splitlines() if len(line.split()) > 3
+    ]
     items = []
     for line in text[skip : skip + count]:
         ids = [1] + [2 + zlib.crc32(word.encode()) % (VOCABULARY - 2) for word in line.split()][: LENGTH - 1]
@@ -72,12 +74,12 @@ def main():
         "main": accelerator.is_main_process,
         "type": str(accelerator.distributed_type),
         "device": accelerator.device.type,
-        "held": sum(p.untyped_storage().nbytes() for p in accelerator.unwrap_model(model).parameters()),
+        "parameters": type(next(accelerator.unwrap_model(model).parameters())).__name__,
     }
 
     def run(batches, save_at=None):
         model.train()
-        history, micro, total = [], 0, torch.zeros(())
+        history, total = [], torch.zeros(())
         for batch in batches:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
@@ -87,7 +89,6 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            micro += 1
             if accelerator.sync_gradients:
                 history.append({"loss": total.item(), "norm": float(norm), "lr": scheduler.get_last_lr()[0]})
                 total = torch.zeros(())
@@ -110,7 +111,9 @@ def main():
     report["evaluation"] = evaluate()
     accelerator.wait_for_everyone()
     unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(f"{args.out}/model", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model))
+    unwrapped.save_pretrained(
+        f"{args.out}/model", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+    )
 
     accelerator.load_state(f"{args.out}/state")
     report["again"] = run(accelerator.skip_first_batches(train, args.steps // 2 * args.gradient_accumulation_steps))

@@ -1,0 +1,39 @@
+"""The commands put together, and what happens to their errors: one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hf_zero.cli.convert import convert_checkpoint
+from hf_zero.cli.doctor import doctor
+from hf_zero.cli.estimate import estimate
+from hf_zero.cli.explain import explain
+from hf_zero.cli.launch import launch
+from hf_zero.errors import HfZeroError
+
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="hf-zero",
+    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start and convert runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("doctor")(doctor)
+app.command("estimate")(estimate)
+app.command("explain")(explain)
+app.command("convert-checkpoint")(convert_checkpoint)
+app.command("launch")(launch)
+
+
+def main() -> None:
+    """Run the command line. Errors that name what the user has to change end it with code 2, without a traceback."""
+    try:
+        app()
+    except HfZeroError as error:
+        print(f"hf-zero: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(BAD_INPUT)

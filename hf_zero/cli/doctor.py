@@ -1,0 +1,159 @@
+"""``hf-zero doctor``: what is installed, what is live, and why not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from hf_zero.cli.printing import AsJson, print_json, print_table
+
+Status = Literal["ok", "off", "broken"]
+COLOURS = {"ok": "green", "off": "yellow", "broken": "red"}
+BROKEN = 1
+COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. "off" is a choice or a missing option, "broken" keeps hf-zero from working."""
+
+    part: str
+    name: str
+    status: Status
+    detail: str
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Versions, devices, the slot in Accelerate and the kernels: what is live here, and why not. Exit code 1 if something is broken.
+
+    Example: hf-zero doctor --json
+    """
+    findings = examine()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        table = Table("part", "", "status", "detail", title="hf-zero doctor")
+        for finding in findings:
+            table.add_row(finding.part, finding.name, Text(finding.status, style=COLOURS[finding.status]), finding.detail)
+        print_table(table)
+    if any(finding.status == "broken" for finding in findings):
+        raise typer.Exit(BROKEN)
+
+
+def examine() -> list[Finding]:
+    return [*_versions(), *_devices(), *_slot(), *_kernels()]
+
+
+def _versions() -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    import hf_zero
+
+    yield Finding("versions", "python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    yield Finding("versions", "hf-zero", "ok", f"{hf_zero.__version__} at {os.path.dirname(hf_zero.__file__)}")
+    needed = [Requirement(line) for line in requires("hf-zero") or ()]
+    for requirement in (each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})):
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            yield Finding("versions", requirement.name, "broken", f"not installed; pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Finding("versions", requirement.name, "ok", found)
+        else:
+            yield Finding(
+                "versions", requirement.name, "broken", f"{found}, but hf-zero needs {requirement.specifier}; pip install '{requirement}'"
+            )
+
+
+def _devices() -> Iterator[Finding]:
+    import psutil
+    import torch
+
+    cores, memory = (
+        len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        psutil.virtual_memory(),
+    )
+    yield Finding("devices", "cpu", "ok", f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield Finding("devices", f"cuda:{index}", "ok", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
+    else:
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "no driver or no visible GPU"
+        yield Finding("devices", "cuda", "off", f"{why}; training runs on CPU ranks")
+    for name, here, use in (
+        ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),
+        ("nccl", torch.distributed.is_nccl_available(), "GPU ranks"),
+    ):
+        yield Finding("devices", name, "ok" if here else "off", f"for {use}" if here else f"this torch is built without it: no {use}")
+
+
+def _slot() -> Iterator[Finding]:
+    from importlib.metadata import entry_points
+
+    from hf_zero import _autoload
+    from hf_zero.integrations import finder
+
+    registered = any(point.value == "hf_zero._autoload:register" for point in entry_points(group="torch.backends"))
+    yield (
+        Finding("slot", "entry point", "ok", "torch.backends: runs at every `import torch`")
+        if registered
+        else Finding("slot", "entry point", "broken", "not in torch.backends: the installation is incomplete; pip install hf-zero again")
+    )
+    pth = next((path for path in sys.path if os.path.isfile(os.path.join(path, "hf_zero.pth"))), None)
+    yield (
+        Finding("slot", ".pth", "ok", f"in {pth}: `import deepspeed` works before torch is imported")
+        if pth
+        else Finding("slot", ".pth", "off", "an editable install has none: `import deepspeed` works once torch is imported")
+    )
+    for variable, off in (
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "torch runs no entry points"),
+        ("HF_ZERO_AUTOLOAD", "hf-zero does not register"),
+    ):
+        value = os.environ.get(variable)
+        disabled = value is not None and value.strip().lower() in {"0", "false", "off", "no"}
+        yield Finding("slot", variable, "off" if disabled else "ok", f"{value}: {off}; unset it" if disabled else value or "unset: on")
+    if _autoload.failure is not None:
+        yield Finding("slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}")
+    yield _owner_of_deepspeed(finder)
+
+
+def _owner_of_deepspeed(finder: Any) -> Finding:
+    from importlib.util import find_spec
+
+    import torch  # noqa: F401  (what registers the facade in a real process)
+
+    spec = find_spec(finder.NAME)
+    if spec is None:
+        return Finding(
+            "slot", "deepspeed", "off", "nothing answers `import deepspeed`: Accelerate and the Trainer cannot shard; see the lines above"
+        )
+    if finder.chosen():
+        return Finding("slot", "deepspeed", "ok", f"hf-zero's facade, as {finder.VERSION}")
+    return Finding("slot", "deepspeed", "off", f"an installed DeepSpeed answers ({spec.origin}); HF_ZERO_BACKEND=hf_zero chooses ours")
+
+
+def _kernels() -> Iterator[Finding]:
+    from importlib.util import find_spec
+
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    yield Finding(
+        "kernels",
+        "C++ compiler",
+        "ok" if compiler else "off",
+        compiler or f"none of {', '.join(COMPILERS)} on PATH; hf-zero does not need one",
+    )
+    triton = find_spec("triton") is not None
+    yield Finding("kernels", "triton", "ok" if triton else "off", "installed" if triton else "not installed; hf-zero does not need it")
+    yield Finding("kernels", "hf-zero kernels", "off", "not built in this version: torch's own operations run")

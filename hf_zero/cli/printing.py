@@ -1,0 +1,33 @@
+"""How the commands print: a table for people, or the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; what JSON does not know is written as text."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_table(table: Table) -> None:
+    # A pipe has no width: nothing is worth cutting off there. Paths and values are no markup.
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+    console.print(table)
+
+
+def in_units(nbytes: float) -> str:
+    """Bytes in decimal units: 1.23 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.2f} TB"

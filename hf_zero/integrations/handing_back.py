@@ -1,0 +1,37 @@
+"""Taking an engine off a model so that the model can be trained, or sharded, again."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.core.engine import Engine
+from hf_zero.core.gathered import GatheredParameters, safe_get_full_fp32_param
+from hf_zero.core.parameter import owner_of
+
+
+@torch.no_grad()
+def hand_back(engine: Engine) -> None:
+    """Destroy ``engine`` and leave its model whole on every rank, in the dtypes it came with. Collective.
+
+    Trained values come from the fp32 master weights: training that goes on in 16 bits loses nothing.
+    """
+    whole: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for name, parameter in engine.module.named_parameters():
+        flat = owner_of(parameter)
+        dtype = getattr(torch, engine.param_dtypes[name])
+        if flat.master is not None:
+            values = safe_get_full_fp32_param(parameter)
+            assert values is not None  # of a parameter that trains
+        elif flat.sharded:
+            with GatheredParameters([parameter]):
+                values = parameter.detach().clone()
+        else:
+            values = parameter.detach()
+        whole.append((parameter, values.to(dtype)))
+    engine.destroy()
+    for parameter, values in whole:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        for key in [key for key in parameter.__dict__ if key.startswith("_hf_zero_")]:
+            del parameter.__dict__[key]
+        parameter.data = values

@@ -1,0 +1,59 @@
+"""A transformers model without memory: its architecture built on the meta device from nothing but its configuration."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_zero.errors import ConfigError
+
+
+def build_on_meta(model: Any) -> nn.Module:
+    """The model that ``model`` describes: a configuration, a dict of one, a model folder, a config.json, a name on the hub.
+
+    The class is the one the configuration names in ``architectures``, else the bare model of its type. Raises ConfigError.
+    """
+    config = _configuration(model)
+    for name in config.architectures or ():
+        cls = getattr(transformers, name, None)
+        if cls is not None:
+            break
+    else:
+        cls = transformers.AutoModel
+    try:
+        with torch.device("meta"):
+            build = cls._from_config if issubclass(cls, transformers.PreTrainedModel) else cls.from_config
+            return build(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"no model can be built from {_named(model)}: {error}") from error
+
+
+def _configuration(model: Any) -> PreTrainedConfig:
+    if isinstance(model, PreTrainedConfig):
+        return model
+    try:
+        if isinstance(model, Mapping):
+            values = dict(model)
+            kind = values.pop("model_type", None)
+            if kind is None:
+                raise ConfigError("a dict without model_type describes no model; add it, or pass a folder with a config.json")
+            return AutoConfig.for_model(kind, **values)
+        if isinstance(model, (str, os.PathLike)):
+            return AutoConfig.from_pretrained(os.fspath(model))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        said = textwrap.shorten(str(error), 160)
+        raise ConfigError(f"{_named(model)} is no model folder, config.json or known model ({said}); pass one of these") from error
+    raise ConfigError(f"a {type(model).__name__} describes no model; pass a module, a configuration, a dict, a folder or a name")
+
+
+def _named(model: Any) -> str:
+    return repr(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else f"this {type(model).__name__}"

@@ -1,0 +1,199 @@
+"""The converter on a synthetic checkpoint: peak memory and time, as one JSON row on stdout.
+
+    python scripts/bench/convert.py                       # 427M parameters, fp32 with Adam's moments, two ranks
+    python scripts/bench/convert.py --parameters 50e6 --dtype bfloat16
+
+The checkpoint is written by hf-zero's own writer (threads play the ranks). The conversion runs in a process of its own,
+as ``python zero_to_fp32.py`` would, and its result is compared with what was saved before anything is reported. ``peak_mb``
+is that process's highest resident set, Python and torch included; ``import_mb`` is what it had after ``import torch``.
+The checkpoint's pages are in the cache, as they are after a save. ``seconds`` is the best round, ``of_it_fsync`` what it
+waited for the device to take the written files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import hf_zero
+from hf_zero.checkpoint import save
+from hf_zero.core.layout import FlatLayout
+
+CHILD = """
+import json, os, sys, time
+import torch
+def peak():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))  # getrusage would count the parent's pages, too
+    return int(status["VmHWM"].split()[0]) / 1024
+flush, waited = os.fsync, [0.0]
+def timed(fd):
+    begun = time.perf_counter()
+    flush(fd)
+    waited[0] += time.perf_counter() - begun
+os.fsync = timed
+imported, started = peak(), time.perf_counter()
+from hf_zero.checkpoint import convert_checkpoint
+source, target, dtype, size = sys.argv[1:]
+result = convert_checkpoint(source, target, dtype or None, size)
+print(json.dumps({"seconds": time.perf_counter() - started, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(), "output_bytes": result.nbytes,
+                  "parameters": result.parameters, "files": len(result.files)}))
+"""
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def model_shapes(parameters: float, width: int, vocabulary: int) -> list[Shapes]:
+    """Units of a Llama-like model: the embedding, then blocks until ``parameters`` is reached."""
+    units: list[Shapes] = [[("model.embed_tokens.weight", (vocabulary, width))]]
+    count = vocabulary * width
+    while count < parameters:
+        block: Shapes = [(f"self_attn.{name}_proj.weight", (width, width)) for name in "qkvo"]
+        block += [(f"mlp.{name}_proj.weight", (4 * width, width)) for name in ("gate", "up")]
+        block += [("mlp.down_proj.weight", (width, 4 * width)), ("input_layernorm.weight", (width,))]
+        units.append([(f"model.layers.{len(units) - 1}.{name}", shape) for name, shape in block])
+        count += sum(prod(shape) for _, shape in block)
+    return units
+
+
+@dataclass
+class Flat:
+    """A rank's chunk: random masters; the moments are zeros, which cost no memory until they are written."""
+
+    key: str
+    layout: FlatLayout
+    owned: tuple[int, int]
+    master: torch.Tensor = field(init=False)
+    trainable: bool = True
+    dtype: torch.dtype = torch.float32
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        self.master = torch.empty(self.owned[1] - self.owned[0]).uniform_()
+
+
+class Adam:
+    """An optimizer as far as the writer looks at it."""
+
+    optimizer = SimpleNamespace()
+    group_of: dict[str, int] = {}
+
+    def tensors(self, flat: Flat) -> dict[str, torch.Tensor]:
+        zeros = torch.zeros(1).expand(flat.master.numel())
+        return {"master": flat.master, "exp_avg": zeros, "exp_avg_sq": zeros}
+
+    def scalars(self) -> list[dict[str, float]]:
+        return [{"step": 1.0}]
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [{"lr": 1e-3}]
+
+
+class Comm:
+    """Object collectives over threads."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier, self._slots, self._rank = threading.Barrier(world), [None] * world, threading.local()
+
+    def enter(self, rank: int) -> None:
+        self._rank.value = rank
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self._slots[self._rank.value] = obj
+        self._barrier.wait()
+        gathered = list(self._slots)
+        self._barrier.wait()
+        return gathered
+
+
+@dataclass
+class Counters:
+    global_steps: int = 1
+
+
+def engine(rank: int, world: int, comm: Comm, units: list[Shapes]) -> Any:
+    layouts = [FlatLayout.build(unit, world) for unit in units]
+    flats = [Flat(f"unit{index}|trainable|float32", layout, layout.rank_range(rank)) for index, layout in enumerate(layouts)]
+    names = [name for unit in units for name, _ in unit]
+    return SimpleNamespace(
+        flats=flats, comm=comm, world_size=world, shard_world=world, global_rank=rank, stage=3, module=nn.Module(), bound=Adam(),
+        counters=Counters(), config=SimpleNamespace(precision="fp32"), aliases={}, param_dtypes=dict.fromkeys(names, "float32"),
+        lr_scheduler=None, scaler=None,
+    )  # fmt: skip
+
+
+def write_checkpoint(folder: Path, world: int, units: list[Shapes]) -> list[Any]:
+    comm = Comm(world)
+    engines = [engine(rank, world, comm, units) for rank in range(world)]
+
+    def on_rank(rank: int) -> None:
+        comm.enter(rank)
+        save(engines[rank], folder)
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(on_rank, range(world)))
+    return engines
+
+
+def check(folder: Path, engines: list[Any], dtype: torch.dtype) -> None:
+    """Compare every element of the converted folder with the masters. Raises AssertionError naming the first parameter that differs."""
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    for one in engines:
+        for flat in one.flats:
+            for piece in flat.layout.pieces(*flat.owned):
+                whole = tensors[piece.name].get_tensor(piece.name).reshape(-1)
+                at = piece.offset - flat.owned[0]
+                assert torch.equal(whole[piece.start : piece.stop], flat.master[at : at + len(piece)].to(dtype)), piece.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=427e6)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=50_000)
+    parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"])
+    parser.add_argument("--max-shard-size", default="5GB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="where to put 16 bytes per parameter for a while (default: the temporary folder)")
+    options = parser.parse_args()
+    place = Path(tempfile.mkdtemp(prefix="hf-zero-bench-", dir=options.folder))
+    try:
+        engines = write_checkpoint(place / "run", options.ranks, model_shapes(options.parameters, options.width, options.vocabulary))
+        rounds = []
+        for _ in range(options.rounds):
+            shutil.rmtree(place / "out", ignore_errors=True)
+            command = [sys.executable, "-c", CHILD, str(place / "run"), str(place / "out"), options.dtype, options.max_shard_size]
+            rounds.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+        check(place / "out", engines, getattr(torch, options.dtype or "float32"))
+    finally:
+        shutil.rmtree(place)
+    best = min(rounds, key=lambda row: row["seconds"])
+    row = {
+        "bench": "convert", "checkpoint_ranks": options.ranks, "dtype": options.dtype or "float32", **best,
+        "peak_mb": max(row["peak_mb"] for row in rounds), "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rounds],
+        "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "python": platform.python_version(),
+        "torch": torch.__version__, "hf_zero": hf_zero.__version__,
+    }  # fmt: skip
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

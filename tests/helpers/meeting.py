@@ -1,0 +1,122 @@
+"""Makes PyTorch's threaded process group behave like a real backend: asynchronous, and loud where ranks disagree.
+
+As it comes, a collective of the threaded group blocks until all ranks have joined, also with ``async_op=True``, and takes
+whatever the ranks bring. Here the k-th collective of each rank on a group meets the k-th of the others; the last to arrive
+does the work, waiting happens in ``wait()``, and a meeting of different operations or sizes raises on the spot. An input
+that is changed before ``wait()``, or an output that is read before it, goes wrong as it would on a network.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+SYMMETRIC = (threaded.AllReduce, threaded.AllGather, threaded.ReduceScatter)  # same sizes on each rank
+
+
+class Pending(dist.Work):
+    """One rank's view of a collective under way."""
+
+    def __init__(self, meeting: Meeting):
+        super().__init__()
+        self._meeting = meeting
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._meeting.over.wait()
+        if not self._meeting.done:
+            sys.exit("another rank has failed")  # hidden by the run: the failure is what is shown
+        return True
+
+    def is_completed(self) -> bool:
+        return self._meeting.done
+
+
+class Meeting:
+    """One collective: what each rank brings, the work when all are there."""
+
+    def __init__(self, world: int, name: str):
+        self._name = name
+        self._brought: list[Any] = [None] * world
+        self._said: list[str] = [""] * world
+        self._missing = world
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+        self.done = False
+
+    def join(self, rank: int, data: Any, collective: Any) -> Pending:
+        with self._lock:
+            self._brought[rank], self._said[rank] = data, self._describe(collective, data)
+            self._missing -= 1
+            last = self._missing == 0
+        if last:
+            if len(set(self._said)) > 1:
+                raise AssertionError(f"ranks meet in different collectives ({self._name}): {dict(enumerate(self._said))}")
+            collective.work(self._brought)
+            self._brought = []
+            self.done = True
+            self.over.set()
+        return Pending(self)
+
+    @staticmethod
+    def _describe(collective: Any, data: Any) -> str:
+        kind = type(collective).__name__
+        if not isinstance(collective, SYMMETRIC):
+            return kind
+        sizes = [f"{tuple(t.shape)} {t.dtype}".replace("torch.", "") for t in threaded.flatten_list(data) if isinstance(t, torch.Tensor)]
+        return f"{kind} of {', '.join(sizes)}"
+
+
+class _Seat:
+    """What ``_start_coll`` gives a rank: the meeting, and the collective this rank believes it to be."""
+
+    def __init__(self, meeting: Meeting, collective: Any):
+        self._meeting, self._collective = meeting, collective
+
+    def join(self, rank: int, data: Any) -> Pending:
+        return self._meeting.join(rank, data, self._collective)
+
+
+class Meetings:
+    """Stands in for the bookkeeping of ``ProcessLocalGroup`` while it is installed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], Meeting] = {}
+        self._counts: dict[tuple[int, str], int] = {}
+        self._before: dict[str, Any] = {}
+
+    def _start(self, collective: Any, group: Any) -> _Seat:
+        with self._lock:
+            mine = (threading.get_ident(), group.pg_name)
+            number = self._counts[mine] = self._counts.get(mine, -1) + 1
+            key = (group.pg_name, number)
+            meeting = self._open.get(key)
+            if meeting is None:
+                meeting = self._open[key] = Meeting(group.size(), f"number {number} of group {group.pg_name}")
+            return _Seat(meeting, collective)
+
+    def release_all(self) -> None:
+        """Let every rank that waits go: it ends quietly."""
+        with self._lock:
+            for meeting in self._open.values():
+                meeting.over.set()
+
+    def install(self) -> None:
+        group = threaded.ProcessLocalGroup
+        replaced: dict[str, Callable[..., Any]] = {
+            "_start_coll": lambda collective, pg: self._start(collective, pg),
+            "_end_coll": lambda collective, pg: None,
+        }
+        for name, function in replaced.items():
+            self._before[name] = group.__dict__[name]
+            setattr(group, name, staticmethod(function))
+
+    def uninstall(self) -> None:
+        for name, function in self._before.items():
+            setattr(threaded.ProcessLocalGroup, name, function)

@@ -1,0 +1,208 @@
+"""Accelerate's YAML: its keys, its section, the file it names; and the dicts that Accelerate and transformers build."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.config import LaunchSection, ZeroConfig
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
+from hf_zero.config.keys import KEYS
+from hf_zero.errors import ConfigError, NotBuiltError
+
+# What `accelerate config` writes.
+YAML = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 2
+  gradient_clipping: 1.0
+  offload_optimizer_device: none
+  offload_optimizer_nvme_path: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+
+def accelerate(section: dict[str, Any] | None = None, **top: Any) -> ZeroConfig:
+    return ZeroConfig.from_dict({"distributed_type": "DEEPSPEED", "deepspeed_config": section or {}, **top}, source="config file a.yaml")
+
+
+def test_a_standard_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.yaml"
+    path.write_text(YAML)
+    config = ZeroConfig.from_file(path)
+    assert (config.stage, config.gradient_accumulation_steps, config.gradient_clipping, config.precision) == (3, 2, 1.0, "bf16")
+    assert config.zero.gather_16bit_weights_on_model_save
+    assert config.launch == LaunchSection(num_processes=8, use_cpu=True, mixed_precision="bf16")
+    assert config.sources["zero_optimization.stage"] == f"config file {path}: deepspeed_config.zero_stage"
+    assert config.sources["bf16.enabled"] == f"config file {path}: mixed_precision"
+    assert config.sources["num_processes"] == f"config file {path}: num_processes"
+    rows = {row.key: row for row in config.explain()}
+    assert rows["use_cpu"].value is True
+    assert "zero3_init_flag" in "".join(rows) and "accelerate launch" in rows["rdzv_backend"].note
+    # the engine's own view has nothing of the launcher in it
+    assert set(config.to_dict()) == {"zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "bf16"}
+    assert ZeroConfig.from_dict(config.to_dict()) == config
+
+
+def test_precisions() -> None:
+    assert accelerate(mixed_precision="no").precision == "fp32"
+    assert accelerate(mixed_precision=False).precision == "fp32"  # a bare no in YAML
+    assert accelerate(mixed_precision="fp16").precision == "fp16"
+    with pytest.raises(NotBuiltError, match=r"mixed_precision = 'fp8' asks for fp8 training, .*write bf16, fp16 or no"):
+        accelerate(mixed_precision="fp8")
+    with pytest.raises(ConfigError, match=r"mixed_precision = 'bf32' \(str\) is not one of 'no', 'fp16', 'bf16', 'fp8'"):
+        accelerate(mixed_precision="bf32")
+
+
+def test_a_stage_that_is_not_written_is_accelerates() -> None:
+    config = accelerate()
+    assert config.stage == 2
+    assert (
+        config.sources["zero_optimization.stage"] == "config file a.yaml: zero_stage, which Accelerate takes to be 2 when it is not written"
+    )
+
+
+def test_every_key_of_accelerates_dataclasses_is_known() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+
+    theirs = {item.name for config in (ClusterConfig, SageMakerConfig) for item in dataclasses.fields(config)}
+    assert theirs <= set(ACCELERATE_KEYS)
+    own = {key for key in ACCELERATE_KEYS if "." not in key}
+    # what the installed release no longer has, and older ones wrote
+    assert own - theirs <= {"fp16", "dynamo_backend"}
+
+
+def test_every_deepspeed_option_of_accelerate_launch_is_known() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    groups = {group.title: group for group in launch_command_parser()._action_groups}
+    options = {action.dest for action in groups["DeepSpeed Arguments"]._group_actions}
+    assert "zero_stage" in options
+    assert options == {*TRANSLATED, *(key.partition(".")[2] for key in ACCELERATE_KEYS if "." in key)}
+    assert set(TRANSLATED.values()) <= set(KEYS)
+
+
+def test_unknown_keys() -> None:
+    with pytest.raises(ConfigError, match=r"config file a\.yaml: unknown key 'num_proceses'; did you mean 'num_processes'"):
+        accelerate(num_proceses=2)
+    with pytest.raises(ConfigError, match=r"unknown key 'deepspeed_config\.zero_stag'; did you mean 'zero_stage'"):
+        accelerate({"zero_stag": 3})
+    with pytest.raises(ConfigError, match=r"unknown key 'zero_stage' beside Accelerate's own; put 'zero_stage' under deepspeed_config"):
+        accelerate(zero_stage=3)
+    with pytest.raises(ConfigError, match=r"unknown key 'zero_optimization' beside Accelerate's own"):
+        accelerate(zero_optimization={"stage": 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        (
+            {"distributed_type": "MULTI_GPU"},
+            ConfigError,
+            "distributed_type = 'MULTI_GPU' does not train with ZeRO; write distributed_type: DEEPSPEED",
+        ),
+        (
+            {"deepspeed_config": 3},
+            ConfigError,
+            "deepspeed_config = 3 is not a section of keys and values; write deepspeed_config: {zero_stage: 3}",
+        ),
+        ({"deepspeed_config": {"zero_stage": "3"}}, ConfigError, "deepspeed_config.zero_stage = '3' (str) is not an integer from 0 to 3"),
+        (
+            {"deepspeed_config": {"zero3_init_flag": "yes"}},
+            ConfigError,
+            "deepspeed_config.zero3_init_flag = 'yes' (str) is not true or false",
+        ),
+        (
+            {"deepspeed_config": {"gradient_clipping": "auto"}},
+            ConfigError,
+            "gradient_clipping (config dict: deepspeed_config.gradient_clipping)",
+        ),
+        (
+            {"deepspeed_config": {"offload_param_device": "cpu"}},
+            NotBuiltError,
+            "deepspeed_config.offload_param_device = 'cpu' asks for parameter offload",
+        ),
+        ({"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}}, NotBuiltError, "fsdp_config asks for FSDP"),
+        ({"deepspeed_config": {}, "megatron_lm_config": {"x": 2}}, NotBuiltError, "megatron_lm_config asks for Megatron-LM"),
+        ({"deepspeed_config": {}, "fp8_config": {"backend": "TE"}}, NotBuiltError, "remove the section fp8_config"),
+        (
+            {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_sp_size": 2}},
+            NotBuiltError,
+            "parallelism_config.parallelism_config_sp_size = 2",
+        ),
+        ({"deepspeed_config": {"deepspeed_config_file": 3}}, ConfigError, "deepspeed_config.deepspeed_config_file = 3 (int) is not a path"),
+        ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, ConfigError, "config file no.json does not exist"),
+    ],
+)
+def test_what_cannot_be_meant(config: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        ZeroConfig.from_dict(config)
+    assert says in str(caught.value)
+
+
+def test_what_is_switched_off_is_accepted() -> None:
+    assert accelerate(None, fsdp_config={}, fp8_config=None, parallelism_config={"parallelism_config_sp_size": 1}, gpu_ids="all").stage == 2
+
+
+def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    config = accelerate({"deepspeed_config_file": "ds.json", "zero3_init_flag": False}, num_processes=2)
+    assert (config.stage, config.precision, config.launch.num_processes) == (1, "bf16", 2)
+    assert config.sources["zero_optimization.stage"] == "config file ds.json: zero_optimization.stage"
+    with pytest.raises(
+        ConfigError, match=r"gradient_clipping stands beside deepspeed_config\.deepspeed_config_file = 'ds\.json', .*move it into ds\.json"
+    ):
+        accelerate({"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0})
+    with pytest.raises(ConfigError, match="mixed_precision stands beside"):
+        accelerate({"deepspeed_config_file": "ds.json"}, mixed_precision="bf16")
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_dict_that_accelerates_plugin_builds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
+    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=4, gradient_clipping="auto", zero3_init_flag=False)
+    plugin.set_mixed_precision(precision)
+    built = plugin.deepspeed_config
+    early = ZeroConfig.from_dict(built, allow_auto=True)
+    assert early.autos == {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"}
+    assert early.precision == ("fp32" if precision == "no" else precision)
+    filled = {"train_micro_batch_size_per_gpu": 8, "train_batch_size": 64, "gradient_clipping": 1.0}
+    plugin.deepspeed_config_process(must_match=False, **filled)
+    built["zero_allow_untested_optimizer"] = True
+    config = ZeroConfig.from_dict(built).resolve(2)
+    assert (config.stage, config.train_batch_size, config.gradient_clipping) == (stage, 64, 1.0)
+    assert config.elementwise_optimizers == ()
+
+
+def test_a_configuration_survives_accelerates_own_reader() -> None:
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    theirs = HfDeepSpeedConfig(ZeroConfig(stage=3, bf16=True, gradient_clipping="auto").to_dict())  # type: ignore[arg-type]
+    assert theirs.is_zero3() and theirs.is_true("bf16.enabled") and not theirs.is_offload()
+    assert theirs.get_value("gradient_clipping") == "auto"
