@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ def initialize(
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
     """
     del distributed_port
+    _refuse_other_deepspeed()
     if model is None:
         raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
     if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
@@ -75,6 +78,17 @@ def initialize(
         for row in settings.explain():
             logger.info("config %s", row)
     return engine, made, loader, scheduler
+
+
+def _refuse_other_deepspeed() -> None:
+    """Two engines that both answer to the name deepspeed would each own half of a training."""
+    module = sys.modules.get("deepspeed")
+    where = getattr(module, "__file__", None)
+    if where and not Path(where).resolve().is_relative_to(Path(__file__).resolve().parent):
+        raise ConfigError(
+            f"another deepspeed is imported in this process ({where}), and Accelerate and Transformers would train with it; "
+            "set HF_ZERO_BACKEND=hf_zero before the start, or uninstall it"
+        )
 
 
 def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:

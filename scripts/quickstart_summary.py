@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 import hf_zero
 
-SENTENCE = "The method is called when the [MASK] is created."
+SENTENCE = "The value of [MASK] expression is a new object."
 
 
 def fill(folder: Path) -> str:

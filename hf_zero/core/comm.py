@@ -8,7 +8,6 @@ backend's own collectives are used.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.core.agreement import Agreement
 from hf_zero.core.watch import Watch
-from hf_zero.errors import RankMismatchError
-from hf_zero.logs import logger
 
 DEFAULT_TIMEOUT = 1800.0
 
@@ -44,6 +42,12 @@ def get_local_rank() -> int:
 def barrier(group: Any = None) -> None:
     if is_initialized() and dist.get_world_size(group) > 1:
         dist.barrier(group)
+
+
+def broadcast(tensor: torch.Tensor, source: int) -> None:
+    """Copy global rank ``source``'s ``tensor`` to every rank, in place."""
+    if is_initialized() and dist.get_world_size() > 1 and tensor.numel():
+        dist.broadcast(tensor, source)
 
 
 def destroy_process_group() -> None:
@@ -243,17 +247,15 @@ class Comm:
         self.timeout = timeout
         backend = _backend_of(device)
         self.watch = Watch(enabled=self.world > 1 and backend not in ("threaded", "fake"))
-        self._agrees = self.world > 1 and backend != "fake"
         rows = [list(range(start, start + shards)) for start in range(0, self.world, shards)]
         columns = [list(range(start, self.world, shards)) for start in range(shards)]
         self.shard = self._axis(rows, backend, timeout)
         self.replicate = self._axis(columns, backend, timeout)
-        self._sequence = 0
-        self._store: Any = None
-        if self._agrees:
+        self.agreement: Agreement | None = None
+        if self.world > 1 and backend != "fake":
             store = dist.distributed_c10d._get_default_store()
             number = store.add(f"hf_zero/engines/{self.rank}", 1)
-            self._store = dist.PrefixStore(f"hf_zero/{number}", store)
+            self.agreement = Agreement(dist.PrefixStore(f"hf_zero/{number}", store), self.rank, self.world, timeout)
 
     def _axis(self, sets: list[list[int]], backend: str, timeout: float) -> Axis:
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
@@ -287,46 +289,3 @@ class Comm:
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, value)
         return box
-
-    def agree(self, where: str, wish: tuple[int, int], name: Callable[[tuple[int, int]], str]) -> tuple[int, int]:
-        """Settle the next collective: every rank brings a wish ``(priority, unit)``, all get the largest one.
-
-        ``where`` names the pass the caller is in; ranks in different passes can never meet, which is raised on all of
-        them. A rank that does not come is named in a warning every minute and in the error at the timeout.
-        """
-        if not self._agrees:
-            return wish
-        step, self._sequence = self._sequence, self._sequence + 1
-        store, entry = self._store, f"{where}|{wish[0]}|{wish[1]}"
-        store.set(f"{step}/{self.rank}", entry)
-        if store.add(f"{step}/n", 1) == self.world:
-            entries = [store.get(f"{step}/{rank}").decode() for rank in range(self.world)]
-            places = {text.rsplit("|", 2)[0] for text in entries}
-            verdict = "!" + repr(entries) if len(places) > 1 else max(entries, key=lambda text: tuple(map(int, text.rsplit("|", 2)[1:])))
-            store.set(f"{step}/go", verdict)
-        self._await(f"{step}/go", step, where, name(wish))
-        verdict = store.get(f"{step}/go").decode()
-        if verdict.startswith("!"):
-            raise RankMismatchError(
-                f"ranks ask for different collectives: {verdict[1:]} (rank by rank: pass | kind | unit). Every rank must run "
-                "the same parts of the model in the same order; look for a forward that only some ranks call."
-            )
-        _, kind, unit = verdict.rsplit("|", 2)
-        return int(kind), int(unit)
-
-    def _await(self, key: str, step: int, where: str, wish: str) -> None:
-        started = time.monotonic()
-        warned = 60.0
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=min(10.0, self.timeout)))
-                return
-            except (RuntimeError, dist.DistStoreError):
-                waited = time.monotonic() - started
-                missing = [rank for rank in range(self.world) if not self._store.check([f"{step}/{rank}"])]
-                text = f"rank {self.rank} has waited {waited:.0f} s in {where or 'the model'} for ranks {missing} to join the {wish}"
-                if waited >= self.timeout:
-                    raise RankMismatchError(f"{text}; they never came. Do all ranks call the model, state_dict and save together?") from None
-                if waited >= warned:
-                    logger.warning(text)
-                    warned += 60.0

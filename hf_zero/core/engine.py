@@ -52,7 +52,8 @@ class _ScaleGradient(torch.autograd.Function):
     def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
-        return tensors
+        # A scalar loss is a copy, so that it may be changed in place (``loss *= n``) like any loss.
+        return tuple(tensor.clone() if tensor.numel() == 1 else tensor for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -96,6 +97,7 @@ class Engine(nn.Module):
         self._weight: float | None = None
         self._norm: torch.Tensor | None = None
         self._applied = False
+        self._destroyed = False
         self._build(model, optimizer)
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
@@ -274,6 +276,8 @@ class Engine(nn.Module):
         assert self.bound is not None
         grads = [flat.grad for flat in self._training if flat.grad is not None]
         total = squared_norm(grads, self.comm, self.device)
+        if self.device.type == "cpu":
+            self.schedule.meet()  # the sum above has brought the ranks together; elsewhere the host runs ahead of it
         scale, limit = self.scaler.scale, float(self.config.gradient_clipping or 0.0)
         self._norm = total.sqrt() / scale
         if self.config.precision == "fp16" and not bool(torch.isfinite(total)):
@@ -464,7 +468,10 @@ class Engine(nn.Module):
         Whole parameters become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
         ``gather=True`` (collective) gives them back whole.
         """
-        if gather and self.bound is not None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if gather:
             for unit in self.units:
                 if unit.sharded:
                     self.schedule.pin(unit)

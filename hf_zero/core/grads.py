@@ -28,6 +28,8 @@ from hf_zero.errors import PartitionError
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
 
+RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
+
 
 @dataclass
 class _Flight:
@@ -251,10 +253,17 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
 
 def squared_norm(grads: Sequence[torch.Tensor], comm: Comm, device: torch.device) -> torch.Tensor:
     """Sum of squares of the gradient over the shard axis (0-dim, float64 where the device has it); not finite on overflow."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in _merged(grads) if grad.numel()]
-    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    norms = [norm for grad in _merged(grads) for norm in _norms(grad)]
+    total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     comm.shard.all_reduce(total, "gradient norm").wait()
     return total
+
+
+def _norms(grad: torch.Tensor) -> list[torch.Tensor]:
+    """Norms of the runs of ``grad``: one long fp32 sum on the CPU is wrong in the third digit, many short ones are not."""
+    even = grad.numel() // RUN * RUN
+    pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
+    return [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces if piece.numel()]
 
 
 def _merged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@
 Gathers happen in passes: a forward from the outermost module called, a backward from its first hook to its end. Each kind
 of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and all ranks issue exactly that order, units
 that this rank happens not to use included. The first pass of a kind is recorded: before every gather the ranks agree, so
-that a block used on one rank only enters everybody's plan. A gather that is not in the rest of a plan is agreed on, too.
+that a block used on one rank only enters everybody's plan. A gather that is not in the rest of a plan departs from it: see
+the note in agreement.py.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not gathered twice, and
 the unit that ends a forward is still there when its backward begins.
@@ -62,11 +63,11 @@ class Schedule:
             while self._settle(END, None):
                 pass
             self._plans[self._key] = self._record
+            if self._comm.agreement is not None and self._comm.shard.size > 1:
+                self._comm.agreement.serve(self.read)
         else:
             while self._cursor < len(self._plan):
                 self._issue_planned()
-            if self._record:
-                del self._plans[self._key]  # an unplanned gather: record this kind of pass anew
         last = [self._issued[-1]] if keep_last and self._issued else []
         self._key, self._plan = None, None
         self._release_unused(keep=[*last, self._units[0]] if keep_last else [])
@@ -116,9 +117,28 @@ class Schedule:
         if self._plan is not None and unit in self._plan[self._cursor :]:
             while unit.state is State.RELEASED:
                 self._issue_planned()
-            return
-        while unit.state is State.RELEASED:
-            self._settle(GATHER, unit)
+        elif self._plan is not None and self._comm.agreement is not None:
+            self._fetch(unit)
+        else:
+            while unit.state is State.RELEASED:
+                self._settle(GATHER, unit)
+
+    def _fetch(self, unit: Unit) -> None:
+        """Get ``unit`` although the others follow an order that does not hold it."""
+        agreement, axis = self._comm.agreement, self._comm.shard
+        assert agreement is not None
+        peers = [rank for rank in axis.ranks if rank != self._comm.rank]
+        size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
+        unit.fill({axis.ranks.index(rank): data for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()})
+
+    def read(self, index: int) -> bytes:
+        """This rank's chunks of a unit, for another rank's fetch."""
+        return self._units[index].chunk_bytes()
+
+    def meet(self) -> None:
+        """All ranks are at a step: if one has left a recorded order since the last, record all of them anew."""
+        if self._comm.agreement is not None and self._comm.agreement.departed():
+            self._plans.clear()
 
     def _issue_planned(self) -> None:
         assert self._plan is not None
@@ -136,7 +156,7 @@ class Schedule:
         """Agree with the other ranks on the next gather and issue it; False when all of them are at the end."""
         sign = 1 if self._backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
-        agreed = self._comm.agree(self._where(), wish, self._say)
+        agreed = wish if self._comm.agreement is None else self._comm.agreement.settle(self._where(), wish, self._say)
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
@@ -147,8 +167,7 @@ class Schedule:
     def _where(self) -> str:
         if self._key is None:
             return "a gather outside forward and backward"
-        kind = "backward" if self._backward else "forward"
-        return f"{kind} {self._key!r}" + ("" if self._plan is None else " (beyond its recorded order)")
+        return f"{'backward' if self._backward else 'forward'} {self._key!r}"
 
     def _say(self, wish: tuple[int, int]) -> str:
         return f"gather of {self._units[abs(wish[1])].label}" if wish[0] == GATHER else "end of the pass"

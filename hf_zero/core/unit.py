@@ -9,7 +9,7 @@ releases must know that nobody will read such a view before the next gather: tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -235,6 +235,26 @@ class Unit:
                 for flat in self.sharded:
                     flat.point_at_full()
             self.state = State.GATHERED
+
+    def chunk_bytes(self) -> bytes:
+        """This rank's chunks of all sharded flats, end to end."""
+        return b"".join(flat.shard.detach().cpu().view(torch.uint8).numpy().tobytes() for flat in self.sharded)
+
+    def fill(self, chunks: Mapping[int, bytes]) -> None:
+        """Become gathered from the other shards' :meth:`chunk_bytes`, without a collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            at = 0
+            for flat in self.sharded:
+                size = flat.layout.chunk * flat.dtype.itemsize
+                flat.full.untyped_storage().resize_(flat.layout.padded * flat.dtype.itemsize)
+                flat.full[flat.owned[0] : flat.owned[1]].copy_(flat.shard)
+                for shard, data in chunks.items():
+                    values = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8).view(flat.dtype)
+                    start, stop = flat.layout.rank_range(shard)
+                    flat.full[start:stop].copy_(values)
+                at += size
+        self.state = State.GATHERING
+        self.finish_gather()
 
     def release(self) -> None:
         """Give the whole values back; every rank keeps its shard."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0
 
@@ -97,6 +98,15 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
             log_rank0(f"from the training arguments, as the ZeRO config leaves it out: {filled}")
 
     return trainer_config_process
+
+
+def refuse_contradictions(live: Any) -> None:
+    """Raise ConfigError for what Transformers noted while it filled ``live``; by itself it would say so when training starts."""
+    if live.mismatches:
+        listed = "\n".join(line.replace("- ds ", "  zero_config: ").replace(" vs hf ", ", argument: ") for line in live.mismatches)
+        raise ConfigError(
+            f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or leave it out of zero_config"
+        )
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:

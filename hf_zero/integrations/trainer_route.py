@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.trainer_config import value_at
+from hf_zero.integrations.trainer_config import refuse_contradictions, value_at
 from hf_zero.logs import logger
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
@@ -80,6 +80,7 @@ def route(trainer: Any) -> Iterator[bool]:
     renew_devices(args)
     live = HfTrainerDeepSpeedConfig(config)
     live.trainer_config_process(args)
+    refuse_contradictions(live)
     plugin = DeepSpeedPlugin(hf_ds_config=live)
     setattr(plugin, BORROWED, True)
     args.deepspeed_plugin, args.hf_deepspeed_config = plugin, live

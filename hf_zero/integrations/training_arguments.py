@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import transformers
 
@@ -12,7 +11,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.launching import zero_asked_for
-from hf_zero.integrations.trainer_config import read
+from hf_zero.integrations.trainer_config import read, refuse_contradictions
 
 
 @dataclass(repr=False)
@@ -53,7 +52,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.deepspeed = written
         self.use_cpu = self.use_cpu or bool(config.launch.use_cpu)
         super().__post_init__()
-        _refuse_contradictions(self)
+        refuse_contradictions(self.hf_deepspeed_config)
 
 
 def _refuse_other_stage(stage: int) -> None:
@@ -67,15 +66,6 @@ def _refuse_other_stage(stage: int) -> None:
     if launched != stage:
         raise ConfigError(
             f"zero_config asks for stage {stage}, and accelerate launch was given a config of stage {launched}; give the ZeRO config in one place"
-        )
-
-
-def _refuse_contradictions(args: Any) -> None:
-    lines = args.hf_deepspeed_config.mismatches
-    if lines:
-        listed = "\n".join(line.replace("- ds ", "  zero_config: ").replace(" vs hf ", ", argument: ") for line in lines)
-        raise ConfigError(
-            f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or leave it out of zero_config"
         )
 
 

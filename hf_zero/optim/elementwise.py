@@ -7,6 +7,7 @@ class not on it runs only where the user vouches for it by name, because a wrong
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,12 +53,18 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
     ``cls`` may be a listed class or a subclass of one that overrides neither ``step`` nor ``_init_group``: new
     defaults in ``__init__`` are fine, a new update is not.
     """
-    for ancestor in cls.__mro__:
-        if ancestor in ELEMENTWISE:
-            return ancestor
-        if any(name in vars(ancestor) for name in _UPDATE_METHODS):
+    listed = next((ancestor for ancestor in cls.__mro__ if ancestor in ELEMENTWISE), None)
+    if listed is None:
+        return None
+    for name in _UPDATE_METHODS:
+        # torch leaves a profiling wrapper of the inherited ``step`` on every subclass: look through it.
+        if inspect.unwrap(getattr(cls, name, _nothing)) is not inspect.unwrap(getattr(listed, name, _nothing)):
             return None
-    return None
+    return listed
+
+
+def _nothing() -> None:
+    """Stands for a method that a class does not have."""
 
 
 def vouched_for(cls: type, allowed: Iterable[str]) -> bool:

@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--dataset_name", help="a data set on the hub with a `text` column; without it, Python's own language reference")
     data.add_argument("--dataset_config_name")
     data.add_argument("--validation_fraction", type=float, default=0.05)
-    data.add_argument("--max_seq_length", type=int, default=64)
+    data.add_argument("--max_seq_length", type=int, default=32)
     data.add_argument("--mlm_probability", type=float, default=0.2)
     model = parser.add_argument_group("model")
     model.add_argument("--model_name_or_path", help="continue from this model and its tokenizer instead of starting from nothing")
@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--num_layers", type=int, default=2)
     model.add_argument("--num_heads", type=int, default=4)
     train = parser.add_argument_group("training")
-    train.add_argument("--per_device_batch_size", type=int, default=8)
+    train.add_argument("--per_device_batch_size", type=int, default=16)
     train.add_argument("--gradient_accumulation_steps", type=int, default=1)
     train.add_argument("--max_train_steps", type=int, default=1200)
     train.add_argument("--learning_rate", type=float, default=3e-3)
@@ -131,21 +131,30 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
             return datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train"), args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
             logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on pydoc_data.topics instead")
-    return datasets.Dataset.from_dict({"text": list(topics.values())}), "pydoc_data.topics"
+    paragraphs = [paragraph for topic in topics.values() for paragraph in topic.split("\n\n")]
+    # Indented paragraphs are code and grammar, those with a line of asterisks are headings: what is left is English.
+    prose = [" ".join(paragraph.split()) for paragraph in paragraphs if not paragraph.startswith(" ") and "***" not in paragraph]
+    return datasets.Dataset.from_dict({"text": prose}), "pydoc_data.topics"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, length: int, folder: Path) -> None:
-    """A lower-case WordPiece vocabulary like BERT's, saved where AutoTokenizer finds it."""
-    special = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
-    model = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
-    model.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
-    model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    model.decoder = tokenizers.decoders.WordPiece()
-    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False)
+    """A lower-case byte-level BPE, saved where AutoTokenizer finds it. (Training a WordPiece does not give the same twice.)"""
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    mask = tokenizers.AddedToken("[MASK]", lstrip=True, special=True)  # it stands for a word with the space before it
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.normalizer = tokenizers.normalizers.Lowercase()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*special.values(), mask],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     model.train_from_iterator(texts, trainer)
     ends = [(token, model.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     model.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    PreTrainedTokenizerFast(tokenizer_object=model, model_max_length=length, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=model, model_max_length=length, mask_token=mask, **special).save_pretrained(folder)
 
 
 def cut_into_blocks(texts: datasets.Dataset, tokenizer: Any, length: int) -> datasets.Dataset:

@@ -42,7 +42,7 @@ class Setup:
             config["bf16"] = {"enabled": True}
         if self.precision == "fp16":
             # The scale starts too high and grows every second step: overflows and growth on both sides of the save.
-            config["fp16"] = {"enabled": True, "initial_scale_power": 15, "loss_scale_window": 2, "hysteresis": 1}
+            config["fp16"] = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
         return config
 
     def models(self) -> list[torch.nn.Module]:

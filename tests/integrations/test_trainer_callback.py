@@ -139,6 +139,12 @@ def test_beside_arguments_that_differ_it_raises(tmp_path: Path) -> None:
         trainer(args, callbacks=[ZeroCallback("zero2")])
 
 
+def test_a_contradiction_shows_both_values(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu=3, argument: per_device_train_batch_size=4"):
+        trainer(stock(tmp_path), callbacks=[ZeroCallback({"stage": 2, "train_micro_batch_size_per_gpu": 3})])
+    assert is_plain(trainer(stock(tmp_path)))
+
+
 class Notes(transformers.TrainerCallback):
     """Stands for a reporter such as TensorBoard."""
 

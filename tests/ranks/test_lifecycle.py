@@ -118,7 +118,7 @@ def test_bf16_destroy_and_names_of_the_engine(stage):
         assert model.training
         engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
         engine.step()
-        engine.destroy()
+        engine.destroy(gather=True)
         assert all(p.isfinite().all() for p in model.parameters())
 
     on_ranks(RANKS, run)

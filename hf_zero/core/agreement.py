@@ -1,0 +1,143 @@
+"""How ranks agree on a gather that no recorded order holds, through the key-value store of the process group.
+
+[Note: departures]
+While an order is recorded, every rank asks before every gather (:meth:`Agreement.settle`), and all of them issue what was
+agreed. Later a rank may need a unit that the order does not hold while the others go on by theirs. It must not issue a
+collective that nobody joins: it fetches the others' chunks through the store, from a thread that each rank keeps for
+that (:meth:`Agreement.fetch`). That is slow and right. At the next step all ranks know of it and record anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from hf_zero.errors import RankMismatchError
+from hf_zero.logs import logger
+
+PART = 4 << 20  # bytes of one value in the store
+POLL_SECONDS = 0.05
+WARN_SECONDS = 60.0
+Wish = tuple[int, int]
+
+
+class Agreement:
+    """One rank's side of the agreements of one engine. ``store`` is a torch.distributed store that all its ranks share."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: float):
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._timeout = timeout
+        self._sequence = 0
+        self._step = 0
+        self._departures: Counter[int] = Counter()  # requests seen, by the step they were made in
+        self._thread: threading.Thread | None = None
+
+    def settle(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish:
+        """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest one.
+
+        Ranks in different passes (``where``) can never meet; that raises RankMismatchError on all of them. A rank that
+        does not come is named in a warning every minute and in the error at the timeout.
+        """
+        step, self._sequence = self._sequence, self._sequence + 1
+        store = self._store
+        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}")
+        if store.add(f"{step}/n", 1) == self._world:
+            entries = [store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
+            split = [entry.rsplit("|", 2) for entry in entries]
+            if len({place for place, _, _ in split}) > 1:
+                verdict = "!" + "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
+            else:
+                kind, unit = max((int(kind), int(unit)) for _, kind, unit in split)
+                verdict = f"{kind}|{unit}"
+            store.set(f"{step}/go", verdict)
+        self._await(f"{step}/go", [f"{step}/{rank}" for rank in range(self._world)], f"join the {name(wish)} in {where}")
+        verdict = store.get(f"{step}/go").decode()
+        if verdict.startswith("!"):
+            raise RankMismatchError(
+                f"ranks ask for different collectives ({verdict[1:]}). Every rank must run the same parts of the model in the same order; "
+                "look for a forward, backward or state_dict that only some ranks call"
+            )
+        kind_text, unit_text = verdict.split("|")
+        return int(kind_text), int(unit_text)
+
+    def _await(self, key: str, arrivals: Sequence[str], what: str) -> None:
+        started = time.monotonic()
+        warned = WARN_SECONDS
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=min(5.0, self._timeout)))
+                return
+            except RuntimeError:
+                waited = time.monotonic() - started
+                missing = [arrival.rsplit("/", 1)[-1] for arrival in arrivals if not self._store.check([arrival])]
+                text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(missing)} to {what}"
+                if waited >= self._timeout:
+                    raise RankMismatchError(f"{text}; they never came. Do all ranks call the model, state_dict and save together?") from None
+                if waited >= warned:
+                    logger.warning(text)
+                    warned += WARN_SECONDS
+
+    def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
+        """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they need not be waiting for it."""
+        logger.warning(
+            "%s is needed here outside the recorded order of gathers: fetched through the store, which is slow. "
+            "It is recorded anew after the next step", label,
+        )  # fmt: skip
+        number = self._store.add("fetch/n", 1)
+        self._store.set(f"fetch/{number}", f"{self._rank}|{unit}|{self._step}")
+        self._departures[self._step] += 1
+        got: dict[int, bytes] = {}
+        for peer in peers:
+            parts = []
+            for part in range(-(-size // PART)):
+                key = f"fetch/{number}/{part}/{peer}"
+                self._await(key, [key], f"serve {label}")
+                parts.append(self._store.get(key))
+                self._store.delete_key(key)
+            got[peer] = b"".join(parts)
+        return got
+
+    def serve(self, read: Callable[[int], bytes]) -> None:
+        """Answer other ranks' fetches from now on, from a thread of its own: ``read(unit)`` gives this rank's chunk."""
+        if self._thread is None:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), store, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True)
+            self._thread.start()
+
+    def departed(self) -> bool:
+        """At a step, where all ranks meet: whether any rank has fetched since the step before. Alike on all ranks."""
+        seen = self._departures.pop(self._step, 0)
+        self._step += 1
+        return seen > 0
+
+    def _note(self, step: int) -> None:
+        self._departures[step] += 1
+
+
+def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[Any]) -> None:
+    number = 1
+    while True:
+        agreement, reader = owner(), read()
+        if agreement is None or reader is None:
+            return
+        try:
+            if not store.check([f"fetch/{number}"]):
+                del agreement, reader
+                time.sleep(POLL_SECONDS)
+                continue
+            requester, unit, step = map(int, store.get(f"fetch/{number}").decode().split("|"))
+            if requester != agreement._rank:
+                agreement._note(step)
+                data = reader(unit)
+                for part in range(-(-len(data) // PART)):
+                    store.set(f"fetch/{number}/{part}/{agreement._rank}", data[part * PART : (part + 1) * PART])
+            number += 1
+        except RuntimeError:
+            return  # the store is gone: the job is over
