@@ -59,10 +59,14 @@ def initialize(
     if model is None:
         raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
     if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
-        raise NotBuiltError("initialize(mpu=...) with model parallelism above 1 is not built in this version; run with model-parallel size 1")
+        raise NotBuiltError(
+            "initialize(mpu=...) with model parallelism above 1 is not built in this version; run with model-parallel size 1"
+        )
     settings = _config(args, config, config_params)
     if dist_init_required is False and not comm.is_initialized():
-        raise ConfigError("dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument")
+        raise ConfigError(
+            "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
+        )
     comm.init_distributed(timeout=settings.timeout)
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
@@ -93,9 +97,15 @@ def _refuse_other_deepspeed() -> None:
 
 def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
     from_args = getattr(args, "deepspeed_config", None)
-    given = [(name, value) for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", from_args)) if value is not None]
+    given = [
+        (name, value)
+        for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", from_args))
+        if value is not None
+    ]
     if not given:
-        raise ConfigError("initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or args with deepspeed_config")
+        raise ConfigError(
+            "initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or args with deepspeed_config"
+        )
     if len(given) > 1 and any(value != given[0][1] for _, value in given[1:]):
         raise ConfigError(f"initialize was given more than one config: {', '.join(name for name, _ in given)}; pass one")
     return ZeroConfig.coerce(given[0][1], allow_auto=True)
@@ -105,23 +115,29 @@ def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters:
     wanted = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
         if config.optimizer is not None:
-            raise ConfigError(f"both an optimizer object ({type(optimizer).__name__}) and config optimizer {config.optimizer.type!r} are given; keep one")
+            raise ConfigError(
+                f"both an optimizer object ({type(optimizer).__name__}) and config optimizer {config.optimizer.type!r} are given; keep one"
+            )
         return optimizer
     if optimizer is not None:
         if not callable(optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a callable that makes one from parameters")
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a callable that makes one from parameters"
+            )
         return optimizer(wanted)
     if config.optimizer is None:
         return None
     if not wanted:
-        raise ConfigError("the config names an optimizer but no parameter of the model requires grad; unfreeze some, or remove the optimizer")
+        raise ConfigError(
+            "the config names an optimizer but no parameter of the model requires grad; unfreeze some, or remove the optimizer"
+        )
     return build_optimizer(config.optimizer, wanted)
 
 
 def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig) -> DataLoader[Any] | None:
     if data is None:
         return None
-    micro = int(config.train_micro_batch_size_per_gpu)
+    micro = config.train_micro_batch_size_per_gpu or 1
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):

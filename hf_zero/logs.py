@@ -9,7 +9,9 @@ logger = logging.getLogger("hf_zero")
 
 if not logger.handlers:
     _handler = logging.StreamHandler()
-    _handler.setFormatter(logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s", defaults={"rank": os.environ.get("RANK", "0")}))
+    _handler.setFormatter(
+        logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s", defaults={"rank": os.environ.get("RANK", "0")})
+    )
     logger.addHandler(_handler)
     logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "WARNING").upper())
     logger.propagate = False

@@ -79,7 +79,9 @@ class Agreement:
                 missing = [arrival.rsplit("/", 1)[-1] for arrival in arrivals if not self._store.check([arrival])]
                 text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(missing)} to {what}"
                 if waited >= self._timeout:
-                    raise RankMismatchError(f"{text}; they never came. Do all ranks call the model, state_dict and save together?") from None
+                    raise RankMismatchError(
+                        f"{text}; they never came. Do all ranks call the model, state_dict and save together?"
+                    ) from None
                 if waited >= warned:
                     logger.warning(text)
                     warned += WARN_SECONDS
@@ -108,7 +110,9 @@ class Agreement:
         """Answer other ranks' fetches from now on, from a thread of its own: ``read(unit)`` gives this rank's chunk."""
         if self._thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), store, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(weakref.ref(self), store, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True
+            )
             self._thread.start()
 
     def departed(self) -> bool:

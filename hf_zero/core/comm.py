@@ -63,7 +63,13 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None, init_method: str | None = None, rank: int = -1, world_size: int = -1) -> None:
+def init_distributed(
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """Join the process group of the launcher; without a launcher, make a group of this one process.
 
     ``timeout`` in seconds is how long a silent wait lasts before it is an error. Does nothing if a group exists.
@@ -113,7 +119,9 @@ class Ledger:
 class Handle:
     """A collective in flight."""
 
-    def __init__(self, works: Sequence[Any], watch: Watch, what: str, parts: Sequence[torch.Tensor] = (), free: Callable[[], None] | None = None):
+    def __init__(
+        self, works: Sequence[Any], watch: Watch, what: str, parts: Sequence[torch.Tensor] = (), free: Callable[[], None] | None = None
+    ):
         self._works = list(works)
         self._watch = watch
         self._what = what

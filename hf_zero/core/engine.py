@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core import comm as comms
+from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.comm import Comm
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.grads import GradientReducer, squared_norm
@@ -35,16 +34,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-@dataclass
-class Counters:
-    """How far training is."""
-
-    global_steps: int = 0
-    global_samples: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
-
-
 class _ScaleGradient(torch.autograd.Function):
     """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed to ``engine.backward``."""
 
@@ -61,7 +50,7 @@ class _ScaleGradient(torch.autograd.Function):
         return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
 
 
-class Engine(nn.Module):
+class Engine(Answers, nn.Module):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
@@ -89,7 +78,7 @@ class Engine(nn.Module):
         self.comm = Comm(self._policy.shards(comms.get_world_size(), config.replicate_size), self.device, config.timeout)
         self.global_rank, self.world_size, self.local_rank = self.comm.rank, self.comm.world, comms.get_local_rank()
         self.shard_rank, self.shard_world = self.comm.shard.rank, self.comm.shard.size
-        self._accumulation = int(config.gradient_accumulation_steps)
+        self._accumulation = config.gradient_accumulation_steps or 1
         self._boundary: bool | None = None  # set from outside
         self._micro = 0  # micro-batches since the last step
         self._syncs = True
@@ -150,13 +139,17 @@ class Engine(nn.Module):
         def step(closure: Any = None) -> None:
             optimizer._opt_called = True  # what torch's schedulers look for
             if closure is not None:
-                raise PartitionError("optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it")
+                raise PartitionError(
+                    "optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it"
+                )
             owner = engine()
             if owner is not None:
                 owner.step()
 
         def add_param_group(group: Any) -> None:
-            raise PartitionError("add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again")
+            raise PartitionError(
+                "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again"
+            )
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
         optimizer.step, optimizer.add_param_group = step, add_param_group
@@ -246,7 +239,7 @@ class Engine(nn.Module):
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
         """
         self.counters.micro_steps += 1
-        self.counters.global_samples += int(self.config.train_micro_batch_size_per_gpu) * self.world_size
+        self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
         self._applied = False
         if not self._syncs:
             raise PartitionError("step() inside no_sync() would use gradients that are not reduced; leave the no_sync block first")
@@ -362,92 +355,33 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        verify: bool = False,
+        load_rng: bool = False,
         **unused: Any,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path, client_state)."""
+        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path, client_state).
+
+        ``verify`` checks the hashes of all files first; ``load_rng`` restores this rank's random generators, too.
+        """
         from hf_zero import checkpoint
 
         if unused:
             raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
-        return checkpoint.load(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-
-    # ---- questions ----
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return int(self.config.train_micro_batch_size_per_gpu)
-
-    def train_batch_size(self) -> int:
-        return int(self.config.train_batch_size)
-
-    def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step."""
-        return 0.0 if self._norm is None else float(self._norm)
-
-    def get_lr(self) -> list[float]:
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step() changed the weights: False between boundaries and after an overflow."""
-        return self._applied
-
-    def fp16_enabled(self) -> bool:
-        return self.config.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.precision == "bf16"
-
-    def zero_optimization(self) -> bool:
-        return self.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.stage
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self.config.zero.gather_16bit_weights_on_model_save)
-
-    @property
-    def global_steps(self) -> int:
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        return self.counters.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        return self.counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.counters.skipped_steps
-
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of state on this rank now: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
-        seen: dict[int, int] = {}
-        kinds: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
-
-        def add(kind: str, tensor: torch.Tensor | None) -> None:
-            if tensor is None or not tensor.numel():
-                return
-            if seen.setdefault(tensor.data_ptr(), tensor.nbytes) == tensor.nbytes and tensor.data_ptr() not in counted:
-                counted.add(tensor.data_ptr())
-                kinds[kind] += tensor.nbytes
-
-        counted: set[int] = set()
-        for flat in self.flats:
-            add("parameters", flat.shard if flat.sharded else flat.full)
-            if flat.trainable:
-                add("gradients", flat.window if flat.window is not None else flat.grad)
-                if flat.dtype in (torch.bfloat16, torch.float16):
-                    add("optimizer", flat.master)
-                if self.bound is not None:
-                    for name, tensor in self.bound.tensors(flat).items():
-                        if name != "master":
-                            add("optimizer", tensor)
-        return kinds
+        answer = checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            verify=verify,
+            load_rng=load_rng,
+        )
+        self._micro = 0
+        self.zero_grad()
+        self._publish_scale()
+        return answer
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
@@ -487,10 +421,3 @@ class Engine(nn.Module):
                 self.optimizer.__dict__.pop(name, None)
         self.bound = None
         self.comm.watch.close()
-
-
-def counters_to_json(counters: Counters) -> dict[str, int]:
-    return asdict(counters)
-
-
-

@@ -50,7 +50,9 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._units: dict[Unit, Any] = {}
         if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
-            raise PartitionError(f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} ranks; pass one of them or None")
+            raise PartitionError(
+                f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} ranks; pass one of them or None"
+            )
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
@@ -90,14 +92,18 @@ class GatheredParameters:
 def _owned(parameter: torch.Tensor, what: str) -> Flat:
     flat = owner_of(parameter)
     if flat is None:
-        raise PartitionError(f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; pass a parameter of the initialized model")
+        raise PartitionError(
+            f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; pass a parameter of the initialized model"
+        )
     return flat
 
 
 def _trains(parameter: torch.Tensor, what: str) -> Flat:
     flat = _owned(parameter, what)
     if flat.master is None:
-        raise PartitionError(f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer state; unfreeze it before initialize")
+        raise PartitionError(
+            f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer state; unfreeze it before initialize"
+        )
     return flat
 
 
@@ -113,7 +119,9 @@ def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tens
 
 def _write(flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
-        raise PartitionError(f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of shape {tuple(parameter.shape)}; pass the whole tensor")
+        raise PartitionError(
+            f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of shape {tuple(parameter.shape)}; pass the whole tensor"
+        )
     first, start, stop = flat.own_range(name_of(parameter))
     own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
 
@@ -168,7 +176,9 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
     tensors = _engine_of(flat).bound.tensors(flat)
     if name not in tensors:
-        raise PartitionError(f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps {sorted(set(tensors) - {'master'})} (empty before the first step)")
+        raise PartitionError(
+            f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps {sorted(set(tensors) - {'master'})} (empty before the first step)"
+        )
     return tensors[name]
 
 

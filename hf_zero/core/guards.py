@@ -83,7 +83,9 @@ class ModuleGuards:
             if isinstance(parameter, OwnedParameter):
                 flat = owner_of(parameter)
                 if parameter.data_ptr() != flat.views[name_of(parameter)].data_ptr() and parameter.numel():
-                    raise PartitionError(f"load_state_dict(assign=True) cannot replace {name_of(parameter)}, which lives in a flat buffer; use assign=False")
+                    raise PartitionError(
+                        f"load_state_dict(assign=True) cannot replace {name_of(parameter)}, which lives in a flat buffer; use assign=False"
+                    )
                 flat.adopt(name_of(parameter))
         for unit in pinned:
             self._schedule.unpin(unit)

@@ -77,8 +77,8 @@ class Hooks:
             # People call parts of models: whoever owns a parameter of the root unit gathers it.
             if module not in around and any(id(p) in in_root for p in module._parameters.values() if p is not None):
                 around[module] = root
-        for unit in self._units:
-            path = unit.name.split(".")
+        for cut in self._units:
+            path = cut.name.split(".")
             for depth in range(len(path)):
                 around.setdefault(model.get_submodule(".".join(path[:depth])), None)
         for module, unit in around.items():

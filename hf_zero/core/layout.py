@@ -128,6 +128,8 @@ class FlatLayout:
         at = 0
         for slot in slots:
             if any(n < 0 for n in slot.shape) or slot.offset != at:
-                raise ValueError(f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected {at}; the layout is damaged")
+                raise ValueError(
+                    f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected {at}; the layout is damaged"
+                )
             at = slot.end
         return cls(slots, int(data["shards"]))

@@ -90,12 +90,18 @@ def check_parameters(cuts: Sequence[Cut]) -> None:
     for cut in cuts:
         for name, parameter in cut.parameters:
             if parameter.is_meta:
-                raise PartitionError(f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize")
+                raise PartitionError(
+                    f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize"
+                )
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
-                raise PartitionError(f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once")
+                raise PartitionError(
+                    f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once"
+                )
             if type(parameter) is not nn.Parameter and owner is None:
-                raise PartitionError(f"parameter {name} is a {type(parameter).__name__}, whose memory cannot be laid out flat; pass a model of plain nn.Parameters")
+                raise PartitionError(
+                    f"parameter {name} is a {type(parameter).__name__}, whose memory cannot be laid out flat; pass a model of plain nn.Parameters"
+                )
 
 
 def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -> None:
@@ -112,7 +118,9 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
         everybody = comm.all_gather_object(lines)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
-        raise RankMismatchError(f"ranks 0 and {other} hold different models: {difference}; build the same model with the same optimizer groups on every rank")
+        raise RankMismatchError(
+            f"ranks 0 and {other} hold different models: {difference}; build the same model with the same optimizer groups on every rank"
+        )
 
 
 def _plan_unit(index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str) -> Unit:
@@ -133,7 +141,10 @@ def _plan_unit(index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, in
 
 def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Iterator[torch.Tensor]:
     """One allocation a dtype, handed out piece by piece in order, so that neighbours can be worked on as one."""
-    arenas = {dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device) for dtype in dict.fromkeys(d for _, d in pieces)}
+    arenas = {
+        dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)
+        for dtype in dict.fromkeys(d for _, d in pieces)
+    }
     at = dict.fromkeys(arenas, 0)
     for numel, dtype in pieces:
         yield arenas[dtype][at[dtype] : at[dtype] + numel]
@@ -180,7 +191,9 @@ def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
             if buffer is None:
                 continue
             if buffer.is_meta:
-                raise PartitionError(f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize")
+                raise PartitionError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize"
+                )
             if buffer.device != device:
                 module._buffers[name] = buffer = buffer.to(device)
             if buffer.is_contiguous():

@@ -18,8 +18,8 @@ from torch import nn
 
 from hf_zero.errors import PartitionError, ReleasedParameterError
 
-_grad = torch.Tensor.grad
-_requires_grad = torch.Tensor.requires_grad
+_grad: Any = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
 
 
 class ZeroParamStatus(Enum):
@@ -53,7 +53,7 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 class OwnedParameter(nn.Parameter):
     """A parameter whose memory is a view of its unit's flat buffer."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
@@ -84,7 +84,9 @@ class OwnedParameter(nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
         """Refuse a change: what is trainable was laid out at initialize."""
         if requires_grad != self.requires_grad:
-            raise PartitionError(f"requires_grad of {name_of(self)} cannot change after hf_zero.initialize; set it before, or destroy() the engine and initialize again")
+            raise PartitionError(
+                f"requires_grad of {name_of(self)} cannot change after hf_zero.initialize; set it before, or destroy() the engine and initialize again"
+            )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -130,12 +132,14 @@ class LiveParameter(_Stage3Facts, OwnedParameter):
     """A stage 3 parameter whose unit is gathered: whole and readable."""
 
 
-METADATA = frozenset(
-    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_xpu is_mps "
-    "nbytes itemsize names _version _backward_hooks _post_accumulate_grad_hooks output_nr retains_grad size dim numel nelement element_size stride ndimension "
-    "is_floating_point is_complex is_contiguous is_inference is_same_size register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ "
-    "__get_device is_signed has_names grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides".split()
-)
+_METADATA = """
+shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+is_mkldnn is_xpu is_mps nbytes itemsize names _version _backward_hooks _post_accumulate_grad_hooks output_nr retains_grad
+size dim numel nelement element_size stride ndimension is_floating_point is_complex is_contiguous is_inference is_same_size
+register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_signed has_names grad_dtype
+is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
+"""
+METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
 
 
 def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:
@@ -170,7 +174,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
     ds_status = ZeroParamStatus.NOT_AVAILABLE
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = _called(func)
         setting = func.__name__ == "__set__"
@@ -187,7 +191,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             return bare
         raise _refuse(name_of(released) if released is not None else "a released parameter", name)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

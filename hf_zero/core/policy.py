@@ -24,7 +24,9 @@ class Policy:
     def shards(self, world: int, replicas: int = 1) -> int:
         """Length of the shard axis for ``world`` ranks kept in ``replicas`` copies."""
         if world % replicas:
-            raise ValueError(f"{world} ranks cannot be split into {replicas} equal replicas; choose a replicate_size that divides the ranks")
+            raise ValueError(
+                f"{world} ranks cannot be split into {replicas} equal replicas; choose a replicate_size that divides the ranks"
+            )
         return world // replicas if self.shards_optimizer else 1
 
     def parameter_shards(self, shards: int) -> int:
@@ -83,6 +85,8 @@ POLICIES: dict[int, Policy] = {
 }
 
 
-def bytes_per_parameter(stage: int, shards: int, precision: str = "bfloat16", moments: int = ADAM_MOMENTS, gradient: str | None = None) -> float:
+def bytes_per_parameter(
+    stage: int, shards: int, precision: str = "bfloat16", moments: int = ADAM_MOMENTS, gradient: str | None = None
+) -> float:
     """Total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
     return sum(POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient).values())

@@ -76,7 +76,15 @@ class LossScaler:
     without one double it. ``consecutive`` refills the hysteresis after each good step, else only a growth does.
     """
 
-    def __init__(self, scale: float = 1.0, dynamic: bool = False, window: int = 1000, hysteresis: int = 2, minimum: float = 1.0, consecutive: bool = False):
+    def __init__(
+        self,
+        scale: float = 1.0,
+        dynamic: bool = False,
+        window: int = 1000,
+        hysteresis: int = 2,
+        minimum: float = 1.0,
+        consecutive: bool = False,
+    ):
         self.scale = float(scale)
         self.dynamic = dynamic
         self._window, self._hysteresis, self._minimum, self._consecutive = window, hysteresis, minimum, consecutive
@@ -91,7 +99,12 @@ class LossScaler:
         if fp16.loss_scale:
             return cls(fp16.loss_scale)
         return cls(
-            2.0**fp16.initial_scale_power, True, fp16.loss_scale_window, fp16.hysteresis, float(fp16.min_loss_scale), fp16.consecutive_hysteresis
+            2.0**fp16.initial_scale_power,
+            True,
+            fp16.loss_scale_window,
+            fp16.hysteresis,
+            float(fp16.min_loss_scale),
+            fp16.consecutive_hysteresis,
         )
 
     def update(self, overflow: bool) -> None:

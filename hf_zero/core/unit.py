@@ -35,7 +35,18 @@ class State(Enum):
 class Flat:
     """Parameters of one unit that share dtype and trainability, end to end in one buffer."""
 
-    def __init__(self, number: int, key: str, layout: FlatLayout, parameters: dict[str, nn.Parameter], trainable: bool, dtype: torch.dtype, sharded: bool, axis: Axis, writes: bool):
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        layout: FlatLayout,
+        parameters: dict[str, nn.Parameter],
+        trainable: bool,
+        dtype: torch.dtype,
+        sharded: bool,
+        axis: Axis,
+        writes: bool,
+    ):
         self.number = number  # of the flat in its engine
         self.key = key
         self.layout = layout

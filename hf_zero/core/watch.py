@@ -52,4 +52,8 @@ class Watch:
                 told, warned = current, 0.0
             if waited - warned >= self._warn_after:
                 warned = waited
-                logger.warning("waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)", current[0], waited)
+                logger.warning(
+                    "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)",
+                    current[0],
+                    waited,
+                )

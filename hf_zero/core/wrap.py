@@ -108,14 +108,16 @@ def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
     inside = {id(m) for _, block in blocks for m in block.modules()}
     users: dict[int, int] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
+        for own in module._parameters.values():
+            if own is not None:
+                users[id(own)] = users.get(id(own), 0) + 1
     largest = max((_numel(block) for _, block in blocks), default=0)
     leaves = {
         id(m)
         for m in model.modules()
-        if id(m) not in inside and isinstance(m, (nn.Embedding, nn.Linear)) and largest
+        if id(m) not in inside
+        and isinstance(m, (nn.Embedding, nn.Linear))
+        and largest
         and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }

@@ -139,7 +139,14 @@ class Job:
                 env.update(PYTHONPATH=path, HF_ZERO_AUTOLOAD="0", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
             command = [sys.executable, __file__, "--work", ",".join(kinds)]
             self.processes.append(
-                subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr if rank == 0 else subprocess.DEVNULL, text=True)
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=sys.stderr if rank == 0 else subprocess.DEVNULL,
+                    text=True,
+                )
             )
         for process in self.processes:
             self._answer(process)
@@ -154,7 +161,8 @@ class Job:
         for process in self.processes:
             process.stdin.write(f"{kind} {count}\n")
             process.stdin.flush()
-        return [json.loads(self._answer(process)) for process in self.processes][0]
+        answers = [json.loads(self._answer(process)) for process in self.processes]
+        return answers[0]
 
     def close(self) -> None:
         for process in self.processes:

@@ -19,7 +19,7 @@ ROWS, LENGTH = 2, 9  # odd on purpose: a batch is [ROWS, LENGTH] tokens
 
 Batch = dict[str, Any]
 
-_generator = threading.Lock()  # ranks that are threads share torch's generator
+_generator = threading.RLock()  # ranks that are threads share torch's generator
 
 
 def seed_of(step: int, micro: int, rank: int) -> int:

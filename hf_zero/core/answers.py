@@ -1,0 +1,113 @@
+"""What an engine answers about itself, in the field's names: sizes, rates, precision, progress, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.unit import Flat
+
+
+@dataclass
+class Counters:
+    """How far training is."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+class Answers:
+    """Read-only methods of :class:`hf_zero.core.engine.Engine`."""
+
+    config: ZeroConfig
+    counters: Counters
+    stage: int
+    world_size: int
+    optimizer: Any
+    bound: Any
+    flats: Sequence[Flat]
+    _accumulation: int
+    _norm: torch.Tensor | None
+    _applied: bool
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu or 1
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size or self.world_size
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step."""
+        return 0.0 if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights: False between boundaries and after an overflow."""
+        return self._applied
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision == "bf16"
+
+    def zero_optimization(self) -> bool:
+        return self.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self.config.zero.gather_16bit_weights_on_model_save)
+
+    @property
+    def global_steps(self) -> int:
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.counters.skipped_steps
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of state on this rank now: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
+        seen: dict[int, int] = {}
+        kinds: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+
+        def add(kind: str, tensor: torch.Tensor | None) -> None:
+            if tensor is None or not tensor.numel():
+                return
+            if seen.setdefault(tensor.data_ptr(), tensor.nbytes) == tensor.nbytes and tensor.data_ptr() not in counted:
+                counted.add(tensor.data_ptr())
+                kinds[kind] += tensor.nbytes
+
+        counted: set[int] = set()
+        for flat in self.flats:
+            add("parameters", flat.shard if flat.sharded else flat.full)
+            if flat.trainable:
+                add("gradients", flat.window if flat.window is not None else flat.grad)
+                if flat.dtype in (torch.bfloat16, torch.float16):
+                    add("optimizer", flat.master)
+                if self.bound is not None:
+                    for name, tensor in self.bound.tensors(flat).items():
+                        if name != "master":
+                            add("optimizer", tensor)
+        return kinds
