@@ -25,6 +25,7 @@ from hf_zero.core.wrap import Cut, cut
 from hf_zero.errors import ConfigError
 from hf_zero.optim.build import build_optimizer
 
+MASTER_BYTES = 4
 PRECISIONS = {"fp32": "fp32", "float32": "fp32", "no": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
 
 
@@ -33,8 +34,8 @@ class StageEstimate:
     """Bytes one rank holds at one stage.
 
     ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all the time. The largest
-    unit is whole while it computes (stage 3), and so are its neighbours ahead; ``gradient_buffers`` are the whole
-    gradients on their way to their owners (stages 2 and 3), kept for the next step.
+    unit is whole while it computes (stage 3), and so are its neighbours ahead. ``gradient_buffers`` hold gradients on
+    their way between ranks and stay for the next step; over gloo with more than two ranks, chunks from all peers add to it.
     """
 
     stage: int
@@ -184,16 +185,22 @@ def _row(policy: Policy, groups: Sequence[_Group], ranks: int, replicas: int, mo
             gradients += round(price["gradients"] * layout.padded)
             optimizer += round(price["optimizer"] * layout.padded)
     largest, size = max(whole.items(), key=lambda item: item[1], default=("", 0))
-    return StageEstimate(policy.stage, parameters, gradients, optimizer, size, largest, _buffers(policy, groups, shards))
+    return StageEstimate(policy.stage, parameters, gradients, optimizer, size, largest, _buffers(policy, groups, shards, ranks))
 
 
-def _buffers(policy: Policy, groups: Sequence[_Group], shards: int) -> int:
-    """Whole gradients on the wire, and the parts that arrive for them: as many of each size as may be in flight at once."""
-    if not policy.shards_gradients:
-        return 0
+def _buffers(policy: Policy, groups: Sequence[_Group], shards: int, ranks: int) -> int:
+    """Gradients on the wire and the chunks that arrive for them: as many of each size as may be in flight at once.
+
+    Whole fp32 gradients that are kept anyway (stages 0 and 1) travel from where they are, all of them at once.
+    """
     sizes = Counter((group.layout(shards).padded, group.dtype.itemsize) for group in groups if group.trainable)
-    arriving = (shards - 1) / shards
-    return sum(round(min(count, IN_FLIGHT + 1) * padded * itemsize * (1 + arriving)) for (padded, itemsize), count in sizes.items())
+    total = 0
+    for (padded, itemsize), count in sizes.items():
+        copied = policy.shards_gradients or (itemsize < MASTER_BYTES and ranks > 1)
+        flights = min(count, IN_FLIGHT + 1) if copied else count
+        arriving = padded // shards if shards > 1 else 0
+        total += flights * itemsize * ((padded if copied else 0) + arriving)
+    return total
 
 
 def moments_of(optimizer: OptimizerConfig) -> int:

@@ -18,7 +18,7 @@ SENTENCE = "The value of [MASK] expression is a new object."
 def fill(folder: Path) -> str:
     """The words the model proposes for the mask, with their probabilities."""
     filler = pipeline("fill-mask", model=AutoModelForMaskedLM.from_pretrained(folder), tokenizer=AutoTokenizer.from_pretrained(folder))
-    return ", ".join(f"{guess['token_str']} ({guess['score']:.0%})" for guess in filler(SENTENCE)[:3])
+    return ", ".join(f"{guess['token_str'].strip()} ({guess['score']:.0%})" for guess in filler(SENTENCE)[:3])
 
 
 def main() -> None:

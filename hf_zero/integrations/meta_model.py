@@ -21,15 +21,10 @@ def build_on_meta(model: Any) -> nn.Module:
     The class is the one the configuration names in ``architectures``, else the bare model of its type. Raises ConfigError.
     """
     config = _configuration(model)
-    for name in config.architectures or ():
-        cls = getattr(transformers, name, None)
-        if cls is not None:
-            break
-    else:
-        cls = transformers.AutoModel
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    build: Any = next((cls._from_config for cls in named if cls is not None), transformers.AutoModel.from_config)
     try:
         with torch.device("meta"):
-            build = cls._from_config if issubclass(cls, transformers.PreTrainedModel) else cls.from_config
             return build(config, dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(f"no model can be built from {_named(model)}: {error}") from error
@@ -52,7 +47,7 @@ def _configuration(model: Any) -> PreTrainedConfig:
             raise
         said = textwrap.shorten(str(error), 160)
         raise ConfigError(f"{_named(model)} is no model folder, config.json or known model ({said}); pass one of these") from error
-    raise ConfigError(f"a {type(model).__name__} describes no model; pass a module, a configuration, a dict, a folder or a name")
+    raise ConfigError(f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, a dict, a folder or a name")
 
 
 def _named(model: Any) -> str:

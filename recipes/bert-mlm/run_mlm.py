@@ -14,7 +14,6 @@ import gc
 import json
 import logging
 import resource
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DataLoaderConfiguration, gather_object, set_seed
+from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
@@ -42,6 +42,7 @@ from transformers import (
 
 logger = get_logger(__name__)
 CARD = Path(__file__).with_name("README.md")
+BUILT_IN = "pydoc_data.topics"
 RUN = "trainer_state.json"  # the name and the `log_history` that transformers' Trainer uses
 
 
@@ -130,11 +131,15 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
         try:
             return datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train"), args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on pydoc_data.topics instead")
+            logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on {BUILT_IN} instead")
     paragraphs = [paragraph for topic in topics.values() for paragraph in topic.split("\n\n")]
-    # Indented paragraphs are code and grammar, those with a line of asterisks are headings: what is left is English.
-    prose = [" ".join(paragraph.split()) for paragraph in paragraphs if not paragraph.startswith(" ") and "***" not in paragraph]
-    return datasets.Dataset.from_dict({"text": prose}), "pydoc_data.topics"
+    # Indented paragraphs are code and grammar, those with a ruled line are headings: what is left is English.
+    prose = [
+        " ".join(paragraph.split())
+        for paragraph in paragraphs
+        if not paragraph.startswith(" ") and "***" not in paragraph and "===" not in paragraph
+    ]
+    return datasets.Dataset.from_dict({"text": prose}), BUILT_IN
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, length: int, folder: Path) -> None:
@@ -210,14 +215,24 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def save_checkpoint(folder: Path, accelerator: Accelerator, tokenizer: Any, run: Run) -> None:
+def save_checkpoint(folder: Path, accelerator: Accelerator, tokenizer: Any, card: ModelCard, run: Run) -> None:
     """The sharded state, and beside it what belongs to a converted model: tokenizer, model card, the losses."""
     accelerator.save_state(str(folder))
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
-        shutil.copyfile(CARD, folder / CARD.name)
+        card.save(folder / CARD.name)
         run.save(folder)
     accelerator.wait_for_everyone()
+
+
+def model_card(text: str, base_model: str | None) -> ModelCard:
+    """The recipe's card, naming the data set and the base model where they come from the hub."""
+    card = ModelCard.load(CARD)
+    if text != BUILT_IN:
+        card.data.datasets = [text]
+    if base_model:
+        card.data.base_model = base_model
+    return card
 
 
 def find_checkpoint(wanted: str, output_dir: Path) -> Path:
@@ -287,6 +302,7 @@ def main() -> None:
     )
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
 
+    card = model_card(text_name, args.model_name_or_path)
     run = Run(text_name, describe_sharding(accelerator), accelerator.num_processes, parameters, args.max_seq_length)
     if args.resume_from_checkpoint:
         folder = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -341,7 +357,7 @@ def main() -> None:
                 if last:
                     break
                 if saving:
-                    save_checkpoint(args.output_dir / f"step_{run.completed_steps}", accelerator, tokenizer, run)
+                    save_checkpoint(args.output_dir / f"step_{run.completed_steps}", accelerator, tokenizer, card, run)
                 started = time.perf_counter()
         else:
             run.seconds += time.perf_counter() - started
@@ -350,7 +366,7 @@ def main() -> None:
     run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
     run.memory = gather_object([{"rank": accelerator.process_index, "state": state_bytes, "peak": peak_bytes()}])
     final = args.output_dir / f"step_{run.completed_steps}"
-    save_checkpoint(final, accelerator, tokenizer, run)
+    save_checkpoint(final, accelerator, tokenizer, card, run)
     before, after = (run.log_history[place]["eval_loss"] for place in (0, -1))
     logger.info(f"evaluation loss {before:.4f} -> {after:.4f}, {run.tokens_per_second:,.0f} tokens/s; sharded state in {final}")
     accelerator.end_training()

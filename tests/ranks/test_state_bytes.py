@@ -22,8 +22,8 @@ def deep():
     return seeded(lambda: Stack(depth=12, width=48))
 
 
-def living() -> dict[int, int]:
-    """Bytes of each storage behind a living tensor, gradients that only autograd knows included."""
+def living() -> int:
+    """Bytes of the storages behind living tensors that are younger than ``gc.freeze()``, gradients that only autograd knows included."""
     gc.collect()
     found: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -34,12 +34,11 @@ def living() -> dict[int, int]:
                     storage = each.untyped_storage()
                     if storage.nbytes():
                         found[storage.data_ptr()] = storage.nbytes()
-    return found
+    return sum(found.values())
 
 
 def measured(build, optimizer_of, stage, plan) -> tuple[float, int]:
-    """Bytes per rank between a backward and its step: of all living tensors that were not there before, and of state as the engine counts it."""
-    before = living()
+    """Bytes per rank between a backward and its step: of all living tensors, and of state as the engine counts it."""
 
     def run(rank, model):
         engine = start(model, optimizer_of(model), config_of(stage, plan))
@@ -50,11 +49,16 @@ def measured(build, optimizer_of, stage, plan) -> tuple[float, int]:
             if number < 2:
                 engine.step()
         dist.barrier()
-        total = sum(size for place, size in living().items() if place not in before) / RANKS if rank == 0 else 0.0
+        total = living() / RANKS if rank == 0 else 0.0
         dist.barrier()
         return total, sum(engine.state_bytes().values())
 
-    answers = on_ranks(RANKS, run, build=build)
+    gc.collect()
+    gc.freeze()
+    try:
+        answers = on_ranks(RANKS, run, build=build)
+    finally:
+        gc.unfreeze()
     assert len({state for _, state in answers}) == 1
     return answers[0]
 
