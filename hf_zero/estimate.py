@@ -122,15 +122,13 @@ def estimate(
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
     """
     replicas = 1
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1")
     if config is not None:
-        settings = ZeroConfig.coerce(config, allow_auto=True)
+        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(ranks, training=False)
         precision, optimizer, replicas = settings.precision, settings.optimizer or optimizer, settings.replicate_size
     if precision not in PRECISIONS:
         raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1")
-    if ranks % replicas:
-        raise ConfigError(f"{ranks} ranks cannot be split into {replicas} equal replicas; choose a replicate_size that divides the ranks")
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
     precision = PRECISIONS[precision]

@@ -254,6 +254,7 @@ class Comm:
         self.ledger = Ledger()
         self.timeout = timeout
         backend = _backend_of(device)
+        self.blocks = device.type == "cpu"  # waiting for a collective blocks the host, not a stream
         self.watch = Watch(enabled=self.world > 1 and backend not in ("threaded", "fake"))
         rows = [list(range(start, start + shards)) for start in range(0, self.world, shards)]
         columns = [list(range(start, self.world, shards)) for start in range(shards)]

@@ -26,7 +26,8 @@ from hf_zero.core.precision import Scaling
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.errors import PartitionError
 
-IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
+IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once, whatever their size
+IN_FLIGHT_BYTES = 256 << 20  # and more of them up to this: waiting for the wire would leave the cores idle
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
@@ -58,14 +59,20 @@ class GradientReducer:
         self._key: Hashable = None
         self._next = 0
         self._open = False
+        self._holds = False
         self._ordered = False
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.weight = 1.0  # of the micro-batch whose backward is under way
         self.reduces = True  # whether this backward ends an accumulation window
 
-    def begin(self, key: Hashable) -> None:
-        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
+    def begin(self, key: Hashable, recording: bool = False) -> None:
+        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks.
+
+        While the order of gathers is recorded, a rank must not wait for a reduction that others launch only after a
+        gather it has yet to join.
+        """
+        self._holds = recording and self._comm.blocks
         self._ready.clear()
         self._seen, self._next, self._key, self._open = [], 0, key, True
 
@@ -90,7 +97,7 @@ class GradientReducer:
         """The backward is over: reduce what is left, in order, and wait for all of it."""
         if not self._open:
             return
-        self._open = False
+        self._open = self._holds = False
         if self._reduces_now:
             launched = self._order[: self._next]
             for unit in self._order[self._next :]:
@@ -204,7 +211,9 @@ class GradientReducer:
         else:
             handle = replicate.all_reduce(wire, flat.key)
         self._flights.append(_Flight(flat, handle, scale, borrowed))
-        while sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
+        waiting = [flight.borrowed.nbytes for flight in self._flights if flight.borrowed is not None]
+        while not self._holds and len(waiting) > IN_FLIGHT and sum(waiting) > IN_FLIGHT_BYTES:
+            waiting.pop(0)
             self._land()
 
     def _land(self) -> None:

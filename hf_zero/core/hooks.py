@@ -172,8 +172,9 @@ class Hooks:
             kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
             self._forwards.clear()
             self._on_begin()
-            self._reducer.begin((*kind, self._schedule.gathered))
+            key = (*kind, self._schedule.resident)
             self._schedule.begin(kind, backward=True)
+            self._reducer.begin(key, self._schedule.recording)
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave_backward, task))
 
@@ -184,8 +185,9 @@ class Hooks:
         if self._tasks:
             return  # a backward inside a backward: reentrant checkpointing
         self._forget_calls()
-        self._reducer.finish()
+        # Gathers first: while the order is recorded, another rank may still need this one to join them.
         self._schedule.end(keep_last=False)
+        self._reducer.finish()
         self._on_end()
 
     def _abandon_backward(self) -> None:

@@ -38,6 +38,7 @@ class Schedule:
         self._backward = False
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
+        self._kept: list[Unit] = []  # for the backward that may follow
         self._any = any(unit.sharded for unit in units)
 
     @property
@@ -45,13 +46,22 @@ class Schedule:
         """Indices of the sharded units that are whole now."""
         return tuple(unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED)
 
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """Indices of the units that every rank expects to be whole at the start of a pass: pinned, or kept by the pass before.
+
+        A rank that has left an order may hold others; that must not choose its plan.
+        """
+        return tuple(unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept))
+
     def begin(self, kind: tuple[Hashable, ...], backward: bool = False) -> None:
         """Start a pass. ``kind`` must be the same on all ranks; with what is gathered already it selects the plan."""
         if not self._any:
             return
         if not backward:
-            self._release_unused(keep=())
-        self._key = (*kind, self.gathered)
+            self._kept = []
+            self._release_unused()
+        self._key = (*kind, self.resident)
         self._plan = self._plans.get(self._key)
         self._record, self._cursor, self._backward = [], 0, backward
 
@@ -62,24 +72,26 @@ class Schedule:
         if self._plan is None:
             while self._settle(END, None):
                 pass
-            self._plans[self._key] = self._record
+            self._plans[self._key] = issued = self._record
             if self._comm.agreement is not None and self._comm.shard.size > 1:
                 self._comm.agreement.serve(self.read)
         else:
             while self._cursor < len(self._plan):
                 self._issue_planned()
-        last = [self._issued[-1]] if keep_last and self._issued else []
-        self._key, self._plan = None, None
-        self._release_unused(keep=[*last, self._units[0]] if keep_last else [])
+            issued = self._plan
+        self._kept = [self._units[0], *issued[-1:]] if keep_last else []
+        self._key, self._plan, self._record = None, None, []
+        self._release_unused()
 
     @property
-    def _issued(self) -> list[Unit]:
-        return self._plan if self._plan is not None else self._record
+    def recording(self) -> bool:
+        """Whether the pass under way settles every gather with the other ranks."""
+        return self._key is not None and self._plan is None and self._comm.world > 1
 
     def abandon(self) -> None:
         """Forget the pass under way, which an exception has broken, and release what nobody uses."""
-        self._key, self._plan, self._record = None, None, []
-        self._release_unused(keep=())
+        self._key, self._plan, self._record, self._kept = None, None, [], []
+        self._release_unused()
 
     def need(self, unit: Unit) -> None:
         """Return when ``unit`` is whole on this rank."""
@@ -87,11 +99,12 @@ class Schedule:
             return
         if unit in self._idle:
             self._idle.remove(unit)
-        if unit.state is State.RELEASED:
+        if unit.state is not State.GATHERED:
             for other in self._idle:
                 if not other.in_use:
                     other.release()
             self._idle = []
+        if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
         if unit in self._ahead:
@@ -161,7 +174,8 @@ class Schedule:
             return False
         chosen = self._units[abs(agreed[1])]
         self._issue(chosen)
-        self._record.append(chosen)
+        if self._key is not None:
+            self._record.append(chosen)
         return True
 
     def _where(self) -> str:
@@ -184,9 +198,9 @@ class Schedule:
             self._ahead.append(unit)
             waiting += unit.nbytes
 
-    def _release_unused(self, keep: Sequence[Unit]) -> None:
+    def _release_unused(self) -> None:
         for unit in self._units:
-            if unit.sharded and unit.state is not State.RELEASED and not unit.in_use and unit not in keep:
+            if unit.sharded and unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
                 unit.release()
         self._idle, self._ahead = [], []
 

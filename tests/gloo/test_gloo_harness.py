@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import run_processes, say
 from tests.helpers.ranks import RankFailed, RanksHung
 
 
@@ -28,6 +28,7 @@ def one_fails(rank: int) -> None:
 
 
 def one_waits(rank: int) -> None:
+    say(f"rank {rank} is here")
     if rank == 0:
         time.sleep(1000)
 
@@ -43,5 +44,5 @@ def test_a_failure_in_a_process_is_raised_with_its_rank():
 
 @pytest.mark.long
 def test_a_process_that_hangs_is_shown_and_ended():
-    with pytest.raises(RanksHung, match=r"ranks \[0\] did not return[\s\S]*one_waits"):
+    with pytest.raises(RanksHung, match=r"ranks \[0\] did not return[\s\S]*rank 0 is here[\s\S]*one_waits"):
         run_processes(2, one_waits, timeout=25)

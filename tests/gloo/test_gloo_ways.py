@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, engine_opener, train_on_rank
 from tests.helpers.models import ARCHITECTURES
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import run_processes, say
 from tests.helpers.training import ArchitectureJob, Job, Plan, Trace, merge
 from tests.helpers.ways import WAYS
 
@@ -22,6 +22,7 @@ def train_cells(rank: int, cells: list[Cell]) -> list[Trace | str]:
     """Train each cell; a cell that raises gives its error and, as the ranks may now differ, ends the list."""
     traces: list[Trace | str] = []
     for name, stage, plan in cells:
+        say(f"{name} at stage {stage}, {plan}")
         job = job_of(name)
         models = {rank: job.build()}
         try:
@@ -65,7 +66,7 @@ FAST = sorted(WAYS)[::3]
 
 
 def test_architectures_and_some_ways_on_two_processes():
-    check(2, cells_of(2, list(ARCHITECTURES)) + mixed_cells(2) + cells_of(2, FAST, stages=(1, 3)), timeout=300)
+    check(2, cells_of(2, list(ARCHITECTURES)) + mixed_cells(2) + cells_of(2, FAST, stages=(1, 3)), timeout=200)
 
 
 @pytest.mark.long

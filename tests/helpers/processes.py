@@ -27,10 +27,22 @@ HOST = "127.0.0.1"
 GRACE = 5.0  # seconds the others get to report once one process has failed
 
 
+_log: Any = None
+
+
+def say(text: str) -> None:
+    """Note where this process is: shown if it hangs."""
+    if _log is not None:
+        _log.write(f"{text}\n")
+        _log.flush()
+
+
 def _child(
     rank: int, world: int, port: int, timeout: float, log: str, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    global _log
     with open(log, "w") as stacks:
+        _log = stacks
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
@@ -105,5 +117,7 @@ def _stacks(children: list[Any], logs: list[str], answers: dict[int, Any], timeo
     story = [f"ranks {silent} did not return within {timeout:.0f} s"]
     for rank in silent:
         with open(logs[rank]) as log:
-            story.append(f"rank {rank} stands in\n{log.read()}")
+            said, _, stack = log.read().partition("Current thread")
+        words = [line for line in said.splitlines() if not line.startswith(("  ", "Thread", "Timeout")) and line]
+        story.append(f"rank {rank} has said {words[-1:]} and stands in\n{stack[:3000]}")
     return "\n".join(story)

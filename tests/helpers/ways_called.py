@@ -127,6 +127,70 @@ class Generated(ArchitectureJob):
         return super().micro(net, at)
 
 
+class GradientsOfInputs(StackJob):
+    """Adversarial training and gradient penalties look at the gradient of the input before the backward proper."""
+
+    name = "autograd.grad of the input, then the backward of the same graph"
+
+    def micro(self, net: Driver, at: At) -> torch.Tensor:
+        x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_()
+        loss = net(x).float().pow(2).mean()
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert slope.shape == x.shape and bool(slope.any())
+        net.backward(loss)
+        return loss
+
+
+class InPlace(StackJob):
+    name = "blocks that change their input in place"
+
+    class model(Stack):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x += 1.0
+            return x
+
+        def __init__(self) -> None:
+            super().__init__()
+            for index, block in enumerate(self.blocks):
+                self.blocks[index] = nn.Sequential(nn.ReLU(inplace=True), block)
+
+
+class ManyOutputs(Job):
+    """Blocks return a tensor, a tensor that nobody uses and one that only the next but one block uses."""
+
+    name = "outputs that are used late, or never"
+
+    class model(nn.Module):
+        class Piece(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.main, self.side, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor, side: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+                x = x + torch.tanh(self.main(x)) if side is None else x + torch.tanh(self.main(x) * side)
+                return x, self.side(x), self.idle(x)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(7, 8)
+            self.blocks = nn.ModuleList(self.Piece() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, sides = self.enter(x), []
+            for index, block in enumerate(self.blocks):
+                x, side, _ = block(x, sides[index - 2] if index >= 2 else None)
+                sides.append(side)
+            return x + sides[0]
+
+    def build(self) -> nn.Module:
+        return seeded(self.model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return net(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+
+
 class RawModule(ArchitectureJob):
     def __init__(self, architecture: str) -> None:
         super().__init__(ARCHITECTURES[architecture])
@@ -243,6 +307,7 @@ def ways() -> list[Job]:
     plain = (
         CalledTwice, TwoForwards, TwoForwardsOneUsed, DroppedLater, KeptLoss, KeptOutput, Interleaved, Generated, BodyAlone, HeadOnItsOwn,
         EncoderAlone, OneBlockAlone, PartsInTurn, NestedInputsAndOutputs,
+        GradientsOfInputs, InPlace, ManyOutputs,
     )  # fmt: skip
     return [
         *(kind() for kind in plain),

@@ -1,4 +1,4 @@
-"""Ways whose parameters are odd: tied, frozen, unused, used by some ranks, adapters, groups, no dimension, no element."""
+"""Ways whose parameters are odd: tied, unused, used by some ranks, in groups, of no dimension, of no element."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
+from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, seeded
 from tests.helpers.training import ArchitectureJob, At, Driver, Job, plain_sgd, trainable
 from tests.helpers.ways_checkpointed import StackJob
 
@@ -18,13 +18,15 @@ class _OddShapes(Stack):
         self.temperature = nn.Parameter(torch.tensor(0.7))  # no dimension
         self.nothing = nn.Parameter(torch.empty(0, 4))  # no element
         self.three = nn.Parameter(torch.randn(3))  # fewer elements than ranks
+        self.turned = nn.Parameter(torch.randn(HIDDEN, HIDDEN).t())  # not contiguous
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        return super().body(x) * self.temperature + self.three.sum() + self.nothing.sum()
+        x = super().body(x) @ self.turned
+        return x * self.temperature + self.three.sum() + self.nothing.sum()
 
 
 class NoDimensionNoElement(StackJob):
-    name = "parameters of no dimension, of no element, of fewer elements than ranks"
+    name = "parameters of no dimension, of no element, of fewer elements than ranks, not contiguous"
     model = _OddShapes
 
 
@@ -102,10 +104,25 @@ class OneRankOnlyInOneMicroBatch(_SkipJob):
         return () if at.rank == 0 and at.step == 2 else (2,)
 
 
+class OneRankSkipsHalf(_SkipJob):
+    """Deep enough that a bounded number of messages in flight cannot hide a wrong order of waiting."""
+
+    name = "every other one of nine blocks used on rank 1 only"
+
+    def build(self) -> nn.Module:
+        return seeded(lambda: _Skipping(depth=9))
+
+    def skipped(self, at: At) -> Sequence[int]:
+        return () if at.rank == 1 else (1, 3, 5, 7)
+
+
 class OrderByRank(StackJob):
-    name = "blocks called in another order on odd ranks"
+    name = "eight blocks called in reverse on odd ranks"
 
     class model(Stack):
+        def __init__(self) -> None:
+            super().__init__(depth=8)
+
         def forward(self, x: torch.Tensor, turned: bool = False) -> torch.Tensor:
             x = self.enter(x)
             for block in reversed(self.blocks) if turned else self.blocks:
@@ -151,66 +168,31 @@ class NoGradBranch(StackJob):
             return self.blocks[2](x) - target
 
 
-class SomeFrozen(StackJob):
-    name = "frozen parameters inside blocks, and a block frozen whole"
+class Parametrized(StackJob):
+    name = "weight_norm inside blocks and in the head"
 
-    def build(self) -> nn.Module:
-        model = super().build()
-        for block in model.blocks:
-            block.up.weight.requires_grad_(False)
-        model.blocks[1].requires_grad_(False)
-        return model
-
-
-class FrozenBottom(ArchitectureJob):
-    name = "frozen embeddings and first layer: the first trained block gets an input without gradient"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["llama"])
-        self.name = type(self).name
-
-    def build(self) -> nn.Module:
-        model = super().build()
-        model.model.embed_tokens.requires_grad_(False)
-        model.model.layers[0].requires_grad_(False)
-        return model
+    class model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            for module in (self.blocks[0].up, self.blocks[1].down, self.head):
+                nn.utils.parametrizations.weight_norm(module)
 
 
-class FrozenTop(ArchitectureJob):
-    name = "only the embeddings trained, everything above frozen"
+class Convolutional(StackJob):
+    name = "convolutions in channels_last, batch of images"
 
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["llama"])
-        self.name = type(self).name
+    class model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(1, 6, 3, padding=1)
+            self.blocks = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
+            self.to(memory_format=torch.channels_last)
 
-    def build(self) -> nn.Module:
-        model = super().build()
-        model.requires_grad_(False)
-        model.model.embed_tokens.requires_grad_(True)
-        return model
-
-
-class LoRA(ArchitectureJob):
-    """Adapters over frozen blocks; with ``checkpointing`` as TRL sets it up: reentrant, inputs made to require gradients."""
-
-    def __init__(self, checkpointing: bool) -> None:
-        super().__init__(ARCHITECTURES["llama"])
-        self.checkpointing = checkpointing
-        self.name = f"LoRA over frozen blocks{' with reentrant checkpointing' if checkpointing else ''}"
-
-    def build(self) -> nn.Module:
-        def make() -> nn.Module:
-            import peft
-
-            base = ARCHITECTURES["llama"].make()
-            if self.checkpointing:
-                base.gradient_checkpointing_enable({"use_reentrant": True})
-                base.enable_input_require_grads()
-                base.config.use_cache = False
-            config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-            return peft.get_peft_model(base, config)
-
-        return seeded(make)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x[:, None, :, None].expand(-1, 1, 7, 5))
+            for block in self.blocks:
+                x = x + torch.tanh(block(x))
+            return x
 
 
 class Groups(ArchitectureJob):
@@ -280,7 +262,7 @@ class ManySmall(StackJob):
 
 def ways() -> list[Job]:
     kinds = (
-        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OrderByRank, UnusedEverywhere,
-        NeverUsed, PartlyUsed, NoGradBranch, SomeFrozen, FrozenBottom, FrozenTop, Groups, SomeTrained, TiedAcrossBlocks, ManySmall,
+        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, OrderByRank, UnusedEverywhere,
+        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, ManySmall,
     )  # fmt: skip
-    return [*(kind() for kind in kinds), LoRA(checkpointing=False), LoRA(checkpointing=True)]
+    return [kind() for kind in kinds]

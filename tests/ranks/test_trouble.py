@@ -1,0 +1,266 @@
+"""What goes wrong in a script: forwards and backwards that raise, ranks that part ways. Named, never silent, and survived."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import Stack, features, seeded
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
+
+RANKS = 2
+
+
+class Bomb(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("user's own backward")
+
+
+class Armed(Stack):
+    """``at`` says where the forward or the backward breaks."""
+
+    at = ""
+
+    def body(self, x):
+        for index, block in enumerate(self.blocks):
+            if index == 1 and self.at == "forward":
+                raise ArithmeticError("user's own forward")
+            if index == 1 and self.at == "backward":
+                x = Bomb.apply(x)
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_that_raises_is_forgotten(stage, at, when):
+    """The user catches his error (out of memory, say), drops the micro-batch and goes on."""
+    want, norms = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        found = []
+        for step in range(3):
+            if step == when:
+                model.at = at
+                with pytest.raises(ArithmeticError, match="user's own"):
+                    engine.backward(squared(engine, At(8, 0, rank)))
+                model.at = ""
+                engine.zero_grad()
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            found.append(engine.get_global_grad_norm())
+        return full_weights(engine), found
+
+    for weights, found in on_ranks(RANKS, run, build=lambda: seeded(Armed)):
+        oracle.compare_tensors("weights", weights, want)
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3, timeout=2))
+        if rank == 0:
+            with pytest.raises(RankMismatchError, match=r"ranks? 1\b"):
+                squared(engine, At(0, 0, rank))
+
+    on_ranks(RANKS, run)
+
+
+def test_ranks_in_different_calls_are_told():
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3, timeout=20))
+        with pytest.raises(RankMismatchError, match="different collectives"):
+            if rank == 0:
+                squared(engine, At(0, 0, rank))
+            else:
+                engine.module.state_dict()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_different_models_are_told_at_initialize(stage):
+    def run(rank, model):
+        if rank == 1:
+            model.blocks[1].up = torch.nn.Linear(32, 65)
+        with pytest.raises(RankMismatchError, match=r"blocks\.1\.up"):
+            start(model, adamw(model), config_of(stage))
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0s_values_reach_every_rank(stage):
+    """Ranks that initialised with other seeds start from rank 0's model."""
+
+    def run(rank, model):
+        if rank == 1:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1.0)
+        engine = start(model, adamw(model), config_of(stage))
+        return full_weights(engine)
+
+    want = {name: p.detach() for name, p in stack().named_parameters()}
+    for weights in on_ranks(RANKS, run):
+        assert all(torch.equal(weights[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_no_scalar(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        with pytest.raises(HfZeroError, match=r"scalar.*\(3, 5\)"):
+            engine.backward(engine(features(0, 0, rank)))
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_a_backward(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        with pytest.raises(PartitionError, match="backward"):
+            engine.step()
+
+    on_ranks(RANKS, run)
+
+
+def test_a_model_in_16_bits_under_an_fp32_config():
+    def run(rank, model):
+        with pytest.raises(ConfigError, match=r"enter\.weight.*bf16"):
+            start(model.bfloat16(), adamw(model), config_of(3))
+
+    on_ranks(RANKS, run)
+
+
+def test_an_optimizer_of_another_model():
+    others = [stack() for _ in range(RANKS)]
+
+    def run(rank, model):
+        with pytest.raises(PartitionError, match="not in the model"):
+            start(model, adamw(others[rank]), config_of(3))
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stage):
+    """requires_grad without a group: gradients flow through, nothing is trained, nothing piles up."""
+
+    def half(model):
+        return torch.optim.SGD([*model.blocks[0].parameters(), *model.head.parameters()], lr=0.05)
+
+    want, _ = by_hand(half, [[(1.0, 0)]] * 3, RANKS)
+
+    def run(rank, model):
+        engine = start(model, half(model), config_of(stage))
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        from hf_zero.core.parameter import raw_grad
+
+        assert [name for name, p in model.named_parameters() if raw_grad(p) is not None] == []
+        return {name: p.detach().clone() for name, p in engine.consolidated()}
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autocast_around_the_engine(stage):
+    """fp32 weights under torch.autocast: one step, since rounding to bf16 amplifies any difference afterwards."""
+
+    def plain():
+        model = stack()
+        for rank in range(RANKS):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squared(model, At(0, 0, rank)) / RANKS
+            loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = squared(engine, At(0, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        return full_weights(engine)
+
+    start_weights = {name: p.detach() for name, p in stack().named_parameters()}
+    want = {name: start_weights[name] - 0.05 * grad for name, grad in plain().items()}
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_inputs_are_cast_by_auto_cast(stage):
+    def run(rank, model):
+        config = config_of(stage, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
+        engine = start(model, plain_sgd(model), config)
+        loss = squared(engine, At(0, 0, rank))  # fp32 features
+        engine.backward(loss)
+        engine.step()
+        assert not engine.optimizer.overflow
+
+    on_ranks(RANKS, run)
+
+
+def test_parameters_of_a_block_used_outside_it():
+    """Not called through its module, so not gathered: named when read; inside GatheredParameters it trains right."""
+
+    class Borrowing(Stack):
+        def body(self, x):
+            return super().body(x) * self.blocks[1].up.bias.mean()
+
+    import hf_zero
+
+    want, norms = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=lambda: seeded(Borrowing))
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(3))
+        with pytest.raises(HfZeroError, match=r"blocks\.1\.up\.bias"):
+            squared(engine, At(0, 0, rank))
+        found = []
+        for step in range(3):
+            with hf_zero.GatheredParameters([model.blocks[1].up.bias]):
+                engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            found.append(engine.get_global_grad_norm())
+        return full_weights(engine), found
+
+    for weights, found in on_ranks(RANKS, run, build=lambda: seeded(Borrowing)):
+        oracle.compare_tensors("weights", weights, want)
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("options", [{"fused": True}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}], ids=str)
+def test_options_of_the_users_adamw(stage, options):
+    def made(model):
+        return torch.optim.AdamW(trainable(model), lr=1e-3, eps=1e-6, **options)
+
+    want, _ = by_hand(made, [[(1.0, 0)]] * 3, RANKS)
+
+    def run(rank, model):
+        engine = start(model, made(model), config_of(stage, Plan(clip=0.0)))
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)

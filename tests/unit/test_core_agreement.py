@@ -1,0 +1,242 @@
+"""Agreement through a store: ranks are threads that share one; they settle gathers, and fetch and serve chunks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.core import agreement as module
+from hf_zero.core.agreement import Agreement
+from hf_zero.errors import RankMismatchError
+from hf_zero.logs import logger
+
+
+def say(wish: tuple[int, int]) -> str:
+    return f"gather of unit {wish[1]}"
+
+
+def together(world: int, fn: Callable[[Agreement, int], Any], timeout: float = 30.0, absent: tuple[int, ...] = ()) -> list[Any]:
+    """``fn(agreement, rank)`` on a thread each, in rank order; what a rank raises is its answer."""
+    store, answers = dist.HashStore(), [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            answers[rank] = fn(Agreement(store, rank, world, timeout), rank)
+        except RankMismatchError as error:
+            answers[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a rank hangs"
+    return answers
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
+    def run(agreement: Agreement, rank: int) -> list[tuple[int, int]]:
+        return [agreement.settle("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]]
+
+    assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
+
+
+@pytest.mark.parametrize(
+    "wishes, agreed",
+    [
+        ([(1, 2), (1, 5), (1, 3)], (1, 5)),
+        ([(1, -2), (1, -5), (1, -3)], (1, -2)),
+        ([(0, 9), (0, 9), (1, -8)], (1, -8)),
+        ([(1, 10), (1, 9), (1, 2)], (1, 10)),
+    ],
+)
+def test_of_differing_wishes_all_get_the_largest(wishes: list[tuple[int, int]], agreed: tuple[int, int]) -> None:
+    assert together(3, lambda agreement, rank: agreement.settle("backward", wishes[rank], say)) == [agreed] * 3
+
+
+def test_what_a_pass_is_called_may_hold_the_separator() -> None:
+    where = "forward ('a|b', True)|x"
+    assert together(2, lambda agreement, rank: agreement.settle(where, (1, rank), say)) == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("world, odd", [(2, 0), (4, 2)])
+def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int) -> None:
+    def run(agreement: Agreement, rank: int) -> Any:
+        return agreement.settle("backward 'b'" if rank == odd else "forward 'f'", (1, rank), say)
+
+    for error in together(world, run):
+        assert isinstance(error, RankMismatchError)
+        for rank in range(world):
+            assert f"rank {rank}: {'backward' if rank == odd else 'forward'}" in str(error)
+        assert "same parts of the model in the same order" in str(error)
+
+
+def test_ranks_that_never_come_are_named_at_the_timeout() -> None:
+    answers = together(4, lambda agreement, rank: agreement.settle("forward 'f'", (1, 6), say), timeout=0.2, absent=(1, 3))
+    for rank in (0, 2):
+        assert isinstance(answers[rank], RankMismatchError)
+        text = str(answers[rank])
+        assert text.startswith(f"rank {rank} has waited") and "for ranks 1, 3 to join the gather of unit 6 in forward 'f'" in text
+        assert "never came" in text and "Do all ranks call" in text
+
+
+class SilentStore:
+    """A store in which nobody else ever writes; waiting on it moves the clock."""
+
+    def __init__(self, come: set[str]) -> None:
+        self.now, self._come = 0.0, come
+
+    def set(self, key: str, value: str) -> None:
+        self._come.add(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return 1
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._come for key in keys)
+
+    def wait(self, keys: list[str], limit: Any) -> None:
+        assert 0 < limit.total_seconds() <= 5.0
+        self.now += limit.total_seconds()
+        raise RuntimeError("wait timeout")
+
+
+def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SilentStore({"0/1"})
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: store.now))
+    with pytest.raises(RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"):
+        Agreement(store, 0, 3, 150.0).settle("forward", (1, 4), say)
+    assert heard == [f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward" for waited in (60, 120)]
+
+
+class Chunks:
+    """A rank's chunk of each unit: what it serves."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def of(self, unit: int) -> bytes:
+        return bytes((self.rank * 50 + unit * 7 + at) % 256 for at in range(self.size))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART", 16)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
+
+
+@pytest.fixture
+def trio(quick: None) -> Iterator[tuple[list[Agreement], list[Chunks], Any]]:
+    """Three ranks that serve 37 bytes a unit: three parts, the last one short."""
+    store = dist.HashStore()
+    agreements = [Agreement(store, rank, 3, 20.0) for rank in range(3)]
+    chunks = [Chunks(rank, 37) for rank in range(3)]
+    for agreement, chunk in zip(agreements, chunks):
+        agreement.serve(chunk.of)
+    threads = [each._thread for each in agreements]
+    del agreement, chunk  # what is named here would be kept alive
+    yield agreements, chunks, store
+    agreements.clear()
+    for thread in threads:
+        assert thread is not None
+        thread.join(timeout=10)
+        assert not thread.is_alive(), "a serving thread outlives its engine"
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 32, 37])
+def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: Any) -> None:
+    agreements, chunks, store = trio
+    for chunk in chunks:
+        chunk.size = size
+    assert agreements[1].fetch(5, "layer.5", [0, 2], size) == {0: chunks[0].of(5), 2: chunks[2].of(5)}
+    assert not any(store.check([f"fetch/1/{part}/{peer}"]) for part in range(4) for peer in (0, 2)), "values are left in the store"
+
+
+def test_a_fetch_says_that_it_is_slow_and_what_it_is_for(trio: Any, heard: list[str]) -> None:
+    agreements, _, _ = trio
+    agreements[0].fetch(1, "layer.1", [1, 2], 37)
+    assert len(heard) == 1 and heard[0].startswith("layer.1 is needed here outside the recorded order")
+
+
+def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
+    agreements, chunks, _ = trio
+    got: list[Any] = [None] * 3
+
+    def run(rank: int) -> None:
+        got[rank] = [agreements[rank].fetch(unit, "unit", [peer for peer in range(3) if peer != rank], 37) for unit in (rank, 7)]
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for rank in range(3):
+        assert got[rank] == [{peer: chunks[peer].of(unit) for peer in range(3) if peer != rank} for unit in (rank, 7)]
+
+
+def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(trio: Any) -> None:
+    agreements, _, _ = trio
+    assert [agreement.departed() for agreement in agreements] == [False] * 3
+    agreements[2].fetch(3, "layer.3", [0, 1], 37)
+    agreements[0].fetch(4, "layer.4", [1, 2], 37)
+    assert [agreement.departed() for agreement in agreements] == [True] * 3
+    assert [agreement.departed() for agreement in agreements] == [False] * 3
+
+
+def test_serving_twice_starts_one_thread(trio: Any) -> None:
+    agreements, chunks, _ = trio
+    before = agreements[0]._thread
+    agreements[0].serve(chunks[0].of)
+    assert agreements[0]._thread is before and before.daemon
+
+
+def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None:
+    store = dist.HashStore()
+    chunks = Chunks(1, 4)
+    serving = Agreement(store, 1, 3, 20.0)
+    serving.serve(chunks.of)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came"):
+        Agreement(store, 0, 3, 0.2).fetch(9, "layer.9", [1, 2], 4)
+
+
+def test_serving_ends_with_what_is_served(quick: None) -> None:
+    """A thread must not keep an engine alive, nor outlive it."""
+    agreement, chunks = Agreement(dist.HashStore(), 0, 2, 5.0), Chunks(0, 4)
+    agreement.serve(chunks.of)
+    thread, gone = agreement._thread, weakref.ref(chunks)
+    assert thread is not None
+    del chunks
+    thread.join(timeout=10)
+    assert not thread.is_alive() and gone() is None
+
+
+def test_serving_ends_quietly_when_the_store_is_gone(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection closed")
+
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    agreement, chunks = Agreement(Gone(), 0, 2, 5.0), Chunks(0, 4)
+    agreement.serve(chunks.of)
+    assert agreement._thread is not None
+    agreement._thread.join(timeout=10)
+    assert not agreement._thread.is_alive() and failed == []

@@ -1,0 +1,218 @@
+"""Groups and collectives where one process is all there is, and the arithmetic at the end of a reduction."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_zero.core import comm
+from hf_zero.core.comm import Axis, Comm, Handle, Ledger
+from hf_zero.core.watch import Watch
+
+CPU = torch.device("cpu")
+OFF = Watch(enabled=False)
+
+
+@pytest.fixture(autouse=True)
+def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    comm.destroy_process_group()
+    assert not comm.is_initialized()
+
+
+def test_without_a_group_this_is_the_only_rank() -> None:
+    assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (False, 0, 1, 0)
+    comm.barrier()
+    value = torch.ones(3)
+    comm.broadcast(value, 0)
+    comm.destroy_process_group()
+    assert value.tolist() == [1, 1, 1] and not comm.is_initialized()
+
+
+def test_the_local_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert comm.get_local_rank() == 3
+
+
+@pytest.mark.parametrize("limit, seconds", [(None, 1800), (7.0, 7), (timedelta(seconds=9), 9)])
+def test_without_a_launcher_a_group_of_one_is_made(limit: Any, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    join = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: (seen.append(kwargs["timeout"]), join(*args, **kwargs)))
+    comm.init_distributed(timeout=limit)
+    assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size()) == (True, 0, 1)
+    assert dist.get_backend() == "gloo"
+    comm.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
+    assert seen == [timedelta(seconds=seconds)]
+
+
+def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    comm.init_distributed(timeout=30)
+    assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore" and comm.get_world_size() == 1
+
+
+def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
+    comm.init_distributed("gloo", 30, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    assert comm.get_world_size() == 1
+
+
+@pytest.mark.parametrize("forced, kind", [("true", "cpu"), ("1", "cpu"), ("false", "cuda"), ("0", "cuda")])
+def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(forced: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comm.default_device() == CPU or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert comm.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
+
+
+@pytest.mark.parametrize("config, backend", [("cpu:gloo,cuda:nccl", "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded", "threaded")])
+def test_the_backend_of_a_device(config: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert comm._backend_of(CPU) == backend
+    assert comm._backend_of(torch.device("cuda", 1)) == ("nccl" if "nccl" in config else backend)
+    monkeypatch.setattr(dist, "get_backend", lambda: "ucc")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    assert comm._backend_of(CPU) == "ucc", "no entry for the device: the default backend"
+
+
+def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
+    comm.init_distributed()
+    alone = Comm(1, CPU, 5.0)
+    assert alone.agreement is None and not alone.watch._enabled
+    full, chunk = torch.zeros(8), torch.arange(8.0)
+    alone.shard.all_gather([(full, chunk)], "unit", 0).wait()
+    assert full.tolist() == chunk.tolist()
+    alone.shard.all_gather([(full, full)], "unit", 0).wait()
+    out = torch.ones(8)
+    alone.shard.reduce_scatter(full, "unit", 0).reduce_into(out, True, 0.5)
+    assert out.tolist() == [1 + 0.5 * at for at in range(8)]
+    alone.replicate.all_reduce(out, "norm").wait()
+    alone.broadcast(out, 0)
+    alone.barrier()
+    assert alone.broadcast_object({"a": 1}) == {"a": 1} and alone.all_gather_object("x") == ["x"]
+    assert out[2] == 2 and alone.ledger == Ledger()
+
+
+class Work:
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class Seen(Watch):
+    """A watch that keeps what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.names: list[str] = []
+
+    def over(self, what: str) -> Any:
+        self.names.append(what)
+        return super().over(what)
+
+
+def test_a_handle_waits_once_and_says_for_what() -> None:
+    works, watch = [Work(), Work()], Seen()
+    handle = Handle(works, watch, "all-gather of layer.1")
+    handle.wait()
+    handle.wait()
+    assert [work.waits for work in works] == [1, 1] and watch.names == ["all-gather of layer.1"]
+    Handle([], watch, "nothing").wait()
+    assert watch.names == ["all-gather of layer.1"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_end_of_a_reduction(parts: int, wire: torch.dtype, scale: float, accumulate: bool) -> None:
+    """``out = scale * sum`` or ``out += scale * sum``, and the receive buffers go back once."""
+    received = [torch.randn(5).to(wire) for _ in range(parts)]
+    out, freed = torch.full((5,), 100.0), []
+    want = scale * sum(part.float() for part in received) + (100.0 if accumulate else 0.0)
+    work = Work()
+    handle = Handle([work], OFF, "reduction", received, lambda: freed.append(True))
+    handle.reduce_into(out, accumulate, scale)
+    assert torch.allclose(out, want, atol=1e-4) and work.waits == 1
+    assert freed == [True] and handle._parts == [] and handle._free is None
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_reduction_may_end_where_its_own_part_lies(parts: int) -> None:
+    received = [torch.randn(5) for _ in range(parts)]
+    want = 0.5 * sum(part.clone() for part in received)
+    Handle([], OFF, "reduction", received).reduce_into(received[0], False, 0.5)
+    assert torch.allclose(received[0], want)
+
+
+def test_sums_of_16_bit_parts_have_the_precision_of_the_destination() -> None:
+    """1 + 2⁻⁹ is 1 in bf16."""
+    received = [torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-9]).bfloat16()]
+    out = torch.empty(1)
+    Handle([], OFF, "reduction", received).reduce_into(out, False, 1.0)
+    assert float(out) == 1 + 2.0**-9
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
+    """On the fake group: a logical collective a call, with the bytes of the whole, in the order of the calls."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = Comm(4, CPU)
+    assert mesh.agreement is None
+    mesh.ledger.record = True
+    chunk = torch.full((8,), float(rank + 1))
+    full = torch.zeros(32)
+    half, whole_half = torch.ones(8, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
+    mesh.shard.all_gather([(full, chunk), (whole_half, half)], "layer.0", 1).wait()
+    assert full[rank * 8 : rank * 8 + 8].tolist() == chunk.tolist()
+    mesh.shard.reduce_scatter(full, "layer.0", 1).reduce_into(torch.zeros(8), False, 1.0)
+    mesh.shard.all_reduce(torch.zeros(1), "norm").wait()
+    mesh.shard.all_reduce(torch.zeros(1), "most", maximum=True).wait()
+    mesh.replicate.all_reduce(torch.zeros(1), "nobody").wait()
+    mesh.broadcast(torch.zeros(3), 0)
+    mesh.broadcast(torch.zeros(0), 0)
+    assert mesh.ledger.log == [
+        ("all_gather", "layer.0", 4 * 32 + 2 * 32),
+        ("reduce_scatter", "layer.0", 4 * 32),
+        ("all_reduce", "norm", 4),
+        ("all_reduce", "most", 4),
+        ("broadcast", "", 12),
+    ]
+    assert mesh.ledger.counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+    assert mesh.ledger.bytes["all_reduce"] == 8
+
+
+def test_receive_buffers_are_used_again() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    axis, out = Comm(2, CPU).shard, torch.zeros(8)
+    axis.reduce_scatter(torch.zeros(16), "a", 0).reduce_into(out, False, 1.0)
+    [(key, [buffer])] = axis._spare.items()
+    assert key == (8, torch.float32)
+    handle = axis.reduce_scatter(torch.zeros(16), "b", 0)
+    assert handle._parts[0] is buffer and axis._spare[key] == []
+    handle.reduce_into(out, False, 1.0)
+    assert axis._spare[key] == [buffer]
+
+
+def test_peers_start_with_the_next_rank() -> None:
+    axis = Axis([4, 5, 6, 7], 6, None, None, "gloo", Ledger(), OFF)
+    assert (axis.rank, axis.size, axis._peers()) == (2, 4, [3, 0, 1])

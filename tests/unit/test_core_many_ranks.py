@@ -1,0 +1,136 @@
+"""One rank's view of 64 to 1024: a 7B model on the meta device over the fake process group, its bytes against the table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_zero.core.comm import Comm
+from hf_zero.core.layout import FlatLayout
+from hf_zero.core.materialize import partition
+from hf_zero.core.policy import POLICIES
+from hf_zero.core.unit import Flat, State, Unit
+from hf_zero.core.wrap import cut
+
+META = torch.device("meta")
+VIEWS = [(64, 1, 0), (64, 1, 63), (256, 4, 130), (1024, 1, 511), (1024, 16, 1023)]  # ranks, replicas, this rank
+
+
+@pytest.fixture(scope="module")
+def seven_billion() -> nn.Module:
+    with META:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
+    for module in model.modules():  # buffers have values; they move to the device of the engine
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join(world: int, rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def cut_up(model: nn.Module, stage: int, replicas: int, frozen: bool = False) -> tuple[list[Unit], Comm]:
+    model = copy.deepcopy(model)
+    comm = Comm(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
+    groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
+    return partition(model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16"), comm
+
+
+@pytest.mark.parametrize("world, replicas, rank", VIEWS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_a_rank(stage: int, world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None) -> None:
+    join(world, rank)
+    units, comm = cut_up(seven_billion, stage, replicas)
+    flats = [flat for unit in units for flat in unit.flats]
+    numel = sum(p.numel() for p in seven_billion.parameters())
+    want = POLICIES[stage].bytes_per_parameter(comm.shard.size, "bfloat16", moments=0)
+    found = {
+        "parameters": sum(flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats),
+        "gradients": sum((flat.grad if flat.window is None else flat.window).nbytes for flat in flats),
+        "optimizer": sum(flat.master.nbytes for flat in flats),
+    }
+    for kind, size in found.items():
+        assert size / numel == pytest.approx(want[kind], rel=0.01), kind
+    if stage == 3:
+        assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), "a unit is whole after partition"
+        stores = {id(flat._storage): flat._storage.nbytes for flat in flats if flat._storage is not None}
+        assert sum(stores.values()) == found["parameters"], "storage holds more or less than the shards"
+
+
+@pytest.mark.parametrize("world, rank", [(64, 5), (1024, 1000)])
+def test_gathering_a_unit_moves_its_bytes_and_releasing_gives_them_back(
+    world: int, rank: int, seven_billion: nn.Module, group: None
+) -> None:
+    join(world, rank)
+    units, comm = cut_up(seven_billion, 3, 1)
+    unit = next(unit for unit in units if unit.name == "model.layers.7")
+    [flat] = unit.flats
+    shapes = {name: p.shape for name, p in flat.parameters.items()}
+    comm.ledger.bytes.clear()
+    unit.launch_gather()
+    unit.finish_gather()
+    size = flat.layout.padded * 2
+    assert unit.state is State.GATHERED and flat.full.untyped_storage().nbytes() == size
+    assert comm.ledger.bytes == {"all_gather": size} and unit.nbytes == size
+    assert size == pytest.approx(2 * sum(shape.numel() for shape in shapes.values()), rel=0.001)
+    unit.release()
+    assert unit.state is State.RELEASED and flat.full.untyped_storage().nbytes() == 0
+    assert {name: p.shape for name, p in flat.parameters.items()} == shapes
+
+
+def test_frozen_parameters_are_sharded_at_stage_3_alone(seven_billion: nn.Module, group: None) -> None:
+    join(64, 9)
+    for stage, shards in ((2, 1), (3, 64)):
+        units, _ = cut_up(seven_billion, stage, 1, frozen=True)
+        flats: list[Flat] = [flat for unit in units for flat in unit.flats]
+        assert {flat.layout.shards for flat in flats} == {shards}
+        assert all(flat.master is None and flat.grad is None and not flat.trainable for flat in flats)
+        numel = sum(p.numel() for p in seven_billion.parameters())
+        assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(2 * numel / shards, rel=0.001)
+
+
+@pytest.mark.parametrize("world, replicas, rank", VIEWS)
+def test_one_replica_of_each_chunk_writes_it(world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None) -> None:
+    join(world, rank)
+    _, comm = cut_up(seven_billion, 3, replicas)
+    shards = world // replicas
+    assert (comm.shard.size, comm.replicate.size) == (shards, replicas)
+    assert comm.shard.ranks[comm.shard.rank] == comm.replicate.ranks[comm.replicate.rank] == rank
+    assert comm.shard.ranks == list(range(rank // shards * shards, rank // shards * shards + shards))
+    assert comm.replicate.ranks == list(range(rank % shards, world, shards))
+    units, _ = cut_up(seven_billion, 3, replicas)
+    assert {flat.writes for unit in units for flat in unit.flats} == {rank < shards}
+    units, _ = cut_up(seven_billion, 0, 1)
+    assert {flat.writes for unit in units for flat in unit.flats} == {rank == 0}
+
+
+@pytest.mark.parametrize("shards", [64, 257, 1024])
+def test_all_ranks_together_hold_each_element_once(shards: int, seven_billion: nn.Module) -> None:
+    """Every parameter of the 7B model, range by range, over all ranks: padding is below a thousandth."""
+    cuts, _ = cut(seven_billion)
+    padded = numel = 0
+    for piece in cuts:
+        layout = FlatLayout.build([(name, p.shape) for name, p in piece.parameters], shards)
+        ends = dict.fromkeys((name for name, _ in piece.parameters), 0)
+        for shard in range(shards):
+            for run in layout.pieces(*layout.rank_range(shard)):
+                assert run.start == ends[run.name]
+                ends[run.name] = run.stop
+        assert ends == {name: p.numel() for name, p in piece.parameters}
+        padded, numel = padded + layout.padded, numel + layout.numel
+    assert 0 <= padded - numel < numel / 1000

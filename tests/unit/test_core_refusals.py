@@ -1,0 +1,336 @@
+"""What an engine refuses, in one process: each error names the offender and what to do, and the engine goes on working."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.core import comm
+from hf_zero.core.parameter import ReleasedParameter
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, ReleasedParameterError
+from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.ranks import RankFailed
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At, adamw, plain_sgd
+
+NAME = r"blocks\.1\.up\.weight"
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    yield
+    comm.destroy_process_group()
+
+
+def backward(engine: Any, step: int = 0) -> None:
+    engine.backward(squared(engine, At(step, 0, 0)))
+
+
+def begun(stage: int, optimizer_of: Callable[[nn.Module], Any] = adamw, **more: Any) -> tuple[Any, nn.Module]:
+    model = stack()
+    return start(model, optimizer_of(model), config_of(stage, **more)), model
+
+
+def plain(model: nn.Module) -> bool:
+    return {type(p) for p in model.parameters()} <= {nn.Parameter} and not model._forward_hooks
+
+
+# ---- models that cannot be laid out ----
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_without_values(stage: int) -> None:
+    model = stack()
+    model.blocks[1].up.weight = nn.Parameter(torch.empty(64, 32, device="meta"))
+    with pytest.raises(PartitionError, match=rf"parameter {NAME} is on the meta device and has no values; load or initialise"):
+        start(model, None, config_of(stage))
+    assert plain(model)
+
+
+def test_a_buffer_without_values() -> None:
+    model = stack()
+    model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
+    with pytest.raises(PartitionError, match="buffer angles of LayerNorm is on the meta device; initialise the model's buffers"):
+        start(model, None, config_of(2))
+
+
+class Special(nn.Parameter):
+    """Stands for quantized and distributed parameters."""
+
+
+def test_a_parameter_of_a_special_class() -> None:
+    model = stack()
+    model.blocks[1].up.weight = Special(torch.zeros(64, 32))
+    with pytest.raises(PartitionError, match=rf"parameter {NAME} is a Special, whose memory cannot be laid out flat; pass a model of plain"):
+        start(model, None, config_of(3))
+    assert type(model.head.weight) is nn.Parameter
+
+
+def test_a_lazy_parameter() -> None:
+    model = stack()
+    model.head = nn.LazyLinear(5)
+    with pytest.raises((PartitionError, ValueError), match=r"head\.weight|uninitialized"):
+        start(model, None, config_of(1))
+
+
+def test_16_bit_weights_in_fp32_training() -> None:
+    model = stack().bfloat16()
+    with pytest.raises(ConfigError, match=r'parameter enter\.weight is torch\.bfloat16.*"bf16"'):
+        start(model, plain_sgd(model), config_of(3))
+    assert plain(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_over_another_models_parameters(stage: int) -> None:
+    model = stack()
+    optimizer = adamw(model)
+    model.head = nn.Linear(32, 5)
+    with pytest.raises(PartitionError, match=r"the optimizer holds 2 parameters that are not in the model \(shapes \[\(5, 32\), \(5,\)\]\)"):
+        start(model, optimizer, config_of(stage))
+    assert plain(model)
+
+
+@pytest.mark.parametrize("different", ["shape", "dtype", "group", "name"])
+def test_ranks_that_hold_different_models(different: str) -> None:
+    def run(rank: int, model: nn.Module) -> None:
+        groups = [{"params": list(model.parameters())}]
+        if rank == 1:
+            if different == "shape":
+                model.head = nn.Linear(32, 6)
+            if different == "dtype":
+                model.head.double()
+            if different == "name":
+                model.tail, model.head = model.head, nn.Identity()
+            if different == "group":
+                groups = [{"params": list(model.head.parameters())}, {"params": [*model.enter.parameters(), *model.blocks.parameters()]}]
+        if different != "group":
+            groups = [{"params": list(model.parameters())}]
+        start(model, torch.optim.SGD(groups, lr=0.1), config_of(3))
+
+    with pytest.raises(RankFailed, match="ranks 0 and 1 hold different models") as caught:
+        on_ranks(2, run)
+    assert isinstance(caught.value.__cause__, RankMismatchError)
+    assert "head" in str(caught.value.__cause__) or different == "group"
+
+
+# ---- backward and step ----
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_no_scalar(stage: int) -> None:
+    engine, _ = begun(stage)
+    with pytest.raises(PartitionError, match=r"scalar loss, not one of shape \(3, 5\); reduce it with \.mean\(\)"):
+        engine.backward(engine(torch.zeros(3, 7)))
+    backward(engine)
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_a_backward(stage: int) -> None:
+    engine, _ = begun(stage)
+    for number in range(2):
+        with pytest.raises(PartitionError, match=r"without a backward since the last step; call engine\.backward\(loss\) first"):
+            engine.step()
+        assert not engine.was_step_applied()
+        backward(engine, number)
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == number + 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_an_optimizer(stage: int) -> None:
+    engine, _ = begun(stage, lambda model: None)
+    with pytest.raises(PartitionError, match=r"needs an optimizer; pass one to hf_zero\.initialize or name one in the config"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_inside_no_sync(stage: int) -> None:
+    engine, _ = begun(stage)
+    with engine.no_sync():
+        backward(engine)
+        with pytest.raises(PartitionError, match="inside no_sync.*leave the no_sync block first"):
+            engine.step()
+    engine.step()
+    assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_step_with_a_closure(stage: int) -> None:
+    engine, _ = begun(stage)
+    backward(engine)
+    with pytest.raises(PartitionError, match=r"step\(closure\) cannot run under ZeRO.*without it"):
+        engine.optimizer.step(lambda: 0.0)
+    engine.optimizer.step()
+    assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_arguments_of_load_checkpoint_that_do_not_exist(stage: int) -> None:
+    engine, _ = begun(stage)
+    with pytest.raises(PartitionError, match=r"load_checkpoint does not know \['custom_load_fn', 'elastic'\]; drop these"):
+        engine.load_checkpoint("nowhere", elastic=True, custom_load_fn=None)
+
+
+class Latecomer(Stack):
+    """When told to, it also uses a weight of a block at its very start: that gradient comes when the block's is gone."""
+
+    late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        if self.late:
+            x = x + self.blocks[2].down.bias.sum()
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_comes_after_its_reduction(stage: int) -> None:
+    model = seeded(Latecomer)
+    engine = start(model, plain_sgd(model), config_of(stage))
+    for number in range(2):
+        backward(engine, number)
+        engine.step()
+    model.late = True
+    with pytest.raises(PartitionError, match=r"gradients of \['blocks\.2'\] came after their reduction.*call the module that owns"):
+        backward(engine, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_comes_late_from_the_first_backward_on(stage: int) -> None:
+    """The first backward shows it: the block is reduced last from then on, with all of its gradient."""
+    model, want = seeded(Latecomer), seeded(Latecomer)
+    model.late = want.late = True
+    squared(want, At(0, 0, 0)).backward()
+    engine = start(model, plain_sgd(model), config_of(stage))
+    backward(engine)
+    found = hf_zero.safe_get_full_grad(model.blocks[2].down.bias)
+    assert torch.allclose(found, want.blocks[2].down.bias.grad, rtol=1e-5, atol=1e-7)
+
+
+# ---- parameters and their values ----
+
+
+def test_a_released_parameter_cannot_be_copied_saved_or_written() -> None:
+    _, model = begun(3)
+    weight = model.blocks[1].up.weight
+    assert type(weight) is ReleasedParameter
+    attempts: dict[str, Callable[[], Any]] = {
+        "deepcopy": lambda: copy.deepcopy(weight),
+        "pickling": lambda: pickle.dumps(weight),
+        "pickling ": lambda: torch.save({"w": weight}, io.BytesIO()),
+        "data": lambda: setattr(weight, "data", torch.zeros(64, 32)),
+        "zero_": lambda: weight.data.zero_(),
+        "add": lambda: weight.detach() + 1,
+        "cat": lambda: torch.cat([weight, weight]),
+        "mul": lambda: torch.mul(input=weight, other=2),
+    }
+    for operation, attempt in attempts.items():
+        with pytest.raises(ReleasedParameterError, match=rf"{operation.strip()} on {NAME}.*GatheredParameters"):
+            attempt()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_the_engine_has_taken(stage: int) -> None:
+    engine, model = begun(stage)
+    weight = model.blocks[1].up.weight
+    assert weight.grad is None
+    backward(engine)
+    with pytest.raises(PartitionError, match=rf"gradient of {NAME} has been taken in.*get_global_grad_norm.*safe_get_full_grad"):
+        _ = weight.grad
+    engine.step()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loading_by_assignment(stage: int) -> None:
+    engine, model = begun(stage)
+    state = {name: torch.zeros_like(value) for name, value in stack().state_dict().items()}
+    with pytest.raises(PartitionError, match=r"load_state_dict\(assign=True\) cannot replace [\w.]+, which lives in a flat buffer"):
+        model.load_state_dict(state, assign=True)
+
+
+# ---- whole values ----
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 7])
+def test_a_modifier_that_does_not_exist(rank: int) -> None:
+    _, model = begun(3)
+    with pytest.raises(PartitionError, match=f"modifier_rank {rank} does not exist among 1 ranks; pass one of them or None"):
+        hf_zero.GatheredParameters(model.head.weight, modifier_rank=rank)
+
+
+ON_A_PARAMETER: dict[str, Callable[[torch.Tensor], Any]] = {
+    "safe_get_full_optimizer_state": lambda p: hf_zero.safe_get_full_optimizer_state(p, "exp_avg"),
+    "safe_set_full_optimizer_state": lambda p: hf_zero.safe_set_full_optimizer_state(p, torch.zeros(p.shape), "exp_avg"),
+    "safe_set_full_grad": lambda p: hf_zero.safe_set_full_grad(p, torch.zeros(p.shape)),
+}
+OWNED_ALONE = {
+    **ON_A_PARAMETER,
+    "safe_get_full_grad": hf_zero.safe_get_full_grad,
+    "safe_set_full_fp32_param": lambda p: hf_zero.safe_set_full_fp32_param(p, torch.zeros(p.shape)),
+}
+
+
+@pytest.mark.parametrize("function", ON_A_PARAMETER)
+def test_a_tensor_of_no_engine(function: str) -> None:
+    with pytest.raises(PartitionError, match=rf"{function}: this tensor of shape \(2, 3\) belongs to no hf-zero engine; pass a parameter"):
+        ON_A_PARAMETER[function](nn.Parameter(torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", OWNED_ALONE)
+def test_a_frozen_parameter(function: str, stage: int) -> None:
+    model = stack()
+    model.blocks[1].requires_grad_(False)
+    start(model, adamw(model), config_of(stage))
+    with pytest.raises(PartitionError, match=rf"{function}: parameter {NAME} is frozen.*unfreeze it before initialize"):
+        OWNED_ALONE[function](model.blocks[1].up.weight)
+    assert hf_zero.safe_get_full_fp32_param(model.blocks[1].up.weight) is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_value_of_another_shape(stage: int) -> None:
+    engine, model = begun(stage)
+    backward(engine)
+    engine.step()
+    weight, value = model.blocks[1].up.weight, torch.zeros(2, 3)
+    before = hf_zero.safe_get_full_fp32_param(weight)
+    for function in (
+        lambda: hf_zero.safe_set_full_fp32_param(weight, value),
+        lambda: hf_zero.safe_set_full_grad(weight, value),
+        lambda: hf_zero.safe_set_full_optimizer_state(weight, value, "exp_avg"),
+    ):
+        with pytest.raises(PartitionError, match=rf"value of shape \(2, 3\) for parameter {NAME} of shape \(64, 32\); pass the whole tensor"):
+            function()
+    assert torch.equal(hf_zero.safe_get_full_fp32_param(weight), before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_that_the_optimizer_does_not_keep(stage: int) -> None:
+    engine, model = begun(stage)
+    backward(engine)
+    engine.step()
+    weight = model.blocks[1].up.weight
+    with pytest.raises(PartitionError, match=rf"keeps no state 'momentum' for {NAME}; it keeps \['exp_avg', 'exp_avg_sq'\]"):
+        hf_zero.safe_get_full_optimizer_state(weight, "momentum")
+    with pytest.raises(PartitionError, match="keeps no state 'momentum'"):
+        hf_zero.safe_set_full_optimizer_state(weight, torch.zeros(64, 32), "momentum")
+
+
+def test_a_unit_that_is_held_whole() -> None:
+    engine, model = begun(3)
+    engine.schedule.check_all_released()
+    with hf_zero.GatheredParameters([model.blocks[1].up.weight]):
+        with pytest.raises(PartitionError, match=r"units \['blocks\.1'\] are still gathered; leave the GatheredParameters blocks"):
+            engine.schedule.check_all_released()
+    engine.schedule.check_all_released()

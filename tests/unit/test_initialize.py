@@ -1,0 +1,298 @@
+"""``hf_zero.initialize``: the four-tuple, where each part comes from, and arguments that cannot be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import hf_zero
+from hf_zero.core import comm
+from hf_zero.core.engine import Engine
+from hf_zero.errors import ConfigError, NotBuiltError, UnsupportedOptimizerError
+from hf_zero.initialize import _loader
+from tests.helpers.engines import config_of
+from tests.helpers.stacks import squared, stack
+from tests.helpers.training import At, adamw
+
+SGD = {"type": "SGD", "params": {"lr": 0.125}}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert not comm.is_initialized()
+    yield
+    comm.destroy_process_group()
+
+
+def refused(error: type[Exception], match: str, **arguments: Any) -> None:
+    """``initialize`` raises and has left the model, and the process, as they were."""
+    model = arguments.setdefault("model", stack())
+    with pytest.raises(error, match=match):
+        hf_zero.initialize(**arguments)
+    if model is not None:
+        assert {type(p) for p in model.parameters()} == {nn.Parameter} and not model._forward_hooks
+
+
+# ---- what comes back ----
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_four_of_a_config_alone(stage: int) -> None:
+    model = stack()
+    config = config_of(stage, optimizer=SGD, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.125}})
+    engine, optimizer, loader, scheduler = hf_zero.initialize(model=model, config=config)
+    assert isinstance(engine, Engine) and engine.module is model and engine.stage == stage
+    assert type(optimizer) is torch.optim.SGD and engine.optimizer is optimizer
+    assert loader is None and engine.lr_scheduler is scheduler and hasattr(scheduler, "step")
+    assert comm.is_initialized() and (engine.global_rank, engine.world_size) == (0, 1)
+    before = [float(p.sum()) for p in stack().parameters()]
+    for step in range(2):
+        engine.backward(squared(engine, At(step, 0, 0)))
+        engine.step()
+    engine.destroy(gather=True)
+    assert [float(p.sum()) for p in model.parameters()] != before
+
+
+def test_without_an_optimizer_there_is_none() -> None:
+    engine, optimizer, loader, scheduler = hf_zero.initialize(model=stack(), config=config_of(3))
+    assert isinstance(engine, Engine) and (optimizer, loader, scheduler) == (None, None, None)
+
+
+def test_the_users_objects_come_back() -> None:
+    model = stack()
+    mine = adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: 0.5**step)
+    engine, optimizer, _, scheduler = hf_zero.initialize(model=model, optimizer=mine, lr_scheduler=schedule, config=config_of(1))
+    assert optimizer is mine and scheduler is schedule and engine.lr_scheduler is schedule
+    engine.backward(squared(engine, At(0, 0, 0)))
+    engine.step()
+    assert engine.get_lr() == [0.5e-3]
+
+
+def test_callables_make_the_optimizer_and_the_scheduler() -> None:
+    model = stack()
+    model.blocks[0].requires_grad_(False)
+    given: list[Any] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        given.extend(parameters)
+        return torch.optim.SGD(given, lr=0.5)
+
+    _, optimizer, _, scheduler = hf_zero.initialize(
+        model=model, optimizer=make, lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1), config=config_of(2)
+    )
+    assert {id(p) for p in given} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert optimizer.defaults["lr"] == 0.5 and scheduler.optimizer is optimizer
+
+
+def test_model_parameters_are_what_an_optimizer_is_made_of() -> None:
+    model = stack()
+    groups = [{"params": [model.head.weight], "lr": 0.5}, {"params": [model.head.bias]}]
+    engine, optimizer, _, _ = hf_zero.initialize(model=model, model_parameters=iter(groups), config=config_of(1, optimizer=SGD))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.125]
+    trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
+    assert trained == {"head.weight", "head.bias"}
+
+
+# ---- the config ----
+
+
+def test_no_model() -> None:
+    refused(ConfigError, r"initialize needs model=; pass the torch\.nn\.Module to train", model=None, config=config_of(1))
+
+
+@pytest.mark.parametrize("args", [None, SimpleNamespace(), SimpleNamespace(deepspeed_config=None)])
+def test_no_config(args: Any) -> None:
+    refused(ConfigError, "initialize needs a config: pass config=.*or args with deepspeed_config", args=args)
+
+
+@pytest.mark.parametrize("name", ["config_params", "args"])
+def test_two_configs_that_differ(name: str) -> None:
+    other = {"args": SimpleNamespace(deepspeed_config="zero2")} if name == "args" else {"config_params": config_of(2)}
+    shown = "args.deepspeed_config" if name == "args" else name
+    refused(ConfigError, f"given more than one config: config, {shown}; pass one", config=config_of(3), **other)
+
+
+def as_path(folder: Path) -> Any:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config_of(2)))
+    return path
+
+
+FORMS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "dict": lambda folder: {"config": config_of(2)},
+    "ZeroConfig": lambda folder: {"config": hf_zero.ZeroConfig.from_dict(config_of(2))},
+    "path": lambda folder: {"config": as_path(folder)},
+    "string": lambda folder: {"config": str(as_path(folder))},
+    "JSON": lambda folder: {"config": json.dumps(config_of(2))},
+    "preset": lambda folder: {"config": "zero2"},
+    "config_params": lambda folder: {"config_params": config_of(2)},
+    "args": lambda folder: {"args": SimpleNamespace(deepspeed_config=str(as_path(folder)))},
+    "the same twice": lambda folder: {"config": config_of(2), "config_params": config_of(2)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_config(form: str, tmp_path: Path) -> None:
+    engine = hf_zero.initialize(model=stack(), **FORMS[form](tmp_path))[0]
+    assert engine.stage == 2 and engine.config.world_size == 1
+
+
+def test_a_config_that_cannot_be_is_told_before_anything_happens() -> None:
+    refused(ConfigError, "train_batch_size", config=config_of(1, train_batch_size=7))
+    refused(ConfigError, r"stagee|did you mean", config={"zero_optimization": {"stagee": 3}})
+
+
+# ---- optimizers ----
+
+
+def test_an_optimizer_object_beside_one_in_the_config() -> None:
+    model = stack()
+    match = r"both an optimizer object \(AdamW\) and config optimizer 'SGD' are given; keep one"
+    refused(ConfigError, match, model=model, optimizer=adamw(model), config=config_of(1, optimizer=SGD))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", 3, {"type": "AdamW"}], ids=repr)
+def test_an_optimizer_that_is_none(optimizer: Any) -> None:
+    match = rf"optimizer is a {type(optimizer).__name__}; pass a torch\.optim\.Optimizer, or a callable"
+    refused(ConfigError, match, optimizer=optimizer, config=config_of(1))
+
+
+def test_an_optimizer_of_the_config_with_nothing_to_train() -> None:
+    match = "no parameter of the model requires grad; unfreeze some, or remove the optimizer"
+    refused(ConfigError, match, model=stack().requires_grad_(False), config=config_of(3, optimizer=SGD))
+    refused(ConfigError, match, model_parameters=[], config=config_of(3, optimizer=SGD))
+
+
+def test_a_wrapper_of_an_optimizer() -> None:
+    wrapper = SimpleNamespace(param_groups=[], step=lambda: None)
+    refused(UnsupportedOptimizerError, r"SimpleNamespace is not a torch\.optim\.Optimizer", optimizer=lambda p: wrapper, config=config_of(1))
+
+
+# ---- ranks and processes ----
+
+
+def test_model_parallelism() -> None:
+    two, one = (SimpleNamespace(get_model_parallel_world_size=lambda size=size: size) for size in (2, 1))
+    refused(NotBuiltError, r"model parallelism above 1 is not built in this version; run with model-parallel size 1", mpu=two, config="zero1")
+    assert hf_zero.initialize(model=stack(), mpu=one, config="zero1")[0].stage == 1
+    assert hf_zero.initialize(model=stack(), mpu=object(), config="zero1")[0].stage == 1
+
+
+def test_a_group_that_should_exist_and_does_not() -> None:
+    match = r"dist_init_required=False but no process group exists; call hf_zero\.init_distributed\(\) first"
+    refused(ConfigError, match, dist_init_required=False, config="zero1")
+    assert not comm.is_initialized()
+    comm.init_distributed(timeout=20)
+    assert hf_zero.initialize(model=stack(), dist_init_required=False, config="zero1")[0].world_size == 1
+
+
+def deepspeed_at(where: str | None) -> ModuleType:
+    module = ModuleType("deepspeed")
+    module.__file__ = where
+    return module
+
+
+def test_another_deepspeed_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(str(tmp_path / "deepspeed" / "__init__.py")))
+    refused(ConfigError, r"another deepspeed is imported.*deepspeed/__init__\.py.*HF_ZERO_BACKEND=hf_zero", config="zero1")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_our_own_deepspeed_and_a_bare_name_are_no_other(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = str(Path(hf_zero.__file__).parent / "integrations" / "deepspeed" / "__init__.py") if inside else None
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(where))
+    assert hf_zero.initialize(model=stack(), config="zero1")[0].stage == 1
+
+
+# ---- data ----
+
+
+class Squares(Dataset):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 11:
+            raise IndexError(index)
+        return torch.tensor(index * index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+DATA: dict[str, Any] = {
+    "dataset": Squares(),
+    "tensors": TensorDataset(torch.arange(11)),
+    "list": list(range(11)),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_loader_of_micro_batches(kind: str) -> None:
+    loader = hf_zero.initialize(model=stack(), training_data=DATA[kind], config=config_of(1))[2]
+    assert isinstance(loader, DataLoader) and loader.batch_size == 2
+    batches = [batch[0] if kind == "tensors" else batch for batch in loader]
+    assert [len(batch) for batch in batches] == [2, 2, 2, 2, 2, 1]
+    want = [index * index for index in range(11)] if kind == "dataset" else list(range(11))
+    assert sorted(torch.cat(batches).tolist()) == want
+
+
+def test_a_stream_is_batched_in_its_order_and_collated_as_said() -> None:
+    loader = hf_zero.initialize(model=stack(), training_data=Stream(), collate_fn=tuple, config=config_of(1))[2]
+    assert list(loader) == [(0, 1), (2, 3), (4, 5), (6,)]
+
+
+def test_collation_and_the_last_batch() -> None:
+    config = config_of(1, dataloader_drop_last=True)
+    loader = hf_zero.initialize(model=stack(), training_data=list(range(11)), collate_fn=tuple, config=config)[2]
+    batches = list(loader)
+    assert {len(batch) for batch in batches} == {2} and len(batches) == 5 and type(batches[0]) is tuple
+
+
+def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = hf_zero.ZeroConfig.from_dict(config_of(1)).resolve(4)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 4)
+    shares, orders = [], []
+    for rank in range(4):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        loader = _loader(list(range(24)), None, config)
+        assert loader is not None
+        shares.append([int(value) for batch in loader for value in batch])
+        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        orders.append([int(value) for batch in loader for value in batch])
+    assert [len(share) for share in shares] == [6] * 4
+    assert sorted(sum(shares, [])) == sorted(sum(orders, [])) == list(range(24)) and shares != orders
+
+
+def test_the_order_follows_the_seed() -> None:
+    def order(**more: Any) -> list[int]:
+        config = hf_zero.ZeroConfig.from_dict(config_of(1, **more)).resolve(1)
+        loader = _loader(list(range(24)), None, config)
+        assert loader is not None
+        return [int(value) for batch in loader for value in batch]
+
+    assert order(seed=3) == order(seed=3) != order(seed=4)
+
+
+@pytest.mark.parametrize("data", [7, object(), {1, 2}], ids=lambda data: type(data).__name__)
+def test_data_that_is_no_dataset(data: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"training_data is a {type(data).__name__}; pass a torch Dataset"):
+        hf_zero.initialize(model=stack(), training_data=data, config=config_of(1))
+
+
+def test_data_without_a_batch_size() -> None:
+    refused(ConfigError, "batch", training_data=Squares(), config={"zero_optimization": {"stage": 1}})
