@@ -70,14 +70,13 @@ def initialize(
     comm.init_distributed(timeout=settings.timeout)
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
-    engine = Engine(model, settings, made)
-    scheduler = lr_scheduler
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-        scheduler = lr_scheduler(made)
-    elif lr_scheduler is None and settings.scheduler is not None and made is not None:
-        scheduler = build_scheduler(settings.scheduler, made)
-    engine.lr_scheduler = scheduler
     loader = _loader(training_data, collate_fn, settings)
+    engine = Engine(model, settings, made)
+    try:
+        engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
+    except BaseException:
+        engine.destroy()
+        raise
     if engine.global_rank == 0:
         for row in settings.explain():
             logger.info("config %s", row)
@@ -132,6 +131,14 @@ def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters:
             "the config names an optimizer but no parameter of the model requires grad; unfreeze some, or remove the optimizer"
         )
     return build_optimizer(config.optimizer, wanted)
+
+
+def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Any:
+    if callable(given) and not hasattr(given, "step"):
+        return given(optimizer)
+    if given is None and config.scheduler is not None and optimizer is not None:
+        return build_scheduler(config.scheduler, optimizer)
+    return given
 
 
 def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig) -> DataLoader[Any] | None:

@@ -22,6 +22,7 @@ from hf_zero.logs import logger
 
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05
+IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
 WARN_SECONDS = 60.0
 Wish = tuple[int, int]
 
@@ -57,6 +58,9 @@ class Agreement:
                 kind, unit = max((int(kind), int(unit)) for _, kind, unit in split)
                 verdict = f"{kind}|{unit}"
             store.set(f"{step}/go", verdict)
+            if step:  # everybody has been here, so everybody has read the verdict before
+                for key in ("n", "go", *range(self._world)):
+                    store.delete_key(f"{step - 1}/{key}")
         self._await(f"{step}/go", [f"{step}/{rank}" for rank in range(self._world)], f"join the {name(wish)} in {where}")
         verdict = store.get(f"{step}/go").decode()
         if verdict.startswith("!"):
@@ -93,7 +97,7 @@ class Agreement:
             "It is recorded anew after the next step", label,
         )  # fmt: skip
         number = self._store.add("fetch/n", 1)
-        self._store.set(f"fetch/{number}", f"{self._rank}|{unit}|{self._step}")
+        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, self._step, *peers))))
         self._departures[self._step] += 1
         got: dict[int, bytes] = {}
         for peer in peers:
@@ -104,6 +108,10 @@ class Agreement:
                 parts.append(self._store.get(key))
                 self._store.delete_key(key)
             got[peer] = b"".join(parts)
+        for rank in range(self._world):
+            if rank != self._rank:  # also those that serve nothing: all must know of it before the next step
+                self._await(f"fetch/{number}/ack/{rank}", [f"fetch/{number}/ack/{rank}"], f"hear of {label}")
+                self._store.delete_key(f"fetch/{number}/ack/{rank}")
         return got
 
     def serve(self, read: Callable[[int], bytes]) -> None:
@@ -126,22 +134,27 @@ class Agreement:
 
 
 def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[Any]) -> None:
-    number = 1
+    number, pause = 1, POLL_SECONDS
     while True:
         agreement, reader = owner(), read()
         if agreement is None or reader is None:
             return
         try:
+            rank = agreement._rank
             if not store.check([f"fetch/{number}"]):
                 del agreement, reader
-                time.sleep(POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(1.5 * pause, IDLE_SECONDS)
                 continue
-            requester, unit, step = map(int, store.get(f"fetch/{number}").decode().split("|"))
-            if requester != agreement._rank:
+            requester, unit, step, *peers = map(int, store.get(f"fetch/{number}").decode().split("|"))
+            if requester != rank:
+                while agreement._step < step:
+                    time.sleep(POLL_SECONDS)  # this rank's optimizer is still writing what was asked for
                 agreement._note(step)
-                data = reader(unit)
+                data = reader(unit) if rank in peers else b""
                 for part in range(-(-len(data) // PART)):
-                    store.set(f"fetch/{number}/{part}/{agreement._rank}", data[part * PART : (part + 1) * PART])
-            number += 1
+                    store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
+                store.set(f"fetch/{number}/ack/{rank}", "1")
+            number, pause = number + 1, POLL_SECONDS
         except RuntimeError:
             return  # the store is gone: the job is over

@@ -21,6 +21,7 @@ from hf_zero.core.agreement import Agreement
 from hf_zero.core.watch import Watch
 
 DEFAULT_TIMEOUT = 1800.0
+SPARE = 2  # receive buffers a peer that are kept for the next reduction
 
 
 def is_initialized() -> bool:
@@ -153,6 +154,14 @@ class Handle:
                 out.add_(part)
             if scale != 1.0:
                 out.mul_(scale)
+        self._give_back()
+
+    def drop(self) -> None:
+        """Wait, and use nothing of the result: the peers wait for what this rank sends."""
+        self.wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._parts = []
         if self._free is not None:
             self._free()
@@ -233,7 +242,9 @@ class Axis:
 
     def _give_back(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._spare.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
+            if len(spare) < SPARE * self.size:
+                spare.append(tensor)
 
 
 def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:

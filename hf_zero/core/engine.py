@@ -17,14 +17,14 @@ from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.comm import Comm
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.grads import GradientReducer, squared_norm
-from hf_zero.core.guards import ModuleGuards, refuse_foreign_step
+from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import map_tensors, tensors_in
-from hf_zero.core.unit import Flat
+from hf_zero.core.unit import Flat, Unit
 from hf_zero.core.wrap import cut
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import check
@@ -41,8 +41,7 @@ class _ScaleGradient(torch.autograd.Function):
     def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
-        # A scalar loss is a copy, so that it may be changed in place (``loss *= n``) like any loss.
-        return tuple(tensor.clone() if tensor.numel() == 1 else tensor for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)  # not views, so that they may be changed in place (``loss *= n``)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -87,7 +86,12 @@ class Engine(Answers, nn.Module):
         self._norm: torch.Tensor | None = None
         self._applied = False
         self._destroyed = False
-        self._build(model, optimizer)
+        try:
+            self._build(model, optimizer)
+        except BaseException:
+            for flat in getattr(self, "flats", ()):
+                flat.retire()  # the model must not stay with an engine that nobody holds
+            raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
@@ -119,8 +123,8 @@ class Engine(Answers, nn.Module):
         self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None)
         self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, self._backward_ends)
         self._guards = ModuleGuards(model, self.units, self.schedule)
-        model.zero_grad = self.zero_grad  # type: ignore[method-assign, assignment]
-        self._scaling_hook = model.register_forward_hook(self._scale_outputs) if config.precision == "fp16" else None
+        model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
+        self._scaling_hook = model.register_forward_hook(Attached(self._scale_outputs)) if config.precision == "fp16" else None
         if optimizer is not None:
             self._take_over(optimizer)
 
@@ -226,6 +230,10 @@ class Engine(Answers, nn.Module):
         """Whether the backward under way, or the next, ends the accumulation window."""
         return self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
 
+    def gather_on_use(self, unit: Unit) -> bool:
+        """For a parameter that is read while released: gather it if a forward of this engine is under way."""
+        return self._hooks.gather_on_use(unit)
+
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
         self._reducer.reduce_windows()
@@ -238,6 +246,12 @@ class Engine(Answers, nn.Module):
 
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
         """
+        self._hooks.reset()
+        self._guards.check()
+        if self._reducer.spoiled:
+            raise PartitionError(
+                "a backward was broken by an exception after part of its gradients had been taken in; call engine.zero_grad() and repeat the window"
+            )
         self.counters.micro_steps += 1
         self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
         self._applied = False
@@ -253,6 +267,7 @@ class Engine(Answers, nn.Module):
             raise PartitionError("step() without a backward since the last step; call engine.backward(loss) first")
         self._micro = 0
         overflow = self._update()
+        self.schedule.meet(together=self.comm.blocks or self.config.precision == "fp16")
         self._reducer.clear()
         self.scaler.update(overflow)
         if self.optimizer is not None:
@@ -269,8 +284,6 @@ class Engine(Answers, nn.Module):
         assert self.bound is not None
         grads = [flat.grad for flat in self._training if flat.grad is not None]
         total = squared_norm(grads, self.comm, self.device)
-        if self.device.type == "cpu":
-            self.schedule.meet()  # the sum above has brought the ranks together; elsewhere the host runs ahead of it
         scale, limit = self.scaler.scale, float(self.config.gradient_clipping or 0.0)
         self._norm = total.sqrt() / scale
         if self.config.precision == "fp16" and not bool(torch.isfinite(total)):
@@ -304,6 +317,7 @@ class Engine(Answers, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the accumulation window too."""
+        self._hooks.reset()
         self._reducer.clear()
 
     # ---- whole values ----
@@ -416,8 +430,11 @@ class Engine(Answers, nn.Module):
         self.module.__dict__.pop("zero_grad", None)
         for flat in self.flats:
             flat.retire()
+        self._reducer.close()
         for name in ("step", "add_param_group", "zero_grad"):
             if self.optimizer is not None:
                 self.optimizer.__dict__.pop(name, None)
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         self.bound = None
         self.comm.watch.close()

@@ -14,6 +14,7 @@ until the first backward has shown rank 0 a better one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,7 @@ from hf_zero.core.precision import Scaling
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.errors import PartitionError
 
-IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once, whatever their size
-IN_FLIGHT_BYTES = 256 << 20  # and more of them up to this: waiting for the wire would leave the cores idle
+IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
@@ -47,7 +47,9 @@ class GradientReducer:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, policy: Policy, scaling: Scaling, wire_dtype: torch.dtype | None = None):
         """``wire_dtype`` is what travels; None: the dtype of the parameters."""
+        self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
         self._order = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
+        self._units = list(units)
         self._comm = comm
         self._policy = policy
         self._scaling = scaling
@@ -63,6 +65,7 @@ class GradientReducer:
         self._ordered = False
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.spoiled = False  # a backward broke after part of its gradients was taken in
         self.weight = 1.0  # of the micro-batch whose backward is under way
         self.reduces = True  # whether this backward ends an accumulation window
 
@@ -109,6 +112,10 @@ class GradientReducer:
         else:
             for unit in self._order:
                 self._take_in_window(unit)
+        for unit in self._units:
+            for flat in unit.flats:
+                if not flat.trainable:
+                    _drop_raw(flat)  # it requires grad but is in no optimizer group: nobody would ever clear it
 
     def _reduce_late(self, launched: Sequence[Unit]) -> None:
         late = [unit for unit in launched if any(raw_grad(p) is not None for flat in unit.trainable for p, _ in flat.items)]
@@ -147,25 +154,35 @@ class GradientReducer:
             while self._flights:
                 self._land()
 
+    def close(self) -> None:
+        """Let go of everything: the engine is destroyed."""
+        self.clear()
+        self._spare.clear()
+
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""
-        self._open = False
-        self._drop_raw()
+        self.spoiled = bool(self._open and self._ready)
+        self._open = self._holds = False
+        self._drop()
 
     def clear(self) -> None:
         """Forget all gradients: after a step, and for ``zero_grad``."""
-        self._drop_raw()
+        self.spoiled = False
+        self._drop()
         for unit in self._order:
             for flat in unit.trainable:
                 flat.filled = flat.reduced = False
                 flat.held = None
 
-    def _drop_raw(self) -> None:
-        for unit in self._order:
-            for flat in unit.trainable:
-                for parameter, _ in flat.items:
-                    if raw_grad(parameter) is not None:
-                        set_raw_grad(parameter, None)
+    def _drop(self) -> None:
+        """Let go of gradients on parameters and of reductions on the wire."""
+        for flight in self._flights:
+            flight.handle.drop()
+            self._give_back(flight.borrowed)
+        self._flights = []
+        for unit in self._units:
+            for flat in unit.flats:
+                _drop_raw(flat)
 
     def _take_in_window(self, unit: Unit) -> None:
         """Add this backward's gradients to the whole gradient that is kept for the window."""
@@ -211,9 +228,7 @@ class GradientReducer:
         else:
             handle = replicate.all_reduce(wire, flat.key)
         self._flights.append(_Flight(flat, handle, scale, borrowed))
-        waiting = [flight.borrowed.nbytes for flight in self._flights if flight.borrowed is not None]
-        while not self._holds and len(waiting) > IN_FLIGHT and sum(waiting) > IN_FLIGHT_BYTES:
-            waiting.pop(0)
+        while not self._holds and sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
             self._land()
 
     def _land(self) -> None:
@@ -226,13 +241,24 @@ class GradientReducer:
             flat.grad.add_(flat.held)
             flat.held = None
         flat.filled, flat.reduced = False, True
-        if flight.borrowed is not None:
-            wire = flight.borrowed
-            self._spare.setdefault((wire.numel(), wire.dtype), []).append(wire)
+        self._give_back(flight.borrowed)
+
+    def _give_back(self, wire: torch.Tensor | None) -> None:
+        # Kept for the next unit of this size; the size of an embedding or a head comes once a backward and is not held.
+        if wire is not None and self._sizes[wire.numel()] > 1:
+            spare = self._spare.setdefault((wire.numel(), wire.dtype), [])
+            if len(spare) <= IN_FLIGHT:
+                spare.append(wire)
 
     def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         spare = self._spare.get((numel, dtype))
         return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+
+
+def _drop_raw(flat: Flat) -> None:
+    for parameter, _ in flat.items:
+        if raw_grad(parameter) is not None:
+            set_raw_grad(parameter, None)
 
 
 @torch.no_grad()
@@ -263,7 +289,7 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
 def squared_norm(grads: Sequence[torch.Tensor], comm: Comm, device: torch.device) -> torch.Tensor:
     """Sum of squares of the gradient over the shard axis (0-dim, float64 where the device has it); not finite on overflow."""
     norms = [norm for grad in _merged(grads) for norm in _norms(grad)]
-    total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     comm.shard.all_reduce(total, "gradient norm").wait()
     return total
 
@@ -272,7 +298,8 @@ def _norms(grad: torch.Tensor) -> list[torch.Tensor]:
     """Norms of the runs of ``grad``: one long fp32 sum on the CPU is wrong in the third digit, many short ones are not."""
     even = grad.numel() // RUN * RUN
     pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
-    return [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces if piece.numel()]
+    kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return [torch.linalg.vector_norm(piece, dim=1, dtype=kind).double() for piece in pieces if piece.numel()]
 
 
 def _merged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,43 @@ from hf_zero.core.unit import Unit
 from hf_zero.errors import PartitionError
 
 
+class Attached:
+    """A callable of the engine on a module. A copy of the module gets one that does nothing."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        return Attached(_nothing)
+
+    def __reduce__(self) -> Any:
+        return Attached, (_nothing,)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What an engine's hook does on a copied module."""
+
+
+class Override(Attached):
+    """A method that the engine puts on one module. A copy of the module gets its class's own again."""
+
+    def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
+        super().__init__(fn)
+        self._module, self._name = module, name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._module)]
+        return getattr(type(copied), self._name).__get__(copied)
+
+    def __reduce__(self) -> Any:
+        raise PartitionError(
+            f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its state_dict(), or call engine.save_checkpoint"
+        )
+
+
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine, or wraps a unit.
 
@@ -29,21 +66,25 @@ class ModuleGuards:
         self._depth = 0
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
+        self._model = model
+        self._part = False  # the state_dict under way is that of a part of the model
+        self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
         wraps = {unit.module: unit for unit in units}
         for module in model.modules():
-            own = [p for p in module._parameters.values() if isinstance(p, OwnedParameter)]
-            touched = {owner_of(p).unit for p in own} | ({wraps[module]} if module in wraps else set())
+            own = {name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)}
+            touched = {owner_of(p).unit for p in own.values()} | ({wraps[module]} if module in wraps else set())
             if not touched:
                 continue
             pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
             self._removable += [
-                module.register_state_dict_pre_hook(partial(self._before_state_dict, pinned)),
-                module._register_state_dict_hook(partial(self._after_state_dict, pinned)),
-                module.register_load_state_dict_pre_hook(partial(self._before_load, pinned)),
-                module.register_load_state_dict_post_hook(partial(self._after_load, pinned)),
+                module.register_state_dict_pre_hook(Attached(partial(self._before_state_dict, pinned))),
+                module._register_state_dict_hook(Attached(partial(self._after_state_dict, pinned))),
+                module.register_load_state_dict_pre_hook(Attached(partial(self._before_load, pinned))),
+                module.register_load_state_dict_post_hook(Attached(partial(self._after_load, pinned))),
             ]
             if own:
-                module._apply = partial(self._apply, module)  # type: ignore[method-assign]
+                self._own[module] = own
+                module._apply = Override(partial(self._apply, module), module, "_apply")  # type: ignore[method-assign, assignment]
                 self._patched.append(module)
 
     def remove(self) -> None:
@@ -53,7 +94,19 @@ class ModuleGuards:
             module.__dict__.pop("_apply", None)
         self._removable, self._patched = [], []
 
+    def check(self) -> None:
+        """Raise PartitionError if a parameter of the model has been replaced by another object, which would train nowhere."""
+        for module, own in self._own.items():
+            for name, parameter in own.items():
+                if module._parameters.get(name) is not parameter:
+                    raise PartitionError(
+                        f"{name_of(parameter)} has been replaced by another parameter after hf_zero.initialize, which the engine does not train; "
+                        "copy into it inside GatheredParameters, or destroy() the engine and initialize again"
+                    )
+
     def _before_state_dict(self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._depth == 0:
+            self._part = module is not self._model
         self._depth += 1
         for unit in pinned:
             self._schedule.pin(unit)
@@ -61,7 +114,8 @@ class ModuleGuards:
     def _after_state_dict(self, pinned: list[Unit], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
-            if isinstance(parameter, OwnedParameter) and key in state and owner_of(parameter).sharded:
+            if isinstance(parameter, OwnedParameter) and key in state and (self._part or owner_of(parameter).sharded):
+                # Copies, because a sharded one is released again and a part would be saved with all memory it is a view of.
                 # One copy a parameter, so that tied names still share memory and are saved once.
                 if id(parameter) not in self._copies:
                     self._copies[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.detach())
@@ -79,14 +133,13 @@ class ModuleGuards:
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
-        for parameter in module._parameters.values():
-            if isinstance(parameter, OwnedParameter):
-                flat = owner_of(parameter)
-                if parameter.data_ptr() != flat.views[name_of(parameter)].data_ptr() and parameter.numel():
-                    raise PartitionError(
-                        f"load_state_dict(assign=True) cannot replace {name_of(parameter)}, which lives in a flat buffer; use assign=False"
-                    )
-                flat.adopt(name_of(parameter))
+        for name, parameter in self._own.get(module, {}).items():
+            if module._parameters.get(name) is not parameter:
+                module._parameters[name] = parameter
+                raise PartitionError(
+                    f"load_state_dict(assign=True) cannot replace {name_of(parameter)}, which lives in a flat buffer; use assign=False"
+                )
+            owner_of(parameter).adopt(name_of(parameter))
         for unit in pinned:
             self._schedule.unpin(unit)
 

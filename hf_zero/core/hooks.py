@@ -11,6 +11,7 @@ checkpointing) runs forwards inside a backward; a forward there never releases.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -20,9 +21,11 @@ import torch
 from torch import nn
 
 from hf_zero.core.grads import GradientReducer
+from hf_zero.core.guards import Attached
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import map_tensors, tensors_in
 from hf_zero.core.unit import Call, Unit
+from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
 
@@ -38,7 +41,7 @@ class _Mark(torch.autograd.Function):
     def forward(ctx: Any, over: Callable[[], None], *tensors: torch.Tensor) -> Any:
         ctx.over = over
         ctx.set_materialize_grads(False)
-        return tensors
+        return tuple(tensor.detach() for tensor in tensors)  # not views of the inputs, so that a block may change them in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -61,7 +64,8 @@ class Hooks:
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
-        self._tasks: list[int] = []  # graph tasks under way, outermost first
+        # Graph tasks under way, outermost first, and their callbacks: a task that an exception has ended drops its callback.
+        self._tasks: list[tuple[int, weakref.ref[Any]]] = []
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
         self._removable: list[Any] = []
@@ -83,8 +87,8 @@ class Hooks:
                 around.setdefault(model.get_submodule(".".join(path[:depth])), None)
         for module, unit in around.items():
             self._removable += [
-                module.register_forward_pre_hook(partial(self._enter, unit, names[module]), prepend=True, with_kwargs=True),
-                module.register_forward_hook(partial(self._leave, unit), with_kwargs=True, always_call=True),
+                module.register_forward_pre_hook(Attached(partial(self._enter, unit, names[module])), prepend=True, with_kwargs=True),
+                module.register_forward_hook(Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True),
             ]
 
     def remove(self) -> None:
@@ -100,8 +104,8 @@ class Hooks:
         inside = _graph_task() != -1
         if inside:
             self._enter_backward()
-        elif self._tasks:
-            self._abandon_backward()
+        else:
+            self.notice_broken()
         if self._nested == 0 and not inside:
             kind = (name, torch.is_grad_enabled(), module.training)
             self._schedule.begin(kind)
@@ -121,7 +125,15 @@ class Hooks:
         call.marked = True
         marked = _Mark.apply(partial(self._post_backward, call), *inputs)
         replaced = dict(zip(map(id, inputs), marked))
-        return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
+        return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
+
+    def gather_on_use(self, unit: Unit) -> bool:
+        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
+        if not self._nested:
+            return False
+        self._schedule.need(unit)
+        unit.stays = True  # until the end of the backward, which will read it again
+        return True
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside = _graph_task() != -1
@@ -133,6 +145,9 @@ class Hooks:
             if not inside:
                 self._schedule.idle(unit)
         if self._nested == 0 and not inside:
+            if not torch.is_grad_enabled():
+                for each in self._units:
+                    each.stays = False
             if output is None:
                 self._schedule.abandon()
             else:
@@ -142,9 +157,11 @@ class Hooks:
         unknown: list[Any] = []
         hooked = False
         for tensor in tensors_in(output, unknown):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._pre_backward, call))
                 hooked = True
+            elif tensor.requires_grad:
+                call.unit.stays = True  # a parameter itself: whoever gets it reads it again in backward
         if hooked:
             call.unit.pending.add(call)
         elif unknown and (call.marked or call.unit.trainable):
@@ -152,6 +169,11 @@ class Hooks:
 
     def _pre_backward(self, call: Call, grad: torch.Tensor) -> None:
         self._enter_backward()
+        if torch.is_grad_enabled() and call.unit.sharded:
+            raise PartitionError(
+                f"create_graph=True at stage 3: the second backward would read weights of {call.unit.label} that the first has released; "
+                "use stage 2 for losses with gradients of gradients"
+            )
         call.unit.active.add(call)
         self._schedule.need(call.unit)
 
@@ -166,22 +188,27 @@ class Hooks:
 
     def _enter_backward(self) -> None:
         task = _graph_task()
-        if task == -1 or task in self._tasks:
+        if task == -1 or any(task == known for known, _ in self._tasks):
             return
+        if self._tasks and self._tasks[0][1]() is None:
+            self._abandon_backward()
         if not self._tasks:
             kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
             self._forwards.clear()
             self._on_begin()
-            key = (*kind, self._schedule.resident)
+            # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
+            key = (*kind, self._schedule.resident) if self._schedule.gathers else None
             self._schedule.begin(kind, backward=True)
             self._reducer.begin(key, self._schedule.recording)
-        self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave_backward, task))
+        callback = partial(self._leave_backward, task)
+        self._tasks.append((task, weakref.ref(callback)))
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _leave_backward(self, task: int) -> None:
-        if task not in self._tasks:
+        known = [number for number, _ in self._tasks]
+        if task not in known:
             return
-        del self._tasks[self._tasks.index(task) :]
+        del self._tasks[known.index(task) :]
         if self._tasks:
             return  # a backward inside a backward: reentrant checkpointing
         self._forget_calls()
@@ -190,12 +217,29 @@ class Hooks:
         self._reducer.finish()
         self._on_end()
 
+    def notice_broken(self) -> None:
+        """Called from outside forward and backward: put away what an exception there has left open."""
+        if _graph_task() != -1:
+            return
+        if self._tasks:
+            self._abandon_backward()
+
+    def reset(self) -> None:
+        """As :meth:`notice_broken`, where no forward can be under way: KeyboardInterrupt passes by the hooks on leaving."""
+        self.notice_broken()
+        if self._nested and _graph_task() == -1:
+            self._nested = 0
+            for unit in self._units:
+                unit.open.clear()
+            self._schedule.abandon()
+
     def _abandon_backward(self) -> None:
         """A backward was broken by an exception: nothing of it may count."""
         self._tasks = []
         self._forget_calls()
         self._reducer.abandon()
         self._schedule.abandon()
+        self._on_end()
 
     def _forget_calls(self) -> None:
         for unit in self._units:

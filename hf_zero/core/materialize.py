@@ -93,6 +93,10 @@ def check_parameters(cuts: Sequence[Cut]) -> None:
                 raise PartitionError(
                     f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize"
                 )
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise PartitionError(
+                    f"parameter {name} is {parameter.dtype}; train it as real numbers (torch.view_as_real), or set requires_grad=False"
+                )
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
                 raise PartitionError(

@@ -189,6 +189,10 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
                 bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
             bare._hf_zero_name = name_of(released)  # type: ignore[attr-defined]
             return bare
+        if released is not None and not setting:
+            engine = released.__dict__["_hf_zero_flat"].engine()
+            if engine is not None and engine.gather_on_use(released.__dict__["_hf_zero_flat"].unit):
+                return func(*args, **kwargs)
         raise _refuse(name_of(released) if released is not None else "a released parameter", name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -39,7 +39,7 @@ class Schedule:
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self._any = any(unit.sharded for unit in units)
+        self.gathers = any(unit.sharded for unit in units)
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Schedule:
 
     def begin(self, kind: tuple[Hashable, ...], backward: bool = False) -> None:
         """Start a pass. ``kind`` must be the same on all ranks; with what is gathered already it selects the plan."""
-        if not self._any:
+        if not self.gathers:
             return
         if not backward:
             self._kept = []
@@ -67,7 +67,7 @@ class Schedule:
 
     def end(self, keep_last: bool) -> None:
         """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
-        if not self._any or self._key is None:
+        if not self.gathers or self._key is None:
             return
         if self._plan is None:
             while self._settle(END, None):
@@ -148,9 +148,12 @@ class Schedule:
         """This rank's chunks of a unit, for another rank's fetch."""
         return self._units[index].chunk_bytes()
 
-    def meet(self) -> None:
-        """All ranks are at a step: if one has left a recorded order since the last, record all of them anew."""
-        if self._comm.agreement is not None and self._comm.agreement.departed():
+    def meet(self, together: bool) -> None:
+        """A step is over: if a rank has left a recorded order since the last, record all of them anew.
+
+        ``together``: a collective of this step has brought the hosts of all ranks here, so that all know of it.
+        """
+        if self._comm.agreement is not None and self._comm.agreement.departed() and together:
             self._plans.clear()
 
     def _issue_planned(self) -> None:

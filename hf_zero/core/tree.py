@@ -12,33 +12,44 @@ Visit = Callable[[torch.Tensor], torch.Tensor]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def map_tensors(value: Any, visit: Visit) -> Any:
-    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing changed are returned as they are."""
+def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
+    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing changed are returned as they are.
+
+    ``in_place`` changes lists and plain dicts themselves: whoever passed one may wait for what is appended to it.
+    """
     if isinstance(value, torch.Tensor):
         return visit(value)
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, tuple):
-        items = [map_tensors(item, visit) for item in value]
+        items = [map_tensors(item, visit, in_place) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        items = [map_tensors(item, visit) for item in value]
-        return value if all(new is old for new, old in zip(items, value)) else items
+        items = [map_tensors(item, visit, in_place) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        if in_place:
+            value[:] = items
+            return value
+        return items
     if isinstance(value, dict):
-        changed = {key: map_tensors(item, visit) for key, item in value.items()}
+        changed = {key: map_tensors(item, visit, in_place) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):
             return value
         if dataclasses.is_dataclass(value):  # transformers' ModelOutput: an OrderedDict and a dataclass in one
             return type(value)(**changed)
+        if type(value) is dict and in_place:
+            value.update(changed)
+            return value
         if type(value) is dict:
             return changed
         copied = value.copy()
         copied.update(changed)
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(getattr(value, f.name), visit) for f in dataclasses.fields(value) if f.init}
+        changed = {f.name: map_tensors(getattr(value, f.name), visit, in_place) for f in dataclasses.fields(value) if f.init}
         if all(changed[name] is getattr(value, name) for name in changed):
             return value
         return dataclasses.replace(value, **changed)

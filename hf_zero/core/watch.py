@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ class Watch:
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._told: tuple[str, float] | None = None
+        self._warned = 0.0
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
@@ -29,7 +32,7 @@ class Watch:
             yield
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hf_zero-watch", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
             self._thread.start()
         self._current = (what, time.monotonic())
         try:
@@ -40,20 +43,32 @@ class Watch:
     def close(self) -> None:
         self._stop.set()
 
-    def _run(self) -> None:
-        told: tuple[str, float] | None = None
-        warned = 0.0
-        while not self._stop.wait(min(1.0, self._warn_after / 4)):
-            current = self._current
-            if current is None:
-                continue
-            waited = time.monotonic() - current[1]
-            if current != told:
-                told, warned = current, 0.0
-            if waited - warned >= self._warn_after:
-                warned = waited
-                logger.warning(
-                    "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)",
-                    current[0],
-                    waited,
-                )
+    @property
+    def pause(self) -> float:
+        """Seconds between looks."""
+        return min(1.0, self._warn_after / 4)
+
+    def look(self) -> None:
+        """Warn if the wait under way has lasted long enough since it began or was last warned of."""
+        current = self._current
+        if current is None:
+            return
+        waited = time.monotonic() - current[1]
+        if current != self._told:
+            self._told, self._warned = current, 0.0
+        if waited - self._warned >= self._warn_after:
+            self._warned = waited
+            logger.warning(
+                "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)", current[0], waited
+            )
+
+
+def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:
+    pause = 0.0
+    while not stop.wait(pause):
+        watch = owner()
+        if watch is None:
+            return
+        watch.look()
+        pause = watch.pause
+        del watch

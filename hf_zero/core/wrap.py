@@ -25,6 +25,11 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own: hooks on a mere container would never fire."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__}
 
@@ -80,7 +85,7 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
             size = _numel(child)
             if size < target // 4:
                 continue
-            if size <= target or not any(_numel(grandchild) >= target // 4 for grandchild in child.children()):
+            if _is_called(child) and (size <= target or not any(_numel(part) >= target // 4 for part in child.children())):
                 wanted.add(id(child))
             else:
                 visit(child)

@@ -243,6 +243,15 @@ class TiedAcrossBlocks(StackJob):
         return plain_sgd(model)
 
 
+class UsedOutside(StackJob):
+    name = "a parameter of one block used by another module, unknown to it"
+
+    class model(Stack):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x) * self.blocks[2].up.bias.mean()
+            return self.blocks[2](self.blocks[1](x)) + self.blocks[0].down.bias
+
+
 class ManySmall(StackJob):
     name = "SGD with momentum, nesterov, over many small parameters"
 
@@ -263,6 +272,6 @@ class ManySmall(StackJob):
 def ways() -> list[Job]:
     kinds = (
         NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, OrderByRank, UnusedEverywhere,
-        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, ManySmall,
+        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, UsedOutside, ManySmall,
     )  # fmt: skip
     return [kind() for kind in kinds]

@@ -73,7 +73,7 @@ def test_what_needs_no_values_answers():
     on_ranks(RANKS, run)
 
 
-def test_saving_the_model_whole_is_refused():
+def test_copying_and_pickling_a_sharded_model_is_refused():
     """torch.save(model) and deepcopy(model) would store placeholders."""
 
     def run(rank, model):
@@ -81,6 +81,27 @@ def test_saving_the_model_whole_is_refused():
         for take in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
             with pytest.raises(HfZeroError):
                 take(model)
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_copy_of_a_whole_model_is_a_plain_one(stage):
+    """Averages of weights over time start from deepcopy(model): it must neither share memory nor hooks with the engine."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        copied = copy.deepcopy(model)
+        assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        copied.half().float()
+        squared(copied, At(1, 0, rank)).backward()
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        engine.backward(squared(engine, At(1, 0, rank)))
+        engine.step()
 
     on_ranks(RANKS, run)
 

@@ -219,32 +219,49 @@ def test_fp16_inputs_are_cast_by_auto_cast(stage):
     on_ranks(RANKS, run)
 
 
-def test_parameters_of_a_block_used_outside_it():
-    """Not called through its module, so not gathered: named when read; inside GatheredParameters it trains right."""
-
-    class Borrowing(Stack):
-        def body(self, x):
-            return super().body(x) * self.blocks[1].up.bias.mean()
-
-    import hf_zero
-
-    want, norms = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=lambda: seeded(Borrowing))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_was_replaced_is_named(stage):
+    """Another parameter in its place would train nowhere."""
 
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        with pytest.raises(HfZeroError, match=r"blocks\.1\.up\.bias"):
-            squared(engine, At(0, 0, rank))
-        found = []
-        for step in range(3):
-            with hf_zero.GatheredParameters([model.blocks[1].up.bias]):
-                engine.backward(squared(engine, At(step, 0, rank)))
+        engine = start(model, adamw(model), config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        model.head.weight = torch.nn.Parameter(torch.zeros(5, 32))
+        with pytest.raises(PartitionError, match=r"head\.weight"):
+            engine.backward(squared(engine, At(1, 0, rank)))
             engine.step()
-            found.append(engine.get_global_grad_norm())
-        return full_weights(engine), found
 
-    for weights, found in on_ranks(RANKS, run, build=lambda: seeded(Borrowing)):
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_gradients(stage):
+    """A penalty on the gradient of the input: right where weights stay whole, refused where they do not."""
+
+    def penalised(net, rank):
+        x = features(0, 0, rank).requires_grad_()
+        loss = net(x).pow(2).mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.pow(2).sum()
+
+    model = stack()
+    for rank in range(RANKS):
+        (penalised(model, rank) / RANKS).backward()
+    want = {name: p.detach() - 0.05 * (p.grad if p.grad is not None else 0.0) for name, p in model.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        if stage == 3:
+            with pytest.raises(PartitionError, match="create_graph"):
+                penalised(engine, rank)
+            return want
+        engine.backward(penalised(engine, rank))
+        engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want)
-        assert found == pytest.approx(norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)

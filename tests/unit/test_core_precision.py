@@ -174,7 +174,9 @@ def test_the_scaler_of_a_config() -> None:
 WORLDS = st.sampled_from([1, 2, 3, 8, 1024])
 
 
-@given(WORLDS, st.sampled_from(["fp32", "bf16", "fp16"]), st.booleans(), st.sampled_from([1.0, 2.0, 7.0]), st.floats(0.01, 8), st.booleans())
+@given(
+    WORLDS, st.sampled_from(["fp32", "bf16", "fp16"]), st.booleans(), st.sampled_from([1.0, 2.0, 7.0]), st.floats(0.01, 8), st.booleans()
+)
 def test_before_and_after_make_the_average_and_the_weight(
     world: int, precision: str, prescale: bool, predivide: float, weight: float, wire: bool
 ) -> None:

@@ -92,6 +92,17 @@ def test_only_the_changed_branch_is_rebuilt() -> None:
     assert changed[0] is kept and changed[1] is not other and float(changed[1][0][0]) == 3
 
 
+def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed() -> None:
+    """Whoever passed a list may wait for what a module appends to it."""
+    inner, outer = [t(1)], {"a": t(2), "b": 3}
+    given = (inner, outer, [t(3), inner])
+    changed = map_tensors(given, plus_ten, in_place=True)
+    assert changed[0] is inner and changed[1] is outer and changed[2] is given[2]
+    assert float(inner[0][0]) >= 11 and float(outer["a"][0]) == 12 and float(given[2][0][0]) == 13 and outer["b"] == 3
+    frozen = Frozen(t(1), inner)
+    assert map_tensors(frozen, plus_ten, in_place=True).rest is inner and float(frozen.hidden[0]) == 1
+
+
 def test_the_rest_of_a_container_survives() -> None:
     assert list(map_tensors(OrderedDict(b=t(1), a=3), plus_ten)) == ["b", "a"]
     assert map_tensors(defaultdict(list, {"a": t(1)}), plus_ten).default_factory is list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ class Clock:
         self.at: dict[float, Callable[[], None]] = {}
 
     def wait(self, seconds: float) -> bool:
-        assert 0 < seconds <= 1.0, "the thread must look often enough to warn in time"
+        assert 0 <= seconds <= 1.0, "the thread must look often enough to warn in time"
         self.now += seconds
         for moment in sorted(moment for moment in self.at if moment <= self.now):
             self.at.pop(moment)()
@@ -32,8 +33,7 @@ class Clock:
     def run(self, watch: Watch, seconds: float) -> None:
         """Let the watching thread's loop run for ``seconds``, on this thread."""
         self.last = self.now + seconds
-        watch._stop = self  # type: ignore[assignment]
-        watch._run()
+        module._run(weakref.ref(watch), self)  # type: ignore[arg-type]
 
 
 @pytest.fixture

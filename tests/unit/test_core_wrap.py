@@ -39,10 +39,17 @@ LAYERS = {
     "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
 }
 TIED = {
-    "bert": {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.bias": "cls.predictions.bias"},
+    "bert": {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {},
-    "t5": {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight", "lm_head.weight": "shared.weight"},
+    "t5": {
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+        "lm_head.weight": "shared.weight",
+    },
 }
 
 
@@ -163,6 +170,18 @@ def test_by_size_goes_inside_what_is_too_large() -> None:
     cuts, _ = cut(model)
     check_complete(model, cuts)
     assert names(cuts) == ["", *(f"{side}.layers.{i}" for side in ("left", "right") for i in range(10))]
+
+
+def test_by_size_never_cuts_at_a_container() -> None:
+    """Hooks on a module that nobody calls would never fire: a ModuleDict, or a module without a forward."""
+    holder = nn.Module()
+    holder.one, holder.two = nn.Linear(128, 128), nn.Linear(128, 128)
+    model = nn.Module()
+    model.held, model.keyed = holder, nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 128)})
+    model.rest = nn.Sequential(*(nn.Linear(256, wrap.MIN_UNIT // 256, bias=False) for _ in range(3)))
+    cuts, _ = cut(model)
+    check_complete(model, cuts)
+    assert names(cuts) == ["", "held.one", "held.two", "keyed.a", "keyed.b", "rest.0", "rest.1", "rest.2"]
 
 
 def test_a_small_model_without_blocks_is_one_unit() -> None:
