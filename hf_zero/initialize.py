@@ -78,8 +78,9 @@ def initialize(
         engine.destroy()
         raise
     if engine.global_rank == 0:
-        for row in settings.explain():
-            logger.info("config %s", row)
+        logger.info(
+            "resolved configuration on %d ranks (`hf-zero explain FILE` shows the defaults, too):\n%s", engine.world_size, _told(settings)
+        )
     return engine, made, loader, scheduler
 
 
@@ -92,6 +93,11 @@ def _refuse_other_deepspeed() -> None:
             f"another deepspeed is imported in this process ({where}), and Accelerate and Transformers would train with it; "
             "set HF_ZERO_BACKEND=hf_zero before the start, or uninstall it"
         )
+
+
+def _told(config: ZeroConfig) -> str:
+    """What somebody or something has set, with its source, one line a value."""
+    return "\n".join(f"  {row.key} = {row.value}  ({row.source})" for row in config.explain() if row.source != "default")
 
 
 def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:

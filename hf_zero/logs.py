@@ -1,4 +1,4 @@
-"""One logger for the whole package, named ``hf_zero``; ``HF_ZERO_LOG_LEVEL`` sets its level (default WARNING)."""
+"""One logger for the whole package, named ``hf_zero``; ``HF_ZERO_LOG_LEVEL`` sets its level (default INFO)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if not logger.handlers:
         logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s", defaults={"rank": os.environ.get("RANK", "0")})
     )
     logger.addHandler(_handler)
-    logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "WARNING").upper())
+    logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
     logger.propagate = False
 
 

@@ -9,6 +9,7 @@ that (:meth:`Agreement.fetch`). That is slow and right. At the next step all ran
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from typing import Any
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
+JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05
 IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
@@ -121,6 +123,7 @@ class Agreement:
             self._thread = threading.Thread(
                 target=_serve, args=(weakref.ref(self), store, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True
             )
+            _threads.add(self._thread)
             self._thread.start()
 
     def departed(self) -> bool:
@@ -133,9 +136,21 @@ class Agreement:
         self._departures[step] += 1
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the process: end them before."""
+    _ending.set()
+    for thread in list(_threads):
+        thread.join(JOIN_SECONDS)
+
+
 def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[Any]) -> None:
     number, pause = 1, POLL_SECONDS
-    while True:
+    while not _ending.is_set():
         agreement, reader = owner(), read()
         if agreement is None or reader is None:
             return
@@ -143,13 +158,13 @@ def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[A
             rank = agreement._rank
             if not store.check([f"fetch/{number}"]):
                 del agreement, reader
-                time.sleep(pause)
+                _ending.wait(pause)
                 pause = min(1.5 * pause, IDLE_SECONDS)
                 continue
             requester, unit, step, *peers = map(int, store.get(f"fetch/{number}").decode().split("|"))
             if requester != rank:
-                while agreement._step < step:
-                    time.sleep(POLL_SECONDS)  # this rank's optimizer is still writing what was asked for
+                while agreement._step < step and not _ending.wait(POLL_SECONDS):
+                    pass  # this rank's optimizer is still writing what was asked for
                 agreement._note(step)
                 data = reader(unit) if rank in peers else b""
                 for part in range(-(-len(data) // PART)):

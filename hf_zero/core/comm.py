@@ -48,7 +48,8 @@ def barrier(group: Any = None) -> None:
 def broadcast(tensor: torch.Tensor, source: int) -> None:
     """Copy global rank ``source``'s ``tensor`` to every rank, in place."""
     if is_initialized() and dist.get_world_size() > 1 and tensor.numel():
-        dist.broadcast(tensor, source)
+        # As bytes: not every backend knows every dtype.
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor, source)
 
 
 def destroy_process_group() -> None:
@@ -294,7 +295,7 @@ class Comm:
         """Copy global rank ``source``'s ``tensor`` to every rank, in place."""
         if self.world > 1 and tensor.numel():
             self.ledger.note("broadcast", "", tensor.nbytes)
-            dist.broadcast(tensor, source)
+            broadcast(tensor, source)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         if self.world == 1:

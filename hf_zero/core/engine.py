@@ -27,6 +27,7 @@ from hf_zero.core.tree import map_tensors, tensors_in
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.core.wrap import cut
 from hf_zero.errors import PartitionError
+from hf_zero.logs import logger
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.segments import BoundOptimizer
 
@@ -69,6 +70,8 @@ class Engine(Answers, nn.Module):
         self.config = config
         self.stage = config.stage
         self.device = device or comms.default_device()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.counters = Counters()
@@ -276,6 +279,12 @@ class Engine(Answers, nn.Module):
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
         self._applied = not overflow
+        if overflow and self.scaler.at_floor:
+            logger.warning(
+                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss or the learning rate has diverged",
+                self.global_steps,
+                self.scaler.scale,
+            )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
 
@@ -397,10 +406,10 @@ class Engine(Answers, nn.Module):
         self._publish_scale()
         return answer
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
         """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
         for unit in self.units[1:]:
-            unit.module.forward = torch.compile(unit.module.forward, *args, **kwargs)  # type: ignore[method-assign]
+            unit.module.forward = torch.compile(unit.module.forward, backend=backend, **(compile_kwargs or {}), **options)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         try:

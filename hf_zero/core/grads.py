@@ -40,6 +40,7 @@ class _Flight:
     handle: Handle
     scale: float
     borrowed: torch.Tensor | None
+    part: torch.Tensor | None = None  # where a sum over the shard axis goes that is yet to be summed over the replicas
 
 
 class GradientReducer:
@@ -217,17 +218,15 @@ class GradientReducer:
             self._send(flat, flat.window, None, self._scaling.after(self.weight))
 
     def _send(self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float) -> None:
-        shard, replicate = self._comm.shard, self._comm.replicate
+        shard, replicate, part = self._comm.shard, self._comm.replicate, None
         tag = flat.number
         if flat.layout.shards > 1:
             handle = shard.reduce_scatter(wire, flat.key, tag)
             if replicate.size > 1:
                 part = torch.empty(flat.layout.chunk, dtype=wire.dtype, device=wire.device)
-                handle.reduce_into(part, False, 1.0)
-                handle = replicate.all_reduce(part, flat.key)
         else:
             handle = replicate.all_reduce(wire, flat.key)
-        self._flights.append(_Flight(flat, handle, scale, borrowed))
+        self._flights.append(_Flight(flat, handle, scale, borrowed, part))
         while not self._holds and sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
             self._land()
 
@@ -236,6 +235,9 @@ class GradientReducer:
         flat = flight.flat
         assert flat.grad is not None
         accumulate = flat.window is None and flat.reduced
+        if flight.part is not None:
+            flight.handle.reduce_into(flight.part, False, 1.0)
+            flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key)
         flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
         if flat.held is not None:
             flat.grad.add_(flat.held)

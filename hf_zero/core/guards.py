@@ -63,7 +63,7 @@ class ModuleGuards:
     def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule):
         self._schedule = schedule
         self._copies: dict[int, torch.Tensor] = {}
-        self._depth = 0
+        self._entered: list[tuple[nn.Module, list[Unit]]] = []  # state_dict calls under way, outermost first
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
         self._model = model
@@ -105,9 +105,11 @@ class ModuleGuards:
                     )
 
     def _before_state_dict(self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._depth == 0:
+        while self._entered and not any(module is inside for inside in self._entered[-1][0].modules()):
+            self._leave_one()  # an exception has broken that call
+        if not self._entered:
             self._part = module is not self._model
-        self._depth += 1
+        self._entered.append((module, pinned))
         for unit in pinned:
             self._schedule.pin(unit)
 
@@ -120,12 +122,16 @@ class ModuleGuards:
                 if id(parameter) not in self._copies:
                     self._copies[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.detach())
                 state[key] = self._copies[id(parameter)]
+        while self._leave_one() is not module:
+            pass
+
+    def _leave_one(self) -> nn.Module:
+        module, pinned = self._entered.pop()
         for unit in pinned:
             self._schedule.unpin(unit)
-        self._depth -= 1
-        if self._depth <= 0:
-            self._depth = 0
+        if not self._entered:
             self._copies = {}
+        return module
 
     def _before_load(self, pinned: list[Unit], module: nn.Module, *args: Any) -> None:
         for unit in pinned:
@@ -169,4 +175,3 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
                     f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero engine owns and trains; pass the optimizer to "
                     "hf_zero.initialize, or step the one it returned"
                 )
-            break

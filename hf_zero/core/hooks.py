@@ -11,6 +11,7 @@ checkpointing) runs forwards inside a backward; a forward there never releases.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -107,7 +108,9 @@ class Hooks:
         else:
             self.notice_broken()
         if self._nested == 0 and not inside:
-            kind = (name, torch.is_grad_enabled(), module.training)
+            # A decoder step of generate takes other arguments than a whole forward, and goes another way.
+            given = sorted(key for key, value in kwargs.items() if value is not None)
+            kind = (name, torch.is_grad_enabled(), module.training, *given)
             self._schedule.begin(kind)
             if torch.is_grad_enabled():
                 self._forwards[kind] += 1
@@ -148,8 +151,8 @@ class Hooks:
             if not torch.is_grad_enabled():
                 for each in self._units:
                     each.stays = False
-            if output is None:
-                self._schedule.abandon()
+            if output is None and sys.exc_info()[0] is not None:
+                self._schedule.abandon()  # the forward has raised
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.comm import Comm
-from hf_zero.core.layout import FlatLayout
+from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import compute_dtype
@@ -129,8 +129,8 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
 
 def _plan_unit(index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str) -> Unit:
     kinds: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
-    # Ordered by group, so that a group's elements in a unit are one run.
-    for name, parameter in sorted(cut.parameters, key=lambda item: group_of.get(item[0], -1)):
+    # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that the others start aligned.
+    for name, parameter in sorted(cut.parameters, key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0)):
         kind = (name in group_of, compute_dtype(name, parameter, precision, model))
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
@@ -190,15 +190,20 @@ def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.
 @torch.no_grad()
 def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
     """Buffers stay whole and keep their dtype; they move to the device and take rank 0's values."""
+    moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
+                continue
+            if id(buffer) in moved:
+                module._buffers[name] = moved[id(buffer)]
                 continue
             if buffer.is_meta:
                 raise PartitionError(
                     f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize"
                 )
             if buffer.device != device:
-                module._buffers[name] = buffer = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)] = buffer.to(device)
+                buffer = moved[id(buffer)]
             if buffer.is_contiguous():
                 comm.broadcast(buffer, 0)

@@ -60,7 +60,7 @@ class OwnedParameter(nn.Parameter):
         """The gradient of the backward under way. Once the engine has taken it in, reading it raises."""
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
-        if value is None and flat is not None and flat.holds_gradient:
+        if value is None and flat is not None and flat.holds_gradient and not torch.compiler.is_compiling():
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on the parameter; use engine.get_global_grad_norm(), "
                 "config gradient_clipping instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"

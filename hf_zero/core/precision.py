@@ -107,6 +107,11 @@ class LossScaler:
             fp16.consecutive_hysteresis,
         )
 
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale cannot fall any further."""
+        return not self.dynamic or self.scale <= self._minimum
+
     def update(self, overflow: bool) -> None:
         """Move the scale after a step, or after a step that was skipped because of ``overflow``."""
         if not self.dynamic:

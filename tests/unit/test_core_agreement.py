@@ -59,6 +59,18 @@ def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
     assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
 
 
+def test_the_store_keeps_the_last_agreement_alone() -> None:
+    stores: list[Any] = []
+
+    def run(agreement: Agreement, rank: int) -> None:
+        stores.append(agreement._store)
+        for unit in range(30):
+            agreement.settle("forward", (1, unit), say)
+
+    together(3, run)
+    assert stores[0].check(["29/go"]) and not any(stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", 0, 1, 2))
+
+
 @pytest.mark.parametrize(
     "wishes, agreed",
     [
@@ -199,6 +211,33 @@ def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(tri
     agreements[0].fetch(4, "layer.4", [1, 2], 37)
     assert [agreement.departed() for agreement in agreements] == [True] * 3
     assert [agreement.departed() for agreement in agreements] == [False] * 3
+
+
+def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -> None:
+    """Those of other replicas: would they learn of it after the next step, the ranks' plans would differ."""
+    agreements, chunks, store = trio
+    for unit in range(20):
+        assert agreements[0].fetch(unit, "unit", [1], 37) == {1: chunks[1].of(unit)}
+        assert not store.check([f"fetch/{unit + 1}/0/2"]), "a chunk that nobody takes is left in the store"
+        assert [agreement.departed() for agreement in agreements] == [True] * 3
+
+
+def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
+    """A rank that is behind is still writing the values that the rank ahead asks for."""
+    agreements, chunks, _ = trio
+    assert not agreements[0].departed()
+    got: list[Any] = []
+    ahead = threading.Thread(target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True)
+    ahead.start()
+    ahead.join(timeout=0.1)
+    assert got == [], "served before the step was over"
+    for chunk, agreement in zip(chunks[1:], agreements[1:]):
+        chunk.rank += 1
+        agreement.departed()
+    ahead.join(timeout=30)
+    assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
+    del chunk, agreement
+    assert [each.departed() for each in agreements] == [True] * 3
 
 
 def test_serving_twice_starts_one_thread(trio: Any) -> None:
