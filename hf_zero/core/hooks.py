@@ -42,12 +42,26 @@ class _Mark(torch.autograd.Function):
     def forward(ctx: Any, over: Callable[[], None], *tensors: torch.Tensor) -> Any:
         ctx.over = over
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # not views of the inputs, so that a block may change them in place
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.over()
         return (None, *grads)
+
+
+def _mark(inputs: Sequence[torch.Tensor], over: Callable[[], None]) -> Sequence[torch.Tensor]:
+    """``inputs`` again, with ``over`` called once all their gradients are known.
+
+    One input becomes a plain view, which a block may change in place. Several need one node in common, whose outputs
+    torch does not let anybody change in place.
+    """
+    if len(inputs) > 1:
+        return _Mark.apply(over, *inputs)
+    view = inputs[0].view_as(inputs[0])
+    assert view.grad_fn is not None
+    view.grad_fn.register_hook(lambda *_: over())
+    return [view]
 
 
 class Hooks:
@@ -122,12 +136,11 @@ class Hooks:
         self._schedule.need(unit)
         if call is None:
             return None
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        inputs = list({id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values())
         if not inputs:
             return None
         call.marked = True
-        marked = _Mark.apply(partial(self._post_backward, call), *inputs)
-        replaced = dict(zip(map(id, inputs), marked))
+        replaced = dict(zip(map(id, inputs), _mark(inputs, partial(self._post_backward, call))))
         return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
     def gather_on_use(self, unit: Unit) -> bool:

@@ -102,7 +102,7 @@ def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @every_recipe
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: Path, tmp_path: Path) -> None:
-    # 150 steps of accumulation 2 are more than one pass over the data: the resumed run starts inside an epoch and ends in the next.
+    # 150 steps of accumulation 2 are several passes over the text: the resumed run starts inside one and ends in another.
     steps = ("--max_train_steps", "150", "--checkpointing_steps", "60", "--logging_steps", "1", "--gradient_accumulation_steps", "2")
     whole = launch(recipe, "zero3.yaml", tmp_path / "whole", *steps)
     (tmp_path / "resumed").mkdir()

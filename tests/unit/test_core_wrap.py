@@ -127,7 +127,7 @@ def test_small_lists_and_empty_items_are_no_units() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([Block(16), nn.Identity(), Block(16)])
-            self.towers = nn.ModuleList([Block(16), Block(16)])
+            self.towers = nn.ModuleList([Block(10), Block(10)])  # from a quarter of the largest list on
             self.small = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
             self.single = nn.ModuleList([Block(16)])
 
@@ -231,6 +231,25 @@ def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root(
     assert {"blocks.0.up.weight", "enter.extra"} <= set(owned(cuts)[""])
     assert aliases == {"blocks.2.up.weight": "blocks.0.up.weight", "blocks.1.norm.weight": "enter.extra"}
     assert "blocks.1.norm.weight" not in owned(cuts)["blocks.1"]
+
+
+def test_a_large_head_tied_to_the_embedding_is_no_unit_for_its_bias() -> None:
+    model = Stack(2, 64)
+    model.words = nn.Embedding(2048, 64)
+    model.head = nn.Linear(64, 2048)
+    assert names(cut(model)[0]) == ["", "blocks.0", "blocks.1", "head", "words"]
+    model.head.weight = model.words.weight
+    cuts, _ = cut(model)
+    check_complete(model, cuts)
+    assert names(cuts) == ["", "blocks.0", "blocks.1"] and "head.bias" in owned(cuts)[""]
+
+
+def test_a_model_that_is_a_block_itself_is_cut_inside() -> None:
+    class GradientCheckpointingLayer(Stack):
+        pass
+
+    cuts, _ = cut(GradientCheckpointingLayer(2))
+    assert names(cuts) == ["", "blocks.0", "blocks.1"]
 
 
 def test_weights_tied_inside_a_block_stay_there() -> None:
