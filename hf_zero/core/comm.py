@@ -21,7 +21,6 @@ from hf_zero.core.agreement import Agreement
 from hf_zero.core.watch import Watch
 
 DEFAULT_TIMEOUT = 1800.0
-SPARE = 2  # receive buffers a peer that are kept for the next reduction
 
 
 def is_initialized() -> bool:
@@ -244,7 +243,7 @@ class Axis:
     def _give_back(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(spare) < SPARE * self.size:
+            if len(spare) < self.size:
                 spare.append(tensor)
 
 

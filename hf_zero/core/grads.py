@@ -129,6 +129,8 @@ class GradientReducer:
             return
         self._known.add(self._key)
         everybody: set[int] = set().union(*self._comm.all_gather_object([unit.index for unit in late]))
+        while everybody and self._flights:
+            self._land()  # what is on the wire must not change
         for unit in launched:
             if unit.index in everybody:
                 self._deferred.add(unit)

@@ -116,23 +116,6 @@ class OneRankSkipsHalf(_SkipJob):
         return () if at.rank == 1 else (1, 3, 5, 7)
 
 
-class OrderByRank(StackJob):
-    name = "eight blocks called in reverse on odd ranks"
-
-    class model(Stack):
-        def __init__(self) -> None:
-            super().__init__(depth=8)
-
-        def forward(self, x: torch.Tensor, turned: bool = False) -> torch.Tensor:
-            x = self.enter(x)
-            for block in reversed(self.blocks) if turned else self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        return net(features(at.step, at.micro, at.rank).to(net.dtype), turned=at.rank % 2 == 1).float().pow(2).mean()
-
-
 class UnusedEverywhere(_SkipJob):
     name = "a block unused everywhere: decay and moments advance"
 
@@ -271,7 +254,7 @@ class ManySmall(StackJob):
 
 def ways() -> list[Job]:
     kinds = (
-        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, OrderByRank, UnusedEverywhere,
+        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, UnusedEverywhere,
         NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, UsedOutside, ManySmall,
     )  # fmt: skip
     return [kind() for kind in kinds]
