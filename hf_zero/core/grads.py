@@ -251,7 +251,7 @@ class GradientReducer:
         # Kept for the next unit of this size; the size of an embedding or a head comes once a backward and is not held.
         if wire is not None and self._sizes[wire.numel()] > 1:
             spare = self._spare.setdefault((wire.numel(), wire.dtype), [])
-            if len(spare) <= IN_FLIGHT:
+            if len(spare) < IN_FLIGHT:
                 spare.append(wire)
 
     def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
