@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hf_zero.config import OptimizerConfig, ZeroConfig
-from hf_zero.core.comm import SPARE
 from hf_zero.core.grads import IN_FLIGHT
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.policy import POLICIES, Policy
@@ -188,19 +187,18 @@ def _row(policy: Policy, groups: Sequence[_Group], ranks: int, replicas: int, mo
 
 
 def _buffers(policy: Policy, groups: Sequence[_Group], shards: int, ranks: int) -> int:
-    """Gradients on the wire and the chunks that arrive for them, as many of each size as are kept for the next unit of it.
+    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine keeps for the next unit.
 
-    Whole fp32 gradients that are there anyway (stages 0 and 1) travel from where they are, all of them at once.
+    Whole fp32 gradients that are there anyway (stages 0 and 1) travel from where they are.
     """
     sizes = Counter((group.layout(shards).padded, group.dtype.itemsize) for group in groups if group.trainable)
     total = 0
     for (padded, itemsize), count in sizes.items():
         copied = policy.shards_gradients or (itemsize < MASTER_BYTES and ranks > 1)
-        flights = min(count, IN_FLIGHT + 1) if copied else count
         if copied and count > 1:
-            total += flights * itemsize * padded
+            total += IN_FLIGHT * itemsize * padded
         if shards > 1:
-            total += min(flights, SPARE * shards) * itemsize * (padded // shards)
+            total += min(count, shards) * itemsize * (padded // shards)
     return total
 
 

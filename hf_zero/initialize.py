@@ -42,7 +42,8 @@ def initialize(
         optimizer: an optimizer over the model's parameters, or a callable that makes one from parameters; None takes
             the config's. It comes back as the same object, its groups live.
         model_parameters: parameters or groups for an optimizer made here; default: all that require grad.
-        training_data: a dataset; the loader gives each rank its share in micro-batches.
+        training_data: a dataset; the loader gives each rank its share in micro-batches (an IterableDataset
+            must split itself: it is iterated whole on every rank).
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
             steps it.
         mpu: a Megatron-style model-parallel object; model parallelism above 1 is not built.
@@ -129,7 +130,12 @@ def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters:
             raise ConfigError(
                 f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a callable that makes one from parameters"
             )
-        return optimizer(wanted)
+        if config.optimizer is not None:
+            raise ConfigError(f"both a callable optimizer and config optimizer {config.optimizer.type!r} are given; keep one")
+        made = optimizer(wanted)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"the callable optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+        return made
     if config.optimizer is None:
         return None
     if not wanted:

@@ -19,6 +19,7 @@ from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.grads import GradientReducer, squared_norm
 from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step
 from hf_zero.core.hooks import Hooks
+from hf_zero.core.layout import Slot
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
@@ -30,6 +31,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.state import collect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
@@ -110,6 +112,8 @@ class Engine(Answers, nn.Module):
             groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
             self._refuse_strangers(optimizer, {id(p) for p in given.values()})
         group_of = {name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad}
+        if optimizer is not None:  # state that cannot be carried over is refused before the model is cut up
+            collect(optimizer, given, {name: Slot(name, tuple(given[name].shape), 0) for name in group_of}, group_of)
         accumulate = config.gradient_accumulation_dtype
         self.units = partition(
             model, cuts, group_of, self._policy, self.comm, self.device, config.precision, DTYPES[accumulate] if accumulate else None
@@ -255,12 +259,11 @@ class Engine(Answers, nn.Module):
             raise PartitionError(
                 "a backward was broken by an exception after part of its gradients had been taken in; call engine.zero_grad() and repeat the window"
             )
-        self.counters.micro_steps += 1
-        self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
         self._applied = False
         if not self._syncs:
             raise PartitionError("step() inside no_sync() would use gradients that are not reduced; leave the no_sync block first")
         if not self.is_gradient_accumulation_boundary():
+            self._count_micro_batch()
             self._micro += 1
             return
         if self.bound is None:
@@ -268,6 +271,7 @@ class Engine(Answers, nn.Module):
         self._reducer.reduce_windows()
         if self._training and not any(flat.reduced for flat in self._training):
             raise PartitionError("step() without a backward since the last step; call engine.backward(loss) first")
+        self._count_micro_batch()
         self._micro = 0
         overflow = self._update()
         self.schedule.meet(together=self.comm.blocks or self.config.precision == "fp16")
@@ -287,6 +291,10 @@ class Engine(Answers, nn.Module):
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
+
+    def _count_micro_batch(self) -> None:
+        self.counters.micro_steps += 1
+        self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     def _update(self) -> bool:
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""

@@ -133,19 +133,21 @@ class ModuleGuards:
             self._copies = {}
         return module
 
-    def _before_load(self, pinned: list[Unit], module: nn.Module, *args: Any) -> None:
+    def _before_load(self, pinned: list[Unit], module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):  # refused here, before anything is replaced or pinned
+            owned = next((p for p in module.parameters() if isinstance(p, OwnedParameter)), None)
+            raise PartitionError(
+                f"load_state_dict(assign=True) cannot replace {name_of(owned) if owned is not None else 'parameters'}, "
+                "which lives in a flat buffer; use assign=False"
+            )
         for unit in pinned:
             self._schedule.pin(unit)
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
         for name, parameter in self._own.get(module, {}).items():
-            if module._parameters.get(name) is not parameter:
-                module._parameters[name] = parameter
-                raise PartitionError(
-                    f"load_state_dict(assign=True) cannot replace {name_of(parameter)}, which lives in a flat buffer; use assign=False"
-                )
-            owner_of(parameter).adopt(name_of(parameter))
+            if module._parameters.get(name) is parameter:
+                owner_of(parameter).adopt(name_of(parameter))
         for unit in pinned:
             self._schedule.unpin(unit)
 

@@ -103,10 +103,8 @@ class FlatLayout:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding yields nothing."""
+        # Of the slots that share an offset all but the last are empty, and those before them have ended.
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
-        # Empty parameters share their offset with a neighbour: step back to the first slot that may reach start.
-        while first > 0 and self.slots[first].offset >= start:
-            first -= 1
         for slot in self.slots[first:]:
             if slot.offset >= stop:
                 return

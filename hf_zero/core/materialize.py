@@ -86,7 +86,16 @@ def _needs_master(flat: Flat) -> bool:
 
 
 def check_parameters(cuts: Sequence[Cut]) -> None:
-    """Raise PartitionError for a parameter that cannot be laid out: without values, of another engine, of a special class."""
+    """Raise PartitionError for a parameter that cannot be laid out: without values, of another engine, of a special class.
+
+    Also for a buffer without values. ``cuts`` start with the root, whose module is the whole model.
+    """
+    for module in cuts[0].module.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise PartitionError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize"
+                )
     for cut in cuts:
         for name, parameter in cut.parameters:
             if parameter.is_meta:
@@ -198,10 +207,6 @@ def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
             if id(buffer) in moved:
                 module._buffers[name] = moved[id(buffer)]
                 continue
-            if buffer.is_meta:
-                raise PartitionError(
-                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize"
-                )
             if buffer.device != device:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device)
                 buffer = moved[id(buffer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,15 +39,15 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
         changed = {key: map_tensors(item, visit, in_place) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):
             return value
-        if dataclasses.is_dataclass(value):  # transformers' ModelOutput: an OrderedDict and a dataclass in one
-            return type(value)(**changed)
         if type(value) is dict and in_place:
             value.update(changed)
             return value
         if type(value) is dict:
             return changed
-        copied = value.copy()
-        copied.update(changed)
+        # Copied and filled in, not made anew: transformers' ModelOutput may hold keys and attributes that are no fields.
+        copied = copy.copy(value)
+        for key, item in changed.items():
+            copied[key] = item
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: map_tensors(getattr(value, f.name), visit, in_place) for f in dataclasses.fields(value) if f.init}

@@ -71,9 +71,9 @@ def test_architectures_and_some_ways_on_two_processes():
 
 @pytest.mark.long
 def test_all_ways_on_two_processes():
-    check(2, cells_of(2, list(WAYS)), timeout=900)
+    check(2, cells_of(2, list(WAYS)), timeout=400)
 
 
 @pytest.mark.long
 def test_all_ways_and_architectures_on_three_processes():
-    check(3, cells_of(3, [*ARCHITECTURES, *WAYS]) + mixed_cells(3), timeout=1500)
+    check(3, cells_of(3, [*ARCHITECTURES, *WAYS]) + mixed_cells(3), timeout=600)

@@ -91,7 +91,7 @@ def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
 
     predicted = hf_zero.estimate(done.folder, ranks=2, precision="fp32").at(3)
     for rank in run["memory"]:
-        assert rank["state"] == pytest.approx(predicted.state + predicted.gradient_buffers, rel=0.02)
+        assert predicted.state <= rank["state"] <= 1.02 * (predicted.state + predicted.gradient_buffers)
 
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 

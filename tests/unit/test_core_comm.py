@@ -201,6 +201,20 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
     assert mesh.ledger.bytes["all_reduce"] == 8
 
 
+def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    made: list[list[int]] = []
+    new_group = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks) or new_group(ranks, **options))
+    mesh = Comm(4, CPU)
+    rows, columns = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert made == [*rows, *rows, *columns, *columns], "all ranks make all groups, in one order"
+    assert mesh.shard._group is not mesh.shard._reduce_group
+    made.clear()
+    Comm(8, CPU)
+    assert made == [list(range(8))] * 2, "an axis of one rank needs no group"
+
+
 def test_receive_buffers_are_used_again() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     axis, out = Comm(2, CPU).shard, torch.zeros(8)

@@ -93,12 +93,14 @@ def test_gathering_a_unit_moves_its_bytes_and_releasing_gives_them_back(
     assert {name: p.shape for name, p in flat.parameters.items()} == shapes
 
 
-def test_frozen_parameters_are_sharded_at_stage_3_alone(seven_billion: nn.Module, group: None) -> None:
-    join(64, 9)
+@pytest.mark.parametrize("rank", [0, 9])
+def test_frozen_parameters_are_sharded_at_stage_3_alone(rank: int, seven_billion: nn.Module, group: None) -> None:
+    join(64, rank)
     for stage, shards in ((2, 1), (3, 64)):
         units, _ = cut_up(seven_billion, stage, 1, frozen=True)
         flats: list[Flat] = [flat for unit in units for flat in unit.flats]
         assert {flat.layout.shards for flat in flats} == {shards}
+        assert {flat.writes for flat in flats} == {stage == 3 or rank == 0}, "what all ranks hold whole, one of them saves"
         assert all(flat.master is None and flat.grad is None and not flat.trainable for flat in flats)
         numel = sum(p.numel() for p in seven_billion.parameters())
         assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(2 * numel / shards, rel=0.001)

@@ -57,7 +57,7 @@ def test_a_step_without_a_backward(stage: int) -> None:
     for number in range(2):
         with pytest.raises(PartitionError, match=r"without a backward since the last step; call engine\.backward\(loss\) first"):
             engine.step()
-        assert not engine.was_step_applied()
+        assert not engine.was_step_applied() and engine.micro_steps == number, "a refused step was counted"
         backward(engine, number)
         engine.step()
         assert engine.was_step_applied() and engine.global_steps == number + 1
@@ -208,10 +208,16 @@ def test_a_gradient_the_engine_has_taken(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_loading_by_assignment(stage: int) -> None:
-    _, model = begun(stage)
+    engine, model = begun(stage)
+    before = {type(p) for p in model.parameters()}
     state = {name: torch.zeros_like(value) for name, value in stack().state_dict().items()}
     with pytest.raises(PartitionError, match=r"load_state_dict\(assign=True\) cannot replace [\w.]+, which lives in a flat buffer"):
         model.load_state_dict(state, assign=True)
+    if stage == 3:
+        engine.schedule.check_all_released()
+    assert {type(p) for p in model.parameters()} == before
+    backward(engine)
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.core import comm
-from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_ranks, stack
@@ -42,6 +42,23 @@ def test_a_buffer_without_values() -> None:
     model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
     with pytest.raises(PartitionError, match="buffer angles of LayerNorm is on the meta device; initialise the model's buffers"):
         start(model, None, config_of(2))
+    assert plain(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage: int) -> None:
+    model = stack()
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state[model.head.weight]["step"] += 5
+    with pytest.raises(UnsupportedOptimizerError, match=r"head\.weight.*step 6"):
+        start(model, optimizer, config_of(stage))
+    assert plain(model) and len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    optimizer.state.clear()
+    start(model, optimizer, config_of(stage))
 
 
 class Special(nn.Parameter):

@@ -112,6 +112,15 @@ def test_the_rest_of_a_container_survives() -> None:
     assert output.loss is None and list(output) == ["logits"] and float(output[0][0]) == 12 and float(output.logits[0]) == 12
 
 
+def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields() -> None:
+    output = CausalLMOutputWithPast(loss=t(1), logits=t(2))
+    output["aux"], output.note = t(3), "kept"
+    changed = map_tensors(output, plus_ten)
+    assert list(changed) == ["loss", "logits", "aux"] and changed.note == "kept" and changed.attentions is None
+    assert [float(changed[index][0]) for index in range(3)] == [11, 12, 13] == [float(changed[key][0]) for key in changed]
+    assert float(changed.logits[0]) == 12 and float(output.logits[0]) == 2 and float(output["aux"][0]) == 3
+
+
 OTHERS = [3, 2.5, "text", b"raw", None, True, 1j, torch.float16, torch.device("cpu"), torch.Size([2]), {1, 2}, range(3), len, Frozen]
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import hf_zero
 from hf_zero.core import comm
 from hf_zero.core.engine import Engine
-from hf_zero.errors import ConfigError, NotBuiltError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.initialize import _loader
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import squared, stack
@@ -164,6 +164,17 @@ def test_an_optimizer_object_beside_one_in_the_config() -> None:
     refused(ConfigError, match, model=model, optimizer=adamw(model), config=config_of(1, optimizer=SGD))
 
 
+def test_a_callable_beside_an_optimizer_in_the_config() -> None:
+    match = "both a callable optimizer and config optimizer 'SGD' are given; keep one"
+    refused(ConfigError, match, optimizer=torch.optim.AdamW, config=config_of(1, optimizer=SGD))
+
+
+@pytest.mark.parametrize("made", [None, SimpleNamespace(param_groups=[], step=lambda: None)], ids=lambda made: type(made).__name__)
+def test_a_callable_that_makes_no_optimizer(made: Any) -> None:
+    match = rf"callable optimizer returned a {type(made).__name__}; it must return a torch\.optim\.Optimizer"
+    refused(ConfigError, match, optimizer=lambda parameters: made, config=config_of(1))
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", 3, {"type": "AdamW"}], ids=repr)
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
     match = rf"optimizer is a {type(optimizer).__name__}; pass a torch\.optim\.Optimizer, or a callable"
@@ -174,13 +185,6 @@ def test_an_optimizer_of_the_config_with_nothing_to_train() -> None:
     match = "no parameter of the model requires grad; unfreeze some, or remove the optimizer"
     refused(ConfigError, match, model=stack().requires_grad_(False), config=config_of(3, optimizer=SGD))
     refused(ConfigError, match, model_parameters=[], config=config_of(3, optimizer=SGD))
-
-
-def test_a_wrapper_of_an_optimizer() -> None:
-    wrapper = SimpleNamespace(param_groups=[], step=lambda: None)
-    refused(
-        UnsupportedOptimizerError, r"SimpleNamespace is not a torch\.optim\.Optimizer", optimizer=lambda p: wrapper, config=config_of(1)
-    )
 
 
 # ---- ranks and processes ----
