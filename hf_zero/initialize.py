@@ -52,7 +52,7 @@ def initialize(
         config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
-        ConfigError: no or two configs, or values that contradict each other.
+        ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
     """
     del distributed_port
@@ -69,6 +69,10 @@ def initialize(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
         )
     comm.init_distributed(timeout=settings.timeout)
+    if lr_scheduler is not None and settings.scheduler is not None:
+        raise ConfigError(
+            f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler {settings.scheduler.type!r} are given; keep one"
+        )
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)

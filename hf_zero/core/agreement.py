@@ -4,7 +4,8 @@
 While an order is recorded, every rank asks before every gather (:meth:`Agreement.settle`), and all of them issue what was
 agreed. Later a rank may need a unit that the order does not hold while the others go on by theirs. It must not issue a
 collective that nobody joins: it fetches the others' chunks through the store, from a thread that each rank keeps for
-that (:meth:`Agreement.fetch`). That is slow and right. At the next step all ranks know of it and record anew.
+that (:meth:`Agreement.fetch`). That is slow and right. Hosts may be steps apart, so each answers with the step it is at;
+the orders are recorded anew after the latest of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import atexit
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,8 +39,11 @@ class Agreement:
         self._timeout = timeout
         self._sequence = 0
         self._step = 0
-        self._departures: Counter[int] = Counter()  # requests seen, by the step they were made in
+        self._heard: set[int] = set()  # fetches of other ranks, as long as this one has not learned when to record anew
+        self._renewals: set[int] = set()  # steps at whose end orders are recorded anew
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def settle(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish:
         """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest one.
@@ -100,24 +103,31 @@ class Agreement:
         )  # fmt: skip
         number = self._store.add("fetch/n", 1)
         self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, self._step, *peers))))
-        self._departures[self._step] += 1
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        steps = [self._step]
+        for rank in others:  # also those that serve nothing: all must know of it
+            key = f"fetch/{number}/ack/{rank}"
+            self._await(key, [key], f"serve {label}")
+            answer = self._store.get(key).decode()
+            self._store.delete_key(key)
+            if answer.startswith("!"):
+                raise RankMismatchError(f"rank {rank} could not serve {label}: {answer[1:]}; its log says where")
+            steps.append(int(answer))
+        # No rank is past the latest of these steps, and none passes the one it is at before it has read this.
+        self._store.set(f"fetch/{number}/renew", str(max(steps)))
+        self._renewals.add(max(steps))
         got: dict[int, bytes] = {}
         for peer in peers:
             parts = []
             for part in range(-(-size // PART)):
                 key = f"fetch/{number}/{part}/{peer}"
-                self._await(key, [key], f"serve {label}")
                 parts.append(self._store.get(key))
                 self._store.delete_key(key)
             got[peer] = b"".join(parts)
-        for rank in range(self._world):
-            if rank != self._rank:  # also those that serve nothing: all must know of it before the next step
-                self._await(f"fetch/{number}/ack/{rank}", [f"fetch/{number}/ack/{rank}"], f"hear of {label}")
-                self._store.delete_key(f"fetch/{number}/ack/{rank}")
         return got
 
-    def serve(self, read: Callable[[int], bytes]) -> None:
-        """Answer other ranks' fetches from now on, from a thread of its own: ``read(unit)`` gives this rank's chunk."""
+    def serve(self, read: Callable[[int, int], bytes]) -> None:
+        """Answer other ranks' fetches from now on, from a thread of its own: ``read(unit, step)`` gives this rank's chunk."""
         if self._thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             self._thread = threading.Thread(
@@ -126,14 +136,34 @@ class Agreement:
             _threads.add(self._thread)
             self._thread.start()
 
-    def departed(self) -> bool:
-        """At a step, where all ranks meet: whether any rank has fetched since the step before. Alike on all ranks."""
-        seen = self._departures.pop(self._step, 0)
-        self._step += 1
-        return seen > 0
+    def close(self) -> None:
+        """Serve no more."""
+        self._closed = True
 
-    def _note(self, step: int) -> None:
-        self._departures[step] += 1
+    def departed(self) -> bool:
+        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks.
+
+        A rank that has heard of a fetch learns here from which step on, before that step is over for it.
+        """
+        while True:
+            with self._lock:
+                heard, self._heard = self._heard, set()
+                if not heard:
+                    step, self._step = self._step, self._step + 1
+                    break
+            for number in heard:
+                key = f"fetch/{number}/renew"
+                self._await(key, [key], "say from when on orders are recorded anew")
+                self._renewals.add(int(self._store.get(key)))
+        renewed = step in self._renewals
+        self._renewals = {each for each in self._renewals if each > step}
+        return renewed
+
+    def _hear(self, number: int) -> int:
+        """Note that fetch ``number`` was made; returns the step this rank is at."""
+        with self._lock:
+            self._heard.add(number)
+            return self._step
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -150,26 +180,40 @@ def _end_threads() -> None:
 
 def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[Any]) -> None:
     number, pause = 1, POLL_SECONDS
+    waiting: list[tuple[int, list[int]]] = []  # requests from ranks that are ahead: this rank is still writing what they ask for
     while not _ending.is_set():
         agreement, reader = owner(), read()
-        if agreement is None or reader is None:
+        if agreement is None or reader is None or agreement._closed:
             return
         try:
-            rank = agreement._rank
-            if not store.check([f"fetch/{number}"]):
-                del agreement, reader
-                _ending.wait(pause)
-                pause = min(1.5 * pause, IDLE_SECONDS)
-                continue
-            requester, unit, step, *peers = map(int, store.get(f"fetch/{number}").decode().split("|"))
-            if requester != rank:
-                while agreement._step < step and not _ending.wait(POLL_SECONDS):
-                    pass  # this rank's optimizer is still writing what was asked for
-                agreement._note(step)
-                data = reader(unit) if rank in peers else b""
-                for part in range(-(-len(data) // PART)):
-                    store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
-                store.set(f"fetch/{number}/ack/{rank}", "1")
-            number, pause = number + 1, POLL_SECONDS
+            found = store.check([f"fetch/{number}"])
+            if found:
+                waiting.append((number, list(map(int, store.get(f"fetch/{number}").decode().split("|")))))
+                number += 1
+            ready = [entry for entry in waiting if entry[1][2] <= agreement._step]
+            waiting = [entry for entry in waiting if entry not in ready]
+            for each, (requester, unit, step, *peers) in ready:
+                if requester != agreement._rank:
+                    _answer(agreement, store, each, unit, step, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
+        pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
+        del agreement, reader
+        if not found:
+            _ending.wait(pause)
+
+
+def _answer(
+    agreement: Agreement, store: Any, number: int, unit: int, step: int, peers: Sequence[int], read: Callable[[int, int], bytes]
+) -> None:
+    rank = agreement._rank
+    at = agreement._hear(number)
+    try:
+        data = read(unit, step) if rank in peers else b""
+    except Exception as error:
+        logger.exception("rank %d cannot serve unit %d", rank, unit)
+        store.set(f"fetch/{number}/ack/{rank}", f"!{type(error).__name__}: {error}")
+        return
+    for part in range(-(-len(data) // PART)):
+        store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
+    store.set(f"fetch/{number}/ack/{rank}", str(at))

@@ -236,6 +236,14 @@ class Axis:
         work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
         return Handle([work], self._watch, f"all-reduce of {key}", [tensor])
 
+    def close(self) -> None:
+        """Give the communicators and spare buffers back."""
+        self._spare.clear()
+        for group in (self._group, self._reduce_group):
+            if group is not None and is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._reduce_group = None
+
     def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         spare = self._spare.get((numel, dtype))
         return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
@@ -286,6 +294,15 @@ class Comm:
                     if self.rank in ranks:
                         groups[place] = made
         return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, self.watch)
+
+    def close(self, groups: bool = True) -> None:
+        """Let go of threads and, with ``groups``, of the process groups; collectives of this mesh end here."""
+        self.watch.close()
+        if self.agreement is not None:
+            self.agreement.close()
+        if groups:
+            for axis in (self.shard, self.replicate):
+                axis.close()
 
     def barrier(self) -> None:
         barrier()

@@ -21,6 +21,7 @@ from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.layout import Slot
 from hf_zero.core.materialize import check_parameters, partition
+from hf_zero.core.parameter import owner_of
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.schedule import Schedule
@@ -34,6 +35,10 @@ from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALED_ONCE = (
+    "this loss.backward() goes through more than one fp16 forward of the model or a part of it, so that the loss scale cannot be put in once; "
+    "call engine.backward(loss)"
+)
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
@@ -86,7 +91,7 @@ class Engine(Answers, nn.Module):
         self._boundary: bool | None = None  # set from outside
         self._micro = 0  # micro-batches since the last step
         self._syncs = True
-        self._scaled = False  # the loss scale is in the gradient of the backward under way
+        self._scaled_by = ""  # what put the loss scale into the backward under way: the "engine", or the model's "outputs"
         self._weight: float | None = None
         self._norm: torch.Tensor | None = None
         self._applied = False
@@ -94,8 +99,11 @@ class Engine(Answers, nn.Module):
         try:
             self._build(model, optimizer)
         except BaseException:
-            for flat in getattr(self, "flats", ()):
-                flat.retire()  # the model must not stay with an engine that nobody holds
+            for parameter in model.parameters():
+                flat = owner_of(parameter)
+                if flat is not None and flat.axis in (self.comm.shard, self.comm.replicate):
+                    flat.retire()  # the model must not stay with an engine that nobody holds
+            self.comm.close(groups=not self._policy.shards_parameters)
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
@@ -128,7 +136,7 @@ class Engine(Answers, nn.Module):
         scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
         wire = config.communication_data_type
         self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None)
-        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, self._backward_ends)
+        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, self._backward_ends, self._part_joins)
         self._guards = ModuleGuards(model, self.units, self.schedule)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         self._scaling_hook = model.register_forward_hook(Attached(self._scale_outputs)) if config.precision == "fp16" else None
@@ -183,15 +191,23 @@ class Engine(Answers, nn.Module):
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not tensors or not torch.is_grad_enabled() or self._hooks.in_backward:
             return None
+        if self._scaled_by == "outputs":
+            self._scaled_by = ""  # of a backward that broke before any unit
         wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)
         replaced = dict(zip(map(id, tensors), wrapped))
         return map_tensors(output, lambda tensor: replaced.get(id(tensor), tensor))
 
     def _missing_scale(self) -> float:
-        if self._scaled:
+        if self._scaled_by == "engine":
             return 1.0
-        self._scaled = True
+        if self._scaled_by or self._hooks.in_backward:
+            raise PartitionError(SCALED_ONCE)
+        self._scaled_by = "outputs"
         return self.scaler.scale
+
+    def _part_joins(self) -> None:
+        if self._scaled_by == "outputs":
+            raise PartitionError(SCALED_ONCE)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate the loss of a micro-batch: a scalar, unscaled.
@@ -201,21 +217,22 @@ class Engine(Answers, nn.Module):
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
         self._weight = None if scale_wrt_gas else 1.0
-        self._scaled = True
+        self._scaled_by = "engine"
         try:
             (loss * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
         finally:
-            self._weight, self._scaled = None, False
+            self._weight, self._scaled_by = None, ""
         return loss
 
     def _backward_begins(self) -> None:
         weight = 1.0 / self._accumulation if self._weight is None else self._weight
-        self._reducer.weight = weight if self._scaled else weight * self.scaler.scale
+        # Where only parts of the model were called, nothing has scaled the loss, and the gradients are scaled as they come.
+        self._reducer.weight = weight if self._scaled_by else weight * self.scaler.scale
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
 
     def _backward_ends(self) -> None:
-        if self._weight is None:
-            self._scaled = False
+        if self._scaled_by == "outputs":
+            self._scaled_by = ""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,6 +257,10 @@ class Engine(Answers, nn.Module):
     def gather_on_use(self, unit: Unit) -> bool:
         """For a parameter that is read while released: gather it if a forward of this engine is under way."""
         return self._hooks.gather_on_use(unit)
+
+    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+        """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded inside GatheredParameters."""
+        self._hooks.hold(unit, node)
 
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
@@ -274,7 +295,7 @@ class Engine(Answers, nn.Module):
         self._count_micro_batch()
         self._micro = 0
         overflow = self._update()
-        self.schedule.meet(together=self.comm.blocks or self.config.precision == "fp16")
+        self.schedule.meet()
         self._reducer.clear()
         self.scaler.update(overflow)
         if self.optimizer is not None:
@@ -454,4 +475,5 @@ class Engine(Answers, nn.Module):
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self.bound = None
-        self.comm.watch.close()
+        # Sharded values that stay so can be gathered by another engine, over the groups of this one.
+        self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))

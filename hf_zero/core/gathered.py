@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.core import comm
-from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, name_of, owner_of
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.errors import PartitionError
 
@@ -41,7 +41,7 @@ class GatheredParameters:
         enabled: False makes this a context that does nothing.
 
     All ranks must enter and leave together. Parameters that no engine owns are whole already; with a modifier rank they
-    are broadcast, too. Contexts nest.
+    are broadcast, too. Contexts nest. A loss that is computed inside, from the parameters themselves, may go backward outside.
     """
 
     def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True):
@@ -59,13 +59,21 @@ class GatheredParameters:
         self._units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
         for unit, engine in self._units.items():
             engine.schedule.pin(unit)
+        if torch.is_grad_enabled():
+            self._watch(LiveParameter, WatchedParameter)
         return self
+
+    def _watch(self, before: type, after: type) -> None:
+        for parameter in self._params:
+            if type(parameter) is before and parameter.requires_grad:
+                parameter.__class__ = after
 
     def __exit__(self, *exc: Any) -> None:
         if self._modifier is not None and exc[0] is None:
             with torch.no_grad():
                 for parameter in self._params:
                     self._keep(parameter, self._modifier)
+        self._watch(WatchedParameter, LiveParameter)
         for unit, engine in self._units.items():
             engine.schedule.unpin(unit)
         self._units = {}
@@ -169,7 +177,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     flat = _trains(parameter, "safe_set_full_grad")
     engine = _engine_of(flat)
     engine.reduce_gradients()
-    assert flat.grad is not None
+    if not flat.reduced or flat.grad is None:
+        raise PartitionError(
+            f"safe_set_full_grad: parameter {name_of(parameter)} has no gradient yet, and the next backward would overwrite one; call it between "
+            "backward and step"
+        )
     _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
 
 

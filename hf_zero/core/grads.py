@@ -127,8 +127,12 @@ class GradientReducer:
                     "did not show; call the module that owns these parameters instead of using them from another one"
                 )
             return
-        self._known.add(self._key)
-        everybody: set[int] = set().union(*self._comm.all_gather_object([unit.index for unit in late]))
+        # While another forward waits for its backward, units are not ready before the end, and nothing can be late.
+        waits = any(unit.pending for unit in self._units)
+        told = self._comm.all_gather_object((waits, [unit.index for unit in late]))
+        if not any(waits for waits, _ in told):
+            self._known.add(self._key)
+        everybody: set[int] = set().union(*(indices for _, indices in told))
         while everybody and self._flights:
             self._land()  # what is on the wire must not change
         for unit in launched:

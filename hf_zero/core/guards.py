@@ -95,8 +95,15 @@ class ModuleGuards:
         self._removable, self._patched = [], []
 
     def check(self) -> None:
-        """Raise PartitionError if a parameter of the model has been replaced by another object, which would train nowhere."""
-        for module, own in self._own.items():
+        """Raise PartitionError if a parameter of the model has been replaced or added since initialize: it would train nowhere."""
+        for module in self._model.modules():
+            own = self._own.get(module, {})
+            for name, parameter in module._parameters.items():
+                if name not in own and parameter is not None and parameter.requires_grad and not isinstance(parameter, OwnedParameter):
+                    raise PartitionError(
+                        f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was added to the model after hf_zero.initialize, and nothing "
+                        "trains it; add it before, or set requires_grad=False"
+                    )
             for name, parameter in own.items():
                 if module._parameters.get(name) is not parameter:
                     raise PartitionError(

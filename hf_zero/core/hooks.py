@@ -25,7 +25,7 @@ from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import map_tensors, tensors_in
-from hf_zero.core.unit import Call, Unit
+from hf_zero.core.unit import Call, OuterCall, Unit
 from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
@@ -75,7 +75,10 @@ class Hooks:
         reducer: GradientReducer,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
+        on_part: Callable[[], None],
     ):
+        """``on_begin`` and ``on_end`` are called around a backward, ``on_part`` where it reaches a part of the model that was called alone."""
+        self._model = model
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
@@ -83,8 +86,12 @@ class Hooks:
         self._tasks: list[tuple[int, weakref.ref[Any]]] = []
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
+        self._outer: OuterCall | None = None  # the forward under way
+        self._recomputation: OuterCall | None = None  # what runs forwards in the backward under way
+        self._reached: set[OuterCall] = set()  # forwards that the backward under way goes back through
+        self._untracked: list[OuterCall] = []  # forwards that no hook tells of: any backward may be theirs
         self._removable: list[Any] = []
-        self._on_begin, self._on_end = on_begin, on_end
+        self._on_begin, self._on_end, self._on_part = on_begin, on_end, on_part
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -126,12 +133,13 @@ class Hooks:
             given = sorted(key for key, value in kwargs.items() if value is not None)
             kind = (name, torch.is_grad_enabled(), module.training, *given)
             self._schedule.begin(kind)
+            self._outer = OuterCall(module is self._model)
             if torch.is_grad_enabled():
                 self._forwards[kind] += 1
         self._nested += 1
         if unit is None:
             return None
-        call = Call(unit) if torch.is_grad_enabled() else None
+        call = Call(unit, self._current()) if torch.is_grad_enabled() else None
         unit.open.append(call)
         self._schedule.need(unit)
         if call is None:
@@ -147,9 +155,26 @@ class Hooks:
         """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
         if not self._nested:
             return False
+        if _graph_task() != -1:
+            self._enter_backward()
         self._schedule.need(unit)
-        unit.stays = True  # until the end of the backward, which will read it again
+        unit.stays.add(self._current())  # its backward will read the unit again
         return True
+
+    def _current(self) -> OuterCall:
+        outer = self._recomputation if _graph_task() != -1 else self._outer
+        assert outer is not None, "a module's forward is under way outside any pass"
+        return outer
+
+    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+        """Keep ``unit``, which is gathered, as long as the graph of ``node``, recorded outside forwards, waits for its backward."""
+        outer = OuterCall(True)
+        unit.stays.add(outer)
+        node.register_prehook(partial(self._reach, outer))
+
+    def _reach(self, outer: OuterCall, grads: Any) -> None:
+        self._enter_backward()
+        self._reached.add(outer)
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside = _graph_task() != -1
@@ -161,9 +186,11 @@ class Hooks:
             if not inside:
                 self._schedule.idle(unit)
         if self._nested == 0 and not inside:
-            if not torch.is_grad_enabled():
-                for each in self._units:
-                    each.stays = False
+            outer, self._outer = self._outer, None
+            if outer is not None and not torch.is_grad_enabled():
+                self._no_longer({outer})
+            elif outer is not None and not outer.tracked and any(outer in each.stays for each in self._units):
+                self._untracked.append(outer)
             if output is None and sys.exc_info()[0] is not None:
                 self._schedule.abandon()  # the forward has raised
             else:
@@ -177,11 +204,12 @@ class Hooks:
                 tensor.register_hook(partial(self._pre_backward, call))
                 hooked = True
             elif tensor.requires_grad:
-                call.unit.stays = True  # a parameter itself: whoever gets it reads it again in backward
+                call.unit.stays.add(call.outer)  # a parameter itself: whoever gets it reads it again in backward
         if hooked:
+            call.outer.tracked = True
             call.unit.pending.add(call)
         elif unknown and (call.marked or call.unit.trainable):
-            call.unit.stays = True
+            call.unit.stays.add(call.outer)
 
     def _pre_backward(self, call: Call, grad: torch.Tensor) -> None:
         self._enter_backward()
@@ -190,6 +218,9 @@ class Hooks:
                 f"create_graph=True at stage 3: the second backward would read weights of {call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
+        if not call.outer.whole:
+            self._on_part()
+        self._reached.add(call.outer)
         call.unit.active.add(call)
         self._schedule.need(call.unit)
 
@@ -211,6 +242,8 @@ class Hooks:
         if not self._tasks:
             kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
             self._forwards.clear()
+            self._recomputation = OuterCall(True)
+            self._reached = {self._recomputation}
             self._on_begin()
             # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
             key = (*kind, self._schedule.resident) if self._schedule.gathers else None
@@ -244,7 +277,7 @@ class Hooks:
         """As :meth:`notice_broken`, where no forward can be under way: KeyboardInterrupt passes by the hooks on leaving."""
         self.notice_broken()
         if self._nested and _graph_task() == -1:
-            self._nested = 0
+            self._nested, self._outer = 0, None
             for unit in self._units:
                 unit.open.clear()
             self._schedule.abandon()
@@ -262,4 +295,12 @@ class Hooks:
             for call in unit.active:
                 unit.pending.discard(call)
             unit.active.clear()
-            unit.stays = False
+        self._no_longer({*self._reached, *self._untracked})
+        self._reached.clear()
+        self._untracked.clear()
+        self._recomputation = None
+
+    def _no_longer(self, calls: set[OuterCall]) -> None:
+        for unit in self._units:
+            if unit.stays:
+                unit.stays -= calls

@@ -121,8 +121,12 @@ class FlatLayout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FlatLayout:
-        """Inverse of :meth:`to_json`. Raises ValueError where slots overlap or do not follow one another."""
-        slots = tuple(Slot(str(s["name"]), tuple(int(n) for n in s["shape"]), int(s["offset"])) for s in data["slots"])
+        """Inverse of :meth:`to_json`. Raises ValueError where a field is missing or of another type, or slots do not follow one another."""
+        try:
+            slots = tuple(Slot(_typed(s["name"], str), tuple(map(_count, s["shape"])), _count(s["offset"])) for s in data["slots"])
+            shards = _count(data["shards"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a layout holds a list of slots (name, shape, offset) and a number of shards: {error!r}") from None
         at = 0
         for slot in slots:
             if any(n < 0 for n in slot.shape) or slot.offset != at:
@@ -130,4 +134,14 @@ class FlatLayout:
                     f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected {at}; the layout is damaged"
                 )
             at = slot.end
-        return cls(slots, int(data["shards"]))
+        return cls(slots, shards)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    return _typed(value, int)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.tree import tensors_in
 from hf_zero.errors import PartitionError, ReleasedParameterError
 
 _grad: Any = torch.Tensor.grad
@@ -153,6 +154,24 @@ def _called(func: Callable[..., Any]) -> str:
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
     return func.__name__
+
+
+class WatchedParameter(LiveParameter):
+    """A parameter inside GatheredParameters: whatever records a graph on it keeps its unit gathered for the backward."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = func(*args, **(kwargs or {}))
+        nodes = [tensor.grad_fn for tensor in tensors_in(answer) if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
+        if nodes:
+            flats = {
+                parameter.__dict__["_hf_zero_flat"] for parameter in tensors_in((args, kwargs)) if isinstance(parameter, WatchedParameter)
+            }
+            for flat in flats:
+                for node in nodes:
+                    flat.engine().hold(flat.unit, node)
+        return answer
 
 
 class ReleasedTensor(torch.Tensor):

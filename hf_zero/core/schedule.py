@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
+
 from hf_zero.core.comm import Comm
 from hf_zero.core.unit import State, Unit
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0
+HOST_AHEAD = 64  # steps whose events are kept; a GPU's queue of launches holds fewer
 AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 
 
@@ -39,6 +42,8 @@ class Schedule:
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
         self._kept: list[Unit] = []  # for the backward that may follow
+        self._steps = 0
+        self._written: dict[int, torch.cuda.Event] = {}  # on a GPU: when the shards of a step were written
         self.gathers = any(unit.sharded for unit in units)
 
     @property
@@ -144,16 +149,26 @@ class Schedule:
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
         unit.fill({axis.ranks.index(rank): data for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()})
 
-    def read(self, index: int) -> bytes:
-        """This rank's chunks of a unit, for another rank's fetch."""
-        return self._units[index].chunk_bytes()
+    def read(self, index: int, step: int) -> bytes:
+        """This rank's chunks of a unit as they are in ``step``, for another rank's fetch."""
+        written = self._written.get(step - 1)
+        if written is None:
+            return self._units[index].chunk_bytes()
+        # Not in the stream that computes: what this host has put there already may wait for the rank that asks.
+        stream = torch.cuda.Stream(self._units[index].sharded[0].full.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(written)
+            return self._units[index].chunk_bytes()
 
-    def meet(self, together: bool) -> None:
-        """A step is over: if a rank has left a recorded order since the last, record all of them anew.
-
-        ``together``: a collective of this step has brought the hosts of all ranks here, so that all know of it.
-        """
-        if self._comm.agreement is not None and self._comm.agreement.departed() and together:
+    def meet(self) -> None:
+        """A step is over: if a rank has left a recorded order, record all of them anew."""
+        if self._comm.agreement is None or not self.gathers:
+            return
+        if not self._comm.blocks:
+            self._written[self._steps] = torch.cuda.current_stream().record_event()
+            self._written = {step: event for step, event in self._written.items() if step >= self._steps - HOST_AHEAD}
+        self._steps += 1
+        if self._comm.agreement.departed():
             self._plans.clear()
 
     def _issue_planned(self) -> None:

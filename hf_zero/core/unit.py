@@ -176,13 +176,24 @@ def forget(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+class OuterCall:
+    """One forward from the outermost module called, with what was gathered for it. It lives as long as its graph."""
+
+    __slots__ = ("__weakref__", "tracked", "whole")
+
+    def __init__(self, whole: bool):
+        self.whole = whole  # the whole model was called, not a part of it
+        self.tracked = False  # a hook on its graph tells when its backward runs
+
+
 class Call:
     """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
 
-    __slots__ = ("__weakref__", "marked", "unit")
+    __slots__ = ("__weakref__", "marked", "outer", "unit")
 
-    def __init__(self, unit: Unit):
+    def __init__(self, unit: Unit, outer: OuterCall):
         self.unit = unit
+        self.outer = outer
         self.marked = False  # an input carries the mark that tells when this call's backward is over
 
 
@@ -201,7 +212,8 @@ class Unit:
         self.active: set[Call] = set()  # calls whose backward is under way: decides the release
         self.open: list[Call | None] = []  # forwards under way, innermost last
         self.pins = 0
-        self.stays = False  # a call gave nothing that a hook could hold on to: stay gathered until its backward
+        # Forwards that read this unit where no hook of its own can tell when: it stays gathered until their backward is over.
+        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()
         self._handle: Handle | None = None
         for flat in self.flats:
             flat.unit = self

@@ -66,9 +66,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         names = getattr(model, "_no_split_modules", None) or ()
         blocks = _outermost(model, _with_parameters(m for m in modules if type(m).__name__ in set(names)))
     if not blocks:
-        lists = [m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and m is not model]
-        largest = max((_numel(m) for m in lists if isinstance(m, nn.ModuleList)), default=0)
-        chosen = [m for m in lists if isinstance(m, nn.ModuleList) and _numel(m) * 4 >= largest > 0]
+        lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) > 1 and m is not model]
+        largest = max(map(_numel, lists), default=0)
+        chosen = [m for m in lists if _numel(m) * 4 >= largest > 0]
         blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
     return blocks or _by_size(model)
 

@@ -82,6 +82,15 @@ class _Seat:
         return self._meeting.join(rank, data, self._collective)
 
 
+def _name_of_group(group: Any) -> str:
+    """As torch's own, but it still answers while the group is being destroyed, which asks after the entry is gone."""
+    return group.__dict__.get("kept_name") or group._world().pg_names[group]
+
+
+def _keep_name(group: Any) -> None:
+    group.kept_name = group._world().pg_names[group]
+
+
 class Meetings:
     """Stands in for the bookkeeping of ``ProcessLocalGroup`` while it is installed."""
 
@@ -116,7 +125,11 @@ class Meetings:
         for name, function in replaced.items():
             self._before[name] = group.__dict__[name]
             setattr(group, name, staticmethod(function))
+        self._before["pg_name"] = group.__dict__["pg_name"]
+        group.pg_name, group.shutdown = property(_name_of_group), _keep_name
 
     def uninstall(self) -> None:
+        del threaded.ProcessLocalGroup.shutdown
+        threaded.ProcessLocalGroup.pg_name = self._before.pop("pg_name")
         for name, function in self._before.items():
             setattr(threaded.ProcessLocalGroup, name, function)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+import hf_zero
 from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, seeded
 from tests.helpers.training import ArchitectureJob, At, Driver, Job, plain_sgd, trainable
 from tests.helpers.ways_checkpointed import StackJob
@@ -235,6 +236,41 @@ class UsedOutside(StackJob):
             return self.blocks[2](self.blocks[1](x)) + self.blocks[0].down.bias
 
 
+class UsedOutsideByTwo(UsedOutside):
+    name = "such a parameter in two forwards with their backwards after an evaluation"
+
+    def micro(self, net: Driver, at: At) -> torch.Tensor:
+        first = self.loss(net, at)
+        second = self.loss(net, At(at.step, at.micro + 40, at.rank))
+        with torch.no_grad():
+            assert torch.isfinite(self.loss(net, At(at.step, at.micro + 60, at.rank)))
+        net.backward(first)
+        net.backward(second)
+        return first + second
+
+
+class Regularised(StackJob):
+    """What is computed from gathered weights goes backward when they are sharded again."""
+
+    name = "a penalty on weights, computed inside GatheredParameters"
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        loss = super().loss(net, at)
+        chosen = [*net.module.blocks[1].parameters(), net.module.head.weight]
+        with hf_zero.GatheredParameters(chosen):
+            penalty = torch.stack([p.float().pow(2).sum() for p in chosen]).sum()
+        return loss + 0.01 * penalty
+
+
+class RegularisedBefore(Regularised):
+    name = "such a penalty, computed before the forward"
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        with hf_zero.GatheredParameters(list(net.module.parameters())):
+            penalty = net.module.blocks[2].up.weight.float().square().sum()
+        return StackJob.loss(self, net, at) + 0.01 * penalty
+
+
 class ManySmall(StackJob):
     name = "SGD with momentum, nesterov, over many small parameters"
 
@@ -255,6 +291,7 @@ class ManySmall(StackJob):
 def ways() -> list[Job]:
     kinds = (
         NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, UnusedEverywhere,
-        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, UsedOutside, ManySmall,
+        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, UsedOutside,
+        UsedOutsideByTwo, Regularised, RegularisedBefore, ManySmall,
     )  # fmt: skip
     return [kind() for kind in kinds]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
@@ -73,6 +74,19 @@ def test_optimizer_state_is_read_and_set(stage):
         hf_zero.safe_set_full_optimizer_state(p, torch.full(p.shape, 0.5), "exp_avg")
         assert torch.equal(hf_zero.safe_get_full_optimizer_state(p, "exp_avg"), torch.full(p.shape, 0.5))
         assert torch.equal(hf_zero.safe_get_full_optimizer_state(named["head.weight"], "exp_avg"), first["head.weight"])
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_set_before_the_backward_would_be_lost(stage):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for _ in range(2):
+            with pytest.raises(PartitionError, match=r"head\.weight has no gradient yet.*between backward and step"):
+                hf_zero.safe_set_full_grad(model.head.weight, torch.ones(5, 32))
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
 
     on_ranks(RANKS, run)
 

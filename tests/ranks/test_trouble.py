@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
@@ -281,3 +281,50 @@ def test_options_of_the_users_adamw(stage, options):
 
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["two forwards", "a part beside the model", "a part before the model"])
+def test_a_plain_fp16_backward_that_cannot_be_scaled_once(stage, how):
+    """The loss scale is put in where the model gives its outputs away: twice would square it, and a part has no such place."""
+
+    def loss_of(model, rank):
+        x = features(0, 0, rank).half()
+        if how == "two forwards":
+            return squared(model, At(0, 0, rank), torch.float16) + squared(model, At(1, 0, rank), torch.float16)
+        inner = model.blocks[0](torch.ones(3, 32, dtype=torch.float16, requires_grad=True)).float().pow(2).mean()
+        outer = model(x).float().pow(2).mean()
+        return outer + inner if how == "a part beside the model" else inner + outer
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="fp16")))
+        with pytest.raises(PartitionError, match=r"more than one fp16 forward.*call engine\.backward\(loss\)"):
+            loss_of(model, rank).backward()
+        engine.zero_grad()
+        loss = squared(model, At(0, 0, rank), torch.float16)
+        loss.backward()
+        plain = full_grads(engine)
+        engine.zero_grad()
+        engine.backward(squared(engine, At(0, 0, rank), torch.float16))
+        for name, grad in full_grads(engine).items():
+            assert torch.equal(grad, plain[name]), name
+        engine.zero_grad()
+        engine.backward(loss_of(model, rank))
+        engine.step()
+        assert engine.get_global_grad_norm() > 0
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_added_after_initialize_is_told(stage):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        model.blocks[1].late = torch.nn.Linear(2, 3)
+        engine.backward(squared(engine, At(0, 0, rank)))
+        with pytest.raises(PartitionError, match=r"Linear\.weight, of shape \(3, 2\), was added .* after hf_zero\.initialize"):
+            engine.step()
+        model.blocks[1].late.requires_grad_(False)
+        engine.step()
+
+    on_ranks(RANKS, run)

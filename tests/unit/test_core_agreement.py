@@ -145,7 +145,7 @@ class Chunks:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def of(self, unit: int) -> bytes:
+    def of(self, unit: int, step: int = 0) -> bytes:
         return bytes((self.rank * 50 + unit * 7 + at) % 256 for at in range(self.size))
 
 
@@ -238,6 +238,51 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
     del chunk, agreement
     assert [each.departed() for each in agreements] == [True] * 3
+
+
+def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
+    """A GPU's host runs ahead of the device: the order may only change at a step that no rank is past."""
+    agreements, _, _ = trio
+    ahead = [0, 3, 1]
+    for agreement, steps in zip(agreements, ahead):
+        assert [agreement.departed() for _ in range(steps)] == [False] * steps
+    agreements[0].fetch(4, "layer.4", [1, 2], 37)
+    for agreement, steps in zip(agreements, ahead):
+        assert [agreement.departed() for _ in range(5 - steps)] == [step == 3 for step in range(steps, 5)]
+    del agreement
+
+
+def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
+    """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there, asks second."""
+    agreements, chunks, _ = trio
+    assert not agreements[0].departed()
+    ahead = threading.Thread(target=lambda: agreements[0].fetch(4, "layer.4", [1, 2], 37), daemon=True)
+    ahead.start()
+    while not agreements[0]._store.check(["fetch/1"]):
+        ahead.join(timeout=0.01)
+    assert agreements[1].fetch(6, "layer.6", [0, 2], 37) == {0: chunks[0].of(6), 2: chunks[2].of(6)}
+    assert ahead.is_alive()
+    assert not agreements[1].departed() and not agreements[2].departed()
+    ahead.join(timeout=30)
+    assert not ahead.is_alive()
+    assert [agreement.departed() for agreement in agreements] == [True] * 3
+
+
+def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(quick: None, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def of(self, unit: int, step: int) -> bytes:
+            raise ValueError("no such shard")
+
+    store, broken = dist.HashStore(), Broken()
+    serving, asking = Agreement(store, 1, 2, 20.0), Agreement(store, 0, 2, 20.0)
+    serving.serve(broken.of)
+    for _ in range(2):  # the thread lives on
+        with pytest.raises(RankMismatchError, match=r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where"):
+            asking.fetch(3, "layer.3", [1], 4)
+    serving.close()
+    assert serving._thread is not None
+    serving._thread.join(timeout=10)
+    assert not serving._thread.is_alive()
 
 
 def test_serving_twice_starts_one_thread(trio: Any) -> None:

@@ -133,6 +133,13 @@ DAMAGE: dict[str, Callable[[Any], Any]] = {
     "a slot lost": lambda d: d["slots"].pop(0),
     "a slot twice": lambda d: d["slots"].append({"name": "b", "shape": [0], "offset": 9}),
     "no shards": lambda d: d.update(shards=0),
+    "a fraction of an element": lambda d: d["slots"][0].update(shape=[2.5, 3]),
+    "an offset that is true": lambda d: d["slots"][0].update(offset=False),
+    "shards as text": lambda d: d.update(shards="2"),
+    "a name that is none": lambda d: d["slots"][0].update(name=5),
+    "no shape": lambda d: d["slots"][0].pop("shape"),
+    "no slots": lambda d: d.pop("slots"),
+    "slots that are none": lambda d: d.update(slots=7),
 }
 
 
@@ -141,7 +148,7 @@ def test_a_damaged_description_is_refused(damage: str) -> None:
     whole = FlatLayout.build([("w", (2, 3)), ("b", (3,))], 2).to_json()
     damaged = copy.deepcopy(whole)
     DAMAGE[damage](damaged)
-    with pytest.raises(ValueError, match=r"damaged|at least one shard|named twice"):
+    with pytest.raises(ValueError, match=r"damaged|at least one shard|named twice|a layout holds"):
         FlatLayout.from_json(damaged)
     assert FlatLayout.from_json(whole).numel == 9
 

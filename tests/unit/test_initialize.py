@@ -97,6 +97,17 @@ def test_callables_make_the_optimizer_and_the_scheduler() -> None:
     assert optimizer.defaults["lr"] == 0.5 and scheduler.optimizer is optimizer
 
 
+@pytest.mark.parametrize("given", [lambda made: torch.optim.lr_scheduler.StepLR(made, 1), "object"])
+def test_two_schedulers_are_one_too_many(given: Any) -> None:
+    model = stack()
+    mine = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(mine, 1) if given == "object" else given
+    config = config_of(2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
+    with pytest.raises(ConfigError, match=r"both lr_scheduler \((StepLR|function)\) and config scheduler 'WarmupLR' are given; keep one"):
+        hf_zero.initialize(model=model, optimizer=mine, lr_scheduler=scheduler, config=config)
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+
+
 def test_model_parameters_are_what_an_optimizer_is_made_of() -> None:
     model = stack()
     groups = [{"params": [model.head.weight], "lr": 0.5}, {"params": [model.head.bias]}]
