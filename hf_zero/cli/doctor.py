@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import typer
 from rich.table import Table
@@ -103,7 +103,6 @@ def _slot() -> Iterator[Finding]:
     from importlib.metadata import entry_points
 
     from hf_zero import _autoload
-    from hf_zero.integrations import finder
 
     registered = any(point.value == "hf_zero._autoload:register" for point in entry_points(group="torch.backends"))
     yield (
@@ -126,21 +125,23 @@ def _slot() -> Iterator[Finding]:
         yield Finding("slot", variable, "off" if disabled else "ok", f"{value}: {off}; unset it" if disabled else value or "unset: on")
     if _autoload.failure is not None:
         yield Finding("slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}")
-    yield _owner_of_deepspeed(finder)
+    yield _owner_of_deepspeed()
 
 
-def _owner_of_deepspeed(finder: Any) -> Finding:
+def _owner_of_deepspeed() -> Finding:
     from importlib.util import find_spec
 
     import torch  # noqa: F401  (what registers the facade in a real process)
 
-    spec = find_spec(finder.NAME)
+    from hf_zero.integrations import facade, finder
+
+    spec = find_spec(facade.NAME)
     if spec is None:
         return Finding(
             "slot", "deepspeed", "off", "nothing answers `import deepspeed`: Accelerate and the Trainer cannot shard; see the lines above"
         )
     if finder.chosen():
-        return Finding("slot", "deepspeed", "ok", f"hf-zero's facade, as {finder.VERSION}")
+        return Finding("slot", "deepspeed", "ok", f"hf-zero's facade, as {facade.VERSION}")
     return Finding("slot", "deepspeed", "off", f"an installed DeepSpeed answers ({spec.origin}); HF_ZERO_BACKEND=hf_zero chooses ours")
 
 

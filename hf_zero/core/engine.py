@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core import comm as comms
 from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.comm import Comm
-from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.grads import GradientReducer, squared_norm
 from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step
 from hf_zero.core.hooks import Hooks
@@ -24,7 +23,9 @@ from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.parameter import owner_of
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
+from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
+from hf_zero.core.takeover import give_back, refuse_strangers, take_over
 from hf_zero.core.tree import map_tensors, tensors_in
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.core.wrap import cut
@@ -57,7 +58,7 @@ class _ScaleGradient(torch.autograd.Function):
         return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
 
 
-class Engine(Answers, nn.Module):
+class Engine(Answers, Saving):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
@@ -118,7 +119,7 @@ class Engine(Answers, nn.Module):
         if optimizer is not None:
             check(optimizer, config.elementwise_optimizers)
             groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-            self._refuse_strangers(optimizer, {id(p) for p in given.values()})
+            refuse_strangers(optimizer, {id(p) for p in given.values()})
         group_of = {name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad}
         if optimizer is not None:  # state that cannot be carried over is refused before the model is cut up
             collect(optimizer, given, {name: Slot(name, tuple(given[name].shape), 0) for name in group_of}, group_of)
@@ -141,40 +142,8 @@ class Engine(Answers, nn.Module):
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         self._scaling_hook = model.register_forward_hook(Attached(self._scale_outputs)) if config.precision == "fp16" else None
         if optimizer is not None:
-            self._take_over(optimizer)
-
-    def _refuse_strangers(self, optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-        strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        if strangers:
-            raise PartitionError(
-                f"the optimizer holds {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}); "
-                "build it from model.parameters() of the model given to initialize, after the model has its final parameters"
-            )
-
-    def _take_over(self, optimizer: Any) -> None:
-        """Steps of the user's object become steps of the engine; its groups stay live."""
-        engine = weakref.ref(self)
-
-        def step(closure: Any = None) -> None:
-            optimizer._opt_called = True  # what torch's schedulers look for
-            if closure is not None:
-                raise PartitionError(
-                    "optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it"
-                )
-            owner = engine()
-            if owner is not None:
-                owner.step()
-
-        def add_param_group(group: Any) -> None:
-            raise PartitionError(
-                "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again"
-            )
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
-        optimizer.step, optimizer.add_param_group = step, add_param_group
-        optimizer.zero_grad = lambda set_to_none=True: None if engine() is None else engine().zero_grad()  # type: ignore[union-attr]
-        optimizer.overflow = False
-        self._publish_scale()
+            take_over(optimizer, self)
+            self._publish_scale()
 
     def _publish_scale(self) -> None:
         if self.optimizer is not None:
@@ -358,83 +327,6 @@ class Engine(Answers, nn.Module):
         self._hooks.reset()
         self._reducer.clear()
 
-    # ---- whole values ----
-
-    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any] | None:  # type: ignore[override]
-        """The consolidated model's state dict, as the bare model's. ``rank0_only``: others get None, and hold one unit at a time."""
-        if rank0_only:
-            return whole_state_dict(self, everywhere=False)
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters on the CPU, one unit at a time, under their first names (collective: exhaust it on every rank)."""
-        return consolidated(self, dtype)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def save_16bit_model(self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
-        """Write the consolidated model in its working precision to one file, from rank 0. Always True."""
-        from hf_zero.checkpoint import save_whole
-
-        save_whole(self, save_dir, save_filename, exclude_frozen_parameters)
-        return True
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md."""
-        from hf_zero import checkpoint
-
-        checkpoint.save(self, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        verify: bool = False,
-        load_rng: bool = False,
-        **unused: Any,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path, client_state).
-
-        ``verify`` checks the hashes of all files first; ``load_rng`` restores this rank's random generators, too.
-        """
-        from hf_zero import checkpoint
-
-        if unused:
-            raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
-        answer = checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            verify=verify,
-            load_rng=load_rng,
-        )
-        self._micro = 0
-        self.zero_grad()
-        self._publish_scale()
-        return answer
-
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
         """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
         for unit in self.units[1:]:
@@ -469,11 +361,8 @@ class Engine(Answers, nn.Module):
         for flat in self.flats:
             flat.retire()
         self._reducer.close()
-        for name in ("step", "add_param_group", "zero_grad"):
-            if self.optimizer is not None:
-                self.optimizer.__dict__.pop(name, None)
         if self.optimizer is not None:
-            self.optimizer.state.clear()
+            give_back(self.optimizer)
         self.bound = None
         # Sharded values that stay so can be gathered by another engine, over the groups of this one.
         self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hf_zero.integrations.facade import NAME, FacadeFinder, facade_spec
+
 WATCHED = ("accelerate", "transformers")
 """Top-level packages that have seams: the table itself is read when one of them is first imported."""
 
@@ -23,9 +25,7 @@ class SeamFinder:
         self.late: set[str] = set()  # modules that were already running when the hooks came
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        from hf_zero.integrations import finder
-
-        if fullname == finder.NAME:
+        if fullname == NAME:
             return self._instead_of_namespace(path, target)
         if fullname.partition(".")[0] not in WATCHED:
             return None
@@ -59,11 +59,9 @@ class SeamFinder:
     def _instead_of_namespace(self, path: Any, target: Any) -> ModuleSpec | None:
         # A folder that happens to be called deepspeed (say, of config files beside the script) is a namespace package
         # to Python, and would be found before the facade, which stands last.
-        from hf_zero.integrations import finder
-
-        spec = self._find_elsewhere(finder.NAME, path, target)
-        offered = any(isinstance(other, finder.FacadeFinder) for other in sys.meta_path)
-        return finder.facade_spec() if offered and spec is not None and spec.origin is None else None
+        spec = self._find_elsewhere(NAME, path, target)
+        offered = any(isinstance(other, FacadeFinder) for other in sys.meta_path)
+        return facade_spec() if offered and spec is not None and spec.origin is None else None
 
     def invalidate_caches(self) -> None:
         """Nothing is cached."""

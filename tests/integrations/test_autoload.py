@@ -21,7 +21,7 @@ import pytest
 import hf_zero
 from hf_zero import _autoload
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import finder, hooks
+from hf_zero.integrations import facade, finder, hooks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"}
     for name in kept:
         del sys.modules[name]
-    others = [item for item in sys.meta_path if not isinstance(item, (finder.FacadeFinder, hooks.SeamFinder))]
+    others = [item for item in sys.meta_path if not isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))]
     monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.delenv("HF_ZERO_BACKEND", raising=False)
     monkeypatch.delenv("HF_ZERO_AUTOLOAD", raising=False)
@@ -63,7 +63,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ours() -> list[Any]:
-    return [item for item in sys.meta_path if isinstance(item, (finder.FacadeFinder, hooks.SeamFinder))]
+    return [item for item in sys.meta_path if isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))]
 
 
 def found() -> str | None:
@@ -71,7 +71,7 @@ def found() -> str | None:
     return spec and spec.origin
 
 
-FACADE = str(Path(finder.FACADE) / "__init__.py")
+FACADE = str(Path(facade.FACADE) / "__init__.py")
 
 
 def test_registering_imports_next_to_nothing() -> None:
@@ -84,6 +84,7 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero",
         "hf_zero._autoload",
         "hf_zero.integrations",
+        "hf_zero.integrations.facade",
         "hf_zero.integrations.finder",
         "hf_zero.integrations.hooks",
     }
@@ -123,7 +124,7 @@ def test_registering_twice_registers_once(bare: None) -> None:
     _autoload.register()
     _autoload.register()
     assert len(ours()) == 2
-    assert isinstance(sys.meta_path[-1], finder.FacadeFinder)
+    assert isinstance(sys.meta_path[-1], facade.FacadeFinder)
     importlib.invalidate_caches()
 
 
@@ -131,23 +132,23 @@ def test_the_package_and_its_parts_are_found_inside_hf_zero(bare: None) -> None:
     _autoload.register()
     assert found() == FACADE
     assert FACADE.startswith(str(Path(hf_zero.__file__).parent))
-    spec = finder.FacadeFinder().find_spec("deepspeed")
-    assert spec is not None and spec.submodule_search_locations == [finder.FACADE]
-    assert finder.FacadeFinder().find_spec("deepspeed.runtime") is None
-    assert finder.FacadeFinder().find_spec("deepspeed_extensions") is None
+    spec = facade.FacadeFinder().find_spec("deepspeed")
+    assert spec is not None and spec.submodule_search_locations == [facade.FACADE]
+    assert facade.FacadeFinder().find_spec("deepspeed.runtime") is None
+    assert facade.FacadeFinder().find_spec("deepspeed_extensions") is None
 
 
 def test_the_metadata_answers(bare: None) -> None:
     _autoload.register()
-    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    assert importlib.metadata.version("deepspeed") == facade.VERSION
     distribution = importlib.metadata.distribution("DeepSpeed")
     assert distribution.metadata["Name"] == "deepspeed"
     assert distribution.files is None and distribution.requires is None and list(distribution.entry_points) == []
-    assert str(distribution.locate_file("comm.py")) == str(Path(finder.FACADE) / "comm.py")
+    assert str(distribution.locate_file("comm.py")) == str(Path(facade.FACADE) / "comm.py")
 
 
 def test_the_metadata_is_silent_to_those_who_list_folders(bare: None, tmp_path: Path) -> None:
-    instance = finder.FacadeFinder()
+    instance = facade.FacadeFinder()
     assert list(instance.find_distributions(DistributionFinder.Context(name="deepspeed")))
     assert not list(instance.find_distributions(DistributionFinder.Context()))
     assert not list(instance.find_distributions(DistributionFinder.Context(name="torch")))
@@ -166,7 +167,7 @@ def test_unless_ours_is_asked_for(bare: None, installed: Path, monkeypatch: pyte
     monkeypatch.setenv("HF_ZERO_BACKEND", "hf_zero")
     _autoload.register()
     assert found() == FACADE
-    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    assert importlib.metadata.version("deepspeed") == facade.VERSION
     assert finder.chosen()
 
 
@@ -189,7 +190,7 @@ def test_a_native_route_chooses_ours(bare: None, installed: Path) -> None:
     _autoload.register()
     finder.choose()
     assert found() == FACADE
-    assert importlib.metadata.version("deepspeed") == finder.VERSION
+    assert importlib.metadata.version("deepspeed") == facade.VERSION
     assert len(ours()) == 2
 
 
@@ -218,7 +219,7 @@ def test_a_folder_called_deepspeed_is_not_taken_for_it(bare: None, tmp_path: Pat
 
 
 def test_a_module_without_a_file_is_not_ours() -> None:
-    assert not finder.is_ours(ModuleType("deepspeed"))
+    assert not facade.is_ours(ModuleType("deepspeed"))
 
 
 def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
@@ -241,4 +242,4 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
         "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
         "-S",
     )
-    assert seen == {"origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"), "version": finder.VERSION, "torch": False}
+    assert seen == {"origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"), "version": facade.VERSION, "torch": False}

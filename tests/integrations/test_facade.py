@@ -21,9 +21,9 @@ from hf_zero.core.engine import Engine
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.core.parameter import ZeroParamStatus
 from hf_zero.errors import NotBuiltError
-from hf_zero.integrations import finder
+from hf_zero.integrations import facade
 
-FACADE = Path(finder.FACADE)
+FACADE = Path(facade.FACADE)
 
 USED = """
 initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init __version__
@@ -54,8 +54,8 @@ def reach(dotted: str) -> Any:
 
 def test_nobody_is_misled_about_whose_it_is() -> None:
     assert Path(deepspeed.__file__).is_relative_to(Path(hf_zero.__file__).parent)
-    assert deepspeed.__version__ == finder.VERSION
-    assert finder.is_ours(deepspeed)
+    assert deepspeed.__version__ == facade.VERSION
+    assert facade.is_ours(deepspeed)
 
 
 @pytest.mark.parametrize("name", USED.split())

@@ -6,7 +6,7 @@ Nothing is installed under this name; ``__file__`` says where the answer comes f
 from hf_zero import initialize
 from hf_zero.core.engine import Engine as DeepSpeedEngine
 from hf_zero.integrations.arguments import add_config_arguments
-from hf_zero.integrations.finder import VERSION as __version__
+from hf_zero.integrations.facade import VERSION as __version__
 from hf_zero.integrations.not_built import function as _not_built
 
 from . import accelerator, checkpoint, checkpointing, comm, launcher, ops, runtime, utils

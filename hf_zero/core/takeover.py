@@ -1,0 +1,58 @@
+"""The user's optimizer object under an engine: its steps become the engine's, its groups stay live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from hf_zero.errors import PartitionError
+
+TAKEN = ("step", "add_param_group", "zero_grad")
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the model's."""
+    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if strangers:
+        raise PartitionError(
+            f"the optimizer holds {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}); "
+            "build it from model.parameters() of the model given to initialize, after the model has its final parameters"
+        )
+
+
+def take_over(optimizer: Any, owner: Any) -> None:
+    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does not keep alive."""
+    engine = weakref.ref(owner)
+
+    def step(closure: Any = None) -> None:
+        optimizer._opt_called = True  # what torch's schedulers look for
+        if closure is not None:
+            raise PartitionError(
+                "optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it"
+            )
+        alive = engine()
+        if alive is not None:
+            alive.step()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        alive = engine()
+        if alive is not None:
+            alive.zero_grad()
+
+    def add_param_group(group: Any) -> None:
+        raise PartitionError(
+            "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
+    optimizer.step, optimizer.zero_grad, optimizer.add_param_group = step, zero_grad, add_param_group
+    optimizer.overflow = False
+
+
+def give_back(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`take_over`. What the optimizer has learnt went with the engine."""
+    for name in TAKEN:
+        optimizer.__dict__.pop(name, None)
+    optimizer.state.clear()
