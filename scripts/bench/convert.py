@@ -1,22 +1,28 @@
-"""The converter on a synthetic checkpoint: peak memory and time, as one JSON row on stdout.
+"""The converter on a synthetic checkpoint: peak memory and time, one JSON row a contender on stdout.
 
     python scripts/bench/convert.py                       # 427M parameters, fp32 with Adam's moments, two ranks
     python scripts/bench/convert.py --parameters 50e6 --dtype bfloat16
+    python scripts/bench/convert.py --deepspeed FOLDER    # beside it DeepSpeed's own script, on a checkpoint that it wrote
 
 The checkpoint is written by hf-zero's own writer (threads play the ranks). The conversion runs in a process of its own,
 as ``python zero_to_fp32.py`` would, and its result is compared with what was saved before anything is reported. ``peak_mb``
 is that process's highest resident set, Python and torch included; ``import_mb`` is what it had after ``import torch``.
 The checkpoint's pages are in the cache, as they are after a save. ``seconds`` is the best round, ``of_it_fsync`` what it
 waited for the device to take the written files.
+
+FOLDER is what ``pip install --target FOLDER deepspeed`` made. Its ranks save the same parameters at stage 3, and its
+``convert_zero_checkpoint_to_fp32_state_dict`` writes safetensors, in rounds that take turns with ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +42,7 @@ import hf_zero
 from hf_zero.checkpoint import save
 from hf_zero.core.layout import FlatLayout
 
-CHILD = """
+MEASURED = """
 import json, os, sys, time
 import torch
 def peak():
@@ -49,11 +55,38 @@ def timed(fd):
     waited[0] += time.perf_counter() - begun
 os.fsync = timed
 imported, started = peak(), time.perf_counter()
-from hf_zero.checkpoint import convert_checkpoint
 source, target, dtype, size = sys.argv[1:]
-result = convert_checkpoint(source, target, dtype or None, size)
-print(json.dumps({"seconds": time.perf_counter() - started, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(), "output_bytes": result.nbytes,
-                  "parameters": result.parameters, "files": len(result.files)}))
+CONVERT
+files = [entry for entry in os.scandir(target) if entry.name.endswith(".safetensors")]
+print("@" + json.dumps({"seconds": time.perf_counter() - started, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(),
+                        "output_bytes": sum(entry.stat().st_size for entry in files), "files": len(files)}))
+"""
+OURS = "from hf_zero.checkpoint import convert_checkpoint; convert_checkpoint(source, target, dtype or None, size)"
+THEIRS = """
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=size, safe_serialization=True)
+"""
+DEEPSPEED_RANK = """
+import json, os, sys
+import deepspeed, torch
+from torch import nn
+deepspeed.init_distributed("gloo")
+model = nn.Module()
+for name, shape in json.loads(sys.argv[1]):
+    *path, leaf = name.split(".")
+    module = model
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]
+    module.register_parameter(leaf, nn.Parameter(torch.empty(shape).uniform_()))
+optimizer = torch.optim.AdamW(model.parameters())
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False,
+          "zero_allow_untested_optimizer": True}
+engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+engine.save_checkpoint(sys.argv[2])
+torch.distributed.barrier()
+os._exit(0)  # its threads would abort the process on the way out
 """
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -163,6 +196,34 @@ def check(folder: Path, engines: list[Any], dtype: torch.dtype) -> None:
                 assert torch.equal(whole[piece.start : piece.stop], flat.master[at : at + len(piece)].to(dtype)), piece.name
 
 
+def in_deepspeed(folder: str) -> dict[str, str]:
+    """The environment of a process in which ``import deepspeed`` is the one in ``folder``."""
+    return dict(os.environ, PYTHONPATH=folder, HF_ZERO_AUTOLOAD="0", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+
+
+def write_with_deepspeed(folder: Path, world: int, units: list[Shapes], installed: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shapes = json.dumps([entry for unit in units for entry in unit])
+    ranks = []
+    for rank in range(world):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        env = {**in_deepspeed(installed), **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        ranks.append(subprocess.Popen([sys.executable, "-c", DEEPSPEED_RANK, shapes, str(folder)], env=env, stdout=subprocess.DEVNULL))
+    codes = [process.wait() for process in ranks]
+    if any(codes):
+        raise SystemExit("DeepSpeed's ranks failed; their error stands above")
+
+
+def convert(how: str, source: Path, target: Path, options: argparse.Namespace, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """One conversion in a process of its own."""
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-c", MEASURED.replace("CONVERT", how), str(source), str(target), options.dtype, options.max_shard_size]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("@"))[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=427e6)
@@ -173,26 +234,38 @@ def main() -> None:
     parser.add_argument("--max-shard-size", default="5GB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where to put 16 bytes per parameter for a while (default: the temporary folder)")
+    parser.add_argument("--deepspeed", metavar="FOLDER")
     options = parser.parse_args()
+    units = model_shapes(options.parameters, options.width, options.vocabulary)
+    rounds: dict[str, list[dict[str, Any]]] = {"hf-zero": []}
+    versions = {"torch": torch.__version__, "hf-zero": hf_zero.__version__}
+    if options.deepspeed:
+        rounds["deepspeed"] = []
+        versions["deepspeed"] = next(iter(importlib.metadata.distributions(name="deepspeed", path=[options.deepspeed]))).version
     place = Path(tempfile.mkdtemp(prefix="hf-zero-bench-", dir=options.folder))
     try:
-        engines = write_checkpoint(place / "run", options.ranks, model_shapes(options.parameters, options.width, options.vocabulary))
-        rounds = []
+        if options.deepspeed:
+            write_with_deepspeed(place / "theirs", options.ranks, units, options.deepspeed)
+        engines = write_checkpoint(place / "run", options.ranks, units)
         for _ in range(options.rounds):
-            shutil.rmtree(place / "out", ignore_errors=True)
-            command = [sys.executable, "-c", CHILD, str(place / "run"), str(place / "out"), options.dtype, options.max_shard_size]
-            rounds.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+            rounds["hf-zero"].append(convert(OURS, place / "run", place / "out", options))
+            if options.deepspeed:
+                rounds["deepspeed"].append(
+                    convert(THEIRS, place / "theirs", place / "theirs-out", options, in_deepspeed(options.deepspeed))
+                )
+                shutil.rmtree(place / "theirs-out")
         check(place / "out", engines, getattr(torch, options.dtype or "float32"))
     finally:
         shutil.rmtree(place)
-    best = min(rounds, key=lambda row: row["seconds"])
-    row = {
-        "bench": "convert", "checkpoint_ranks": options.ranks, "dtype": options.dtype or "float32", **best,
-        "peak_mb": max(row["peak_mb"] for row in rounds), "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rounds],
-        "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "python": platform.python_version(),
-        "torch": torch.__version__, "hf_zero": hf_zero.__version__,
-    }  # fmt: skip
-    print(json.dumps(row))
+    for contender, rows in rounds.items():
+        best = min(rows, key=lambda row: row["seconds"])
+        row = {
+            "bench": "convert", "contender": contender, "checkpoint_ranks": options.ranks, "dtype": options.dtype or "float32",
+            "parameters": sum(prod(shape) for unit in units for _, shape in unit), **best, "peak_mb": max(row["peak_mb"] for row in rows),
+            "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rows], "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(), "python": platform.python_version(), "versions": versions,
+        }  # fmt: skip
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

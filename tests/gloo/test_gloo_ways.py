@@ -47,7 +47,8 @@ def check(ranks: int, cells: list[Cell], timeout: float) -> None:
                 oracle.compare(got, oracle.kept(job_of(name), plan))
             else:
                 exact = Plan(ranks=plan.ranks, steps=plan.steps, accumulation=plan.accumulation)
-                oracle.compare_mixed(got, oracle.kept(job_of(name), plan), oracle.kept(job_of(name), exact), plan.dtype)
+                factor = oracle.factor_at(stage, ranks)
+                oracle.compare_mixed(got, oracle.mixed(job_of(name), plan, stage), oracle.kept(job_of(name), exact), plan.dtype, factor)
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from error
     assert reached == len(cells), f"only {reached} of {len(cells)} cells ran"

@@ -37,7 +37,10 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained, in which precision. ``clip`` 0 is no clipping; ``scale`` is the static loss scale of fp16."""
+    """How much is trained, in which precision. ``clip`` 0 is no clipping; ``scale`` is the static loss scale of fp16.
+
+    ``each_backward``: the oracle adds ranks up, in the plan's precision, after every backward and not once a window.
+    """
 
     ranks: int = 1
     steps: int = 3
@@ -45,6 +48,7 @@ class Plan:
     precision: str = "fp32"
     clip: float = 0.0
     scale: float = 1024.0
+    each_backward: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

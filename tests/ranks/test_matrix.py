@@ -36,7 +36,7 @@ def check(stage: int, ranks: int, accumulation: int, precision: str, name: str) 
     if precision == "fp32":
         oracle.compare(got, exact)
     else:
-        oracle.compare_mixed(got, oracle.kept(job, plan), exact, plan.dtype)
+        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
 
 
 @pytest.mark.parametrize("stage, ranks, accumulation, precision, name", covering())
