@@ -27,6 +27,7 @@ _EXPORTS = {
     "safe_set_full_optimizer_state": "hf_zero.core.gathered",
     "TrainingArguments": "hf_zero.integrations.transformers",
     "ZeroCallback": "hf_zero.integrations.transformers",
+    "from_pretrained": "hf_zero.integrations.loading",
     "convert_checkpoint": "hf_zero.checkpoint",
     "estimate": "hf_zero.estimate",
     "HfZeroError": "hf_zero.errors",

@@ -72,10 +72,12 @@ class Engine(Answers, Saving):
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
+        holds: bool = False,
     ):
         super().__init__()
         self.module = model
         self.config = config
+        self.holds = holds  # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
         self.stage = config.stage
         self.device = device or comms.default_device()
         if self.device.type == "cuda":
@@ -125,7 +127,14 @@ class Engine(Answers, Saving):
             collect(optimizer, given, {name: Slot(name, tuple(given[name].shape), 0) for name in group_of}, group_of)
         accumulate = config.gradient_accumulation_dtype
         self.units = partition(
-            model, cuts, group_of, self._policy, self.comm, self.device, config.precision, DTYPES[accumulate] if accumulate else None
+            model,
+            cuts,
+            group_of,
+            self._policy,
+            self.comm,
+            self.device,
+            None if self.holds else config.precision,
+            DTYPES[accumulate] if accumulate else None,
         )
         self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         for flat in self.flats:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.core.comm import Comm
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
-from hf_zero.core.parameter import name_of, owner_of
+from hf_zero.core.parameter import name_of, owner_of, source_of
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import compute_dtype
 from hf_zero.core.storage import open_storage
@@ -26,14 +26,15 @@ def partition(
     policy: Policy,
     comm: Comm,
     device: torch.device,
-    precision: str,
+    precision: str | None,
     accumulate: torch.dtype | None = None,
     row: str = "device",
 ) -> list[Unit]:
     """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
 
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are kept frozen: gathered
-    and released as the stage says, never reduced. ``accumulate`` is the dtype gradients are summed in (default fp32).
+    and released as the stage says, never reduced. ``precision`` None leaves every dtype as it is; ``accumulate`` is the
+    dtype gradients are summed in (default fp32).
     Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models.
     """
     _check_alike(cuts, group_of, comm)
@@ -61,9 +62,8 @@ def partition(
             full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
             if flat in shards:
                 flat.keep_shard_in(*shards[flat])
-            values = _fill(flat, full, comm, former)
+            own = _read_own(flat, comm, former) if _is_pending(flat) else _fill(flat, full, comm, former)[flat.owned[0] : flat.owned[1]]
             flat.use_full(full)
-            own = values[flat.owned[0] : flat.owned[1]]
             flat.store_shard(own)
             if flat.trainable:
                 flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
@@ -136,11 +136,14 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
         )
 
 
-def _plan_unit(index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str) -> Unit:
+def _plan_unit(
+    index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str | None
+) -> Unit:
     kinds: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that the others start aligned.
     for name, parameter in sorted(cut.parameters, key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0)):
-        kind = (name in group_of, compute_dtype(name, parameter, precision, model))
+        dtype = parameter.dtype if precision is None else compute_dtype(name, parameter, precision, model)
+        kind = (name in group_of, dtype)
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
     for (trainable, dtype), parameters in kinds.items():
@@ -172,7 +175,9 @@ class _Former:
         self._whole = torch.empty(0)
 
     def values(self, parameter: torch.Tensor) -> torch.Tensor:
-        flat = owner_of(parameter)
+        flat, source = owner_of(parameter), source_of(parameter)
+        if source is not None:
+            return source.whole()
         if flat is None:
             return parameter
         if flat is not self._flat:
@@ -190,9 +195,40 @@ def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.
     values[flat.layout.numel :].zero_()
     for parameter, slot in flat.items:
         values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
+        parameter.__dict__.pop("_hf_zero_source", None)
     comm.broadcast(values, 0)
     if values is not full:
         full.copy_(values)
+    return values
+
+
+def _is_pending(flat: Flat) -> bool:
+    return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
+
+
+@torch.no_grad()
+def _read_own(flat: Flat, comm: Comm, former: _Former) -> torch.Tensor:
+    """This rank's elements, each rank reading its own where they can be read in part: [owned], in the precision they came in."""
+    given = {parameter.dtype for parameter, _ in flat.items}
+    values = flat.shard if given <= {flat.dtype} else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.shard.device)
+    for parameter, slot in flat.items:
+        first, start, stop = flat.own_range(slot.name)
+        source = source_of(parameter)
+        if source is not None and source.sliceable:
+            target = values[start:stop]
+            direct = target.dtype == source.dtype and target.device.type == "cpu"
+            part = target if direct else torch.empty(stop - start, dtype=source.dtype)
+            source.read(first, part)
+            if not direct:
+                target.copy_(part)
+        else:
+            if source is None:
+                whole = former.values(parameter).detach().to(values.device).contiguous()
+            else:
+                whole = (source.whole() if comm.rank == 0 else torch.empty(slot.shape, dtype=source.dtype)).to(values.device).contiguous()
+            comm.broadcast(whole, 0)
+            values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
+        parameter.__dict__.pop("_hf_zero_source", None)
     return values
 
 

@@ -9,9 +9,9 @@ references are to the tensor, not to its Python class, and survive the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,30 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+class Source(Protocol):
+    """Where the values of a parameter come from that is nowhere yet; alike on all ranks."""
+
+    dtype: torch.dtype
+    sliceable: bool  # whether reading a part costs about that part
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with the elements from ``start`` on, in row-major order."""
+
+    def whole(self) -> torch.Tensor:
+        """All elements, on the CPU."""
+
+
+def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
+    """A parameter without memory, whose values an engine takes from ``source``."""
+    made = nn.Parameter(torch.zeros((), dtype=source.dtype).expand(tuple(shape)), requires_grad=source.dtype.is_floating_point)
+    made.__dict__["_hf_zero_source"] = source
+    return made
+
+
+def source_of(parameter: torch.Tensor) -> Source | None:
+    return parameter.__dict__.get("_hf_zero_source")
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
@@ -83,8 +107,13 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Refuse a change: what is trainable was laid out at initialize."""
+        """Refuse a change once training is configured: what is trainable was laid out at initialize."""
         if requires_grad != self.requires_grad:
+            engine = self.__dict__["_hf_zero_flat"].engine()
+            if engine is not None and engine.holds:
+                with torch._C.DisableTorchFunctionSubclass():
+                    _requires_grad.__set__(self, requires_grad)
+                return self
             raise PartitionError(
                 f"requires_grad of {name_of(self)} cannot change after hf_zero.initialize; set it before, or destroy() the engine and initialize again"
             )

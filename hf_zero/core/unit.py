@@ -162,6 +162,11 @@ class Flat:
                     _set_data(parameter, self.views[slot.name].clone())
                 forget(parameter)
 
+    def drop(self) -> None:
+        """Free this rank's shard: the parameters belong to another flat by now."""
+        self._storage, self.views, self._placeholders = None, {}, {}
+        self.full = self.full.new_empty(0)
+
     def whole_from_shards(self) -> torch.Tensor:
         """A new buffer with the values of all ranks' shards, past the parameters: [padded]. Collective."""
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)

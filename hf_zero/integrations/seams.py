@@ -114,9 +114,48 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
         signature="()",
-        wrapper="hf_zero.integrations.loading:load_whole",
+        wrapper="hf_zero.integrations.loading:take_the_ordinary_path",
         versions=TRANSFORMERS,
-        why="models load by the ordinary path on each rank and are sharded at initialize; the zero3 path reads on rank 0 alone",
+        why="while a model is made: the zero3 path reads on rank 0 alone, and knows neither conversions nor mismatched keys",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
+        signature=(
+            "(cls, pretrained_model_name_or_path, *model_args, config=None, cache_dir=None, ignore_mismatched_sizes=False, "
+            "force_download=False, local_files_only=False, token=None, revision='main', use_safetensors=None, weights_only=True, fusion_config=None, "
+            "disable_mmap=None, **kwargs)"
+        ),
+        wrapper="hf_zero.integrations.loading:load_in_shards",
+        versions=TRANSFORMERS,
+        why="the model that comes back is sharded, and no rank has held it",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel._load_pretrained_model",
+        signature="(model, state_dict, checkpoint_files, load_config, expected_keys=None)",
+        wrapper="hf_zero.integrations.loading:open_lazily",
+        versions=TRANSFORMERS,
+        why="the loader gets tensors that nobody has read",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
+        signature="(model, load_config, loading_info)",
+        wrapper="hf_zero.integrations.loading:finish_lazily",
+        versions=TRANSFORMERS,
+        why="buffers are read before weights are initialised; weights that nothing initialises are an error",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel._move_missing_keys_from_meta_to_device",
+        signature="(self, missing_keys, device_map, device_mesh, hf_quantizer)",
+        wrapper="hf_zero.integrations.loading:mark_missing",
+        versions=TRANSFORMERS,
+        why="missing weights start as whatever is in memory, which nobody could tell from values",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel._from_config",
+        signature="(cls, config, **kwargs)",
+        wrapper="hf_zero.integrations.loading:build_in_shards",
+        versions=TRANSFORMERS,
+        why="a model from a configuration comes back sharded, and no rank has held it",
     ),
     Seam(
         target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.core import comm
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.integrations import checkpointing, device, finder, leaf_modules, loading, optimizers
+from hf_zero.integrations import checkpointing, device, leaf_modules, loading, optimizers
 from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
@@ -194,32 +194,33 @@ def test_init_leaves_parameters_whole_and_takes_every_argument() -> None:
     assert loading.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
 
 
-def test_it_is_said_once_that_models_load_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_said_once_that_other_models_are_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(loading, "log_rank0", said.append)
     loading._say_once.cache_clear()
     loading.Init()
     loading.Init()
     (line,) = said
-    assert "shards it at initialize" in line
+    assert "shards them at initialize" in line
 
 
-@pytest.mark.parametrize(("enabled", "ours", "answer"), [(True, True, False), (True, False, True), (False, True, False)])
-def test_transformers_loads_as_if_whole(enabled: bool, ours: bool, answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "chosen", lambda: ours)
-    assert loading.load_whole(lambda: enabled)() is answer
-
-
-def test_only_modeling_utils_is_told_so() -> None:
-    """Generation and the Trainer must go on knowing that the model is sharded."""
-    import transformers.generation.utils as generation
+def test_only_making_a_model_takes_the_ordinary_path() -> None:
+    """Resized embeddings, generation and the Trainer must go on knowing that the model is sharded."""
     import transformers.modeling_utils as modeling
+    from transformers import BertConfig, BertModel
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    class Asking(BertModel):
+        def __init__(self, config: BertConfig) -> None:
+            answers.append(modeling.is_deepspeed_zero3_enabled())
+            super().__init__(config)
+
+    answers: list[bool] = []
     kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
-        assert not modeling.is_deepspeed_zero3_enabled()
-        assert generation.is_deepspeed_zero3_enabled()
-        assert kept.is_zero3()
+        assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
+        config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        assert Asking._from_config(config).num_parameters() > 0
+        assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
     finally:
         unset_hf_deepspeed_config()

@@ -1,0 +1,41 @@
+"""Models that are sharded before their training is configured: held by an engine that only gathers and releases."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core import comm
+from hf_zero.core.engine import Engine
+from hf_zero.core.parameter import owner_of
+
+
+def hold(model: nn.Module, config: ZeroConfig) -> Engine:
+    """Shard ``model`` at stage 3 as it is: parameters keep their dtype, and may be frozen and unfrozen (collective).
+
+    Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`; of others it takes rank
+    0's values. The model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over.
+    """
+    held = ZeroConfig(stage=3, replicate_size=config.replicate_size, timeout=config.timeout)
+    return Engine(model, held.resolve(comm.get_world_size(), require_batch_size=False, training=False), holds=True)
+
+
+def release_holders(model: nn.Module) -> list[Engine]:
+    """Take the engines that only hold ``model`` off it; its parameters stay sharded. Returns them, for :func:`let_go`."""
+    flats = [owner_of(parameter) for parameter in model.parameters()]
+    holders = {id(flat.engine()): flat.engine() for flat in flats if flat is not None and flat.engine() is not None}
+    released = [engine for engine in holders.values() if engine.holds]
+    for engine in released:
+        engine.destroy()
+    return released
+
+
+def let_go(holders: list[Engine]) -> None:
+    """Free the shards of ``holders`` that another engine has taken over, and their groups once nothing is left in them."""
+    for holder in holders:
+        left = [flat for flat in holder.flats if any(owner_of(parameter) is flat for parameter, _ in flat.items)]
+        for flat in holder.flats:
+            if flat not in left:
+                flat.drop()
+        if not left:
+            holder.comm.close()

@@ -1,0 +1,217 @@
+"""Where the elements of a lazy tensor come from: ranges of files, through views, concatenations and casts.
+
+An expression has a shape and a dtype and can read any range ``[start, stop)`` of its elements, counted in row-major
+order. It is *sliceable* where reading a part costs about that part; what is not is read whole, by one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.tensorfile import TensorFile
+
+RUN_BYTES = 4096  # shorter runs of neighbours cost more in calls than what a whole read costs in bytes
+BLOCK = 1 << 20  # elements converted at a time
+
+Size = tuple[int, ...]
+
+
+class Expression:
+    """A tensor by its origin."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
+        self.shape: Size = tuple(shape)
+        self.dtype = dtype
+        self.sliceable = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Which elements these are: equal for two views of the same."""
+        return (id(self),)
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (1-D, contiguous, on the CPU, of this dtype) with the elements from ``start`` on."""
+        raise NotImplementedError
+
+    def whole(self) -> torch.Tensor:
+        """All elements, in this shape."""
+        out = torch.empty(self.numel, dtype=self.dtype)
+        self.read(0, out)
+        return out.view(self.shape)
+
+
+class InFile(Expression):
+    """A tensor of a safetensors file."""
+
+    def __init__(self, file: TensorFile, name: str):
+        entry = file.entries[name]
+        super().__init__(entry.shape, entry.dtype)
+        self._file, self._name = file, name
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        if out.numel():
+            self._file.read_into(self._name, start, out)
+
+
+class InMemory(Expression):
+    """A tensor that is here: mapped from a file of another format, or made on the way."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__(tensor.shape, tensor.dtype)
+        self._tensor = tensor.detach()
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        out.copy_(self._tensor.reshape(-1)[start : start + out.numel()])
+
+
+class Strided(Expression):
+    """A view: ``shape`` elements of ``root``'s, in row-major order, ``strides`` apart from ``offset`` on."""
+
+    def __init__(self, root: Expression, shape: Sequence[int], strides: Sequence[int], offset: int):
+        super().__init__(shape, root.dtype)
+        self.root, self.strides, self.offset = root, tuple(strides), offset
+        self._depth, self._run = _runs(self.shape, self.strides)
+        self._in_runs = self._run >= self.numel or (root.sliceable and self._run * self.dtype.itemsize >= RUN_BYTES)
+        self.sliceable = root.sliceable and self._in_runs
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        if not out.numel():
+            return
+        if not self._in_runs:
+            out.copy_(self._gathered().reshape(-1)[start : start + out.numel()])
+            return
+        at = 0
+        while at < out.numel():
+            row, within = divmod(start + at, self._run)
+            count = min(self._run - within, out.numel() - at)
+            self.root.read(self._start_of(row) + within, out[at : at + count])
+            at += count
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return id(self.root), self.shape, self.strides, self.offset
+
+    def _start_of(self, row: int) -> int:
+        place = self.offset
+        for size, stride in zip(reversed(self.shape[: self._depth]), reversed(self.strides[: self._depth])):
+            row, index = divmod(row, size)
+            place += index * stride
+        return place
+
+    def _gathered(self) -> torch.Tensor:
+        return self.root.whole().reshape(-1).as_strided(self.shape, self.strides, self.offset)
+
+
+def _runs(shape: Size, strides: Size) -> tuple[int, int]:
+    """How many leading dimensions are left when the trailing ones are joined to one run of neighbours, and its length."""
+    run, depth = 1, len(shape)
+    while depth and (shape[depth - 1] == 1 or strides[depth - 1] == run):
+        depth -= 1
+        run *= shape[depth]
+    return depth, run
+
+
+class Joined(Expression):
+    """``parts`` one after another along dimension ``dim``."""
+
+    def __init__(self, parts: Sequence[Expression], dim: int):
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        super().__init__(shape, parts[0].dtype)
+        self._parts, self._dim = parts, dim
+        self._widths = [math.prod(part.shape[dim:]) for part in parts]  # elements of each in one row of the rest
+        row = sum(self._widths)
+        shortest = min((width for width in self._widths if width), default=0)
+        partly = all(part.sliceable for part in parts)
+        self._in_runs = row >= self.numel or (partly and shortest * self.dtype.itemsize >= RUN_BYTES)
+        self.sliceable = partly and self._in_runs
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        if not self._in_runs:
+            out.copy_(torch.cat([part.whole() for part in self._parts], self._dim).reshape(-1)[start : start + out.numel()])
+            return
+        row, at = sum(self._widths), 0
+        while at < out.numel():
+            outer, within = divmod(start + at, row)
+            for part, width in zip(self._parts, self._widths):
+                if within < width:
+                    count = min(width - within, out.numel() - at)
+                    part.read(outer * width + within, out[at : at + count])
+                    at += count
+                    break
+                within -= width
+
+
+class Cast(Expression):
+    """Another dtype."""
+
+    def __init__(self, base: Expression, dtype: torch.dtype):
+        super().__init__(base.shape, dtype)
+        self.base, self.sliceable = base, base.sliceable
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        if not self.sliceable:
+            out.copy_(self.base.whole().reshape(-1)[start : start + out.numel()])
+            return
+        buffer = torch.empty(min(BLOCK, out.numel()), dtype=self.base.dtype)
+        for at in range(0, out.numel(), BLOCK):
+            part = out[at : at + BLOCK]
+            self.base.read(start + at, buffer[: part.numel()])
+            part.copy_(buffer[: part.numel()])
+
+
+class Computed(Expression):
+    """The result of an operation that is no view: its inputs are read whole."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor], name: str):
+        super().__init__(shape, dtype)
+        self._compute, self.name, self.sliceable = compute, name, False
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        out.copy_(self.whole().reshape(-1)[start : start + out.numel()])
+
+    def whole(self) -> torch.Tensor:
+        return self._compute()
+
+
+class Filled(Expression):
+    """A tensor that a model's initialisation fills: the writes are kept, in order, and done when it is read.
+
+    Random numbers are drawn then, anew at every reading: read it once, on one rank.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
+        super().__init__(shape, dtype)
+        self.sliceable = False
+        self._writes: list[Callable[[torch.Tensor], Any]] = []
+        self.initialised = False  # a write has reached every element
+
+    def write(self, shape: Sequence[int], strides: Sequence[int], offset: int, do: Callable[[torch.Tensor], Any]) -> None:
+        """Keep ``do``, which changes in place the view of the elements that it is given."""
+        self.initialised = self.initialised or math.prod(shape) == self.numel
+        place = tuple(shape), tuple(strides), offset
+        self._writes.append(lambda elements: do(elements.as_strided(*place)))
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        out.copy_(self.whole().reshape(-1)[start : start + out.numel()])
+
+    def whole(self) -> torch.Tensor:
+        elements = torch.empty(self.numel, dtype=self.dtype)
+        for write in self._writes:
+            write(elements)
+        return elements.view(self.shape)
+
+
+def strided_like(root: Expression, view: Any) -> Expression:
+    """The part of ``root`` that ``view`` is of a meta tensor of its elements."""
+    if view.is_contiguous() and view.numel() == root.numel and tuple(view.shape) == root.shape and view.storage_offset() == 0:
+        return root
+    return Strided(root, view.shape, view.stride(), view.storage_offset())

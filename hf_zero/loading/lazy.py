@@ -1,0 +1,200 @@
+"""A tensor that a model loader can rename, cut, join and cast, and that nobody has read yet.
+
+:class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__`` and extends an
+expression (expressions.py) instead of touching memory. To the outside it is contiguous, whatever it is a view of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_zero.errors import PartitionError
+from hf_zero.loading.expressions import Cast, Computed, Expression, Filled, InMemory, Joined, Strided, strided_like
+
+aten = torch.ops.aten
+_NEW = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+}
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default, aten.contiguous.default}
+
+
+class NotRecorded(Exception):
+    """A model's initialisation does what cannot be put off: build that model by the ordinary path."""
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose values are still in ``expression``. Writing raises PartitionError, except into one that is being initialised."""
+
+    expression: Expression
+
+    @staticmethod
+    def __new__(cls, expression: Expression) -> LazyTensor:
+        made = torch.Tensor._make_wrapper_subclass(cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu"))
+        made.expression = expression
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def read_whole(self) -> torch.Tensor:
+        """The values, read now: a plain CPU tensor."""
+        return self.expression.whole()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _SAME:
+            return LazyTensor(args[0].expression)
+        if func is aten._to_copy.default:
+            return _converted(args[0], **kwargs)
+        if func is aten.cat.default:
+            return _joined(*args, **kwargs)
+        if func is aten.stack.default:
+            return _stacked(*args, **kwargs)
+        if func is aten.equal.default:
+            return _same_values(*args)
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            if written is None:
+                return _computed_now(func, args, kwargs)
+            if written is args[0] and isinstance(_root(written.expression), Filled):
+                return _filled(func, args, kwargs)
+            raise PartitionError(
+                f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its file; load this model with zero stage 2, or "
+                "outside the ZeRO-3 configuration, and shard it at initialize"
+            )
+        if torch.Tag.inplace_view in func.tags or not _is_view(func):
+            return _computed(func, args, kwargs)
+        return _viewed(func, args, kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
+    """The lazy tensor that ``func`` would write into; None where it only reads them."""
+    named = zip((argument.name for argument in func._schema.arguments), args)
+    given = {**dict(named), **kwargs}
+    writes = [
+        given.get(argument.name) for argument in func._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return next((value for value in tree_flatten(writes)[0] if isinstance(value, LazyTensor)), None)
+
+
+def _is_view(func: Any) -> bool:
+    return func.is_view or func in (aten.reshape.default, aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor)
+
+
+def _root(expression: Expression) -> Expression:
+    return expression.root if isinstance(expression, Strided) else expression
+
+
+def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
+    """Keep a write into a tensor that is being initialised."""
+    target, rest = args[0], args[1:]
+    if func is aten.copy_.default and isinstance(rest[0], LazyTensor) and rest[0].expression.place == target.expression.place:
+        return target  # what ``weight[0] *= 2`` ends with
+    if any(isinstance(value, LazyTensor) for value in tree_flatten((rest, kwargs))[0]):
+        raise NotRecorded(f"{func} initialises one weight from another")
+    return fill(target, lambda view: func(view, *rest, **kwargs))
+
+
+def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
+    """Keep ``do``, which changes a tensor in place, for the time when ``target``, that is being initialised, is read."""
+    root, meta = _meta(target.expression)
+    assert isinstance(root, Filled)
+    root.write(meta.shape, meta.stride(), int(meta.storage_offset()), do)
+    return target
+
+
+def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
+    """The expression that holds the elements, and a tensor without memory that stands for the view of them."""
+    if isinstance(expression, Strided):
+        elements = torch.empty(expression.root.numel, dtype=expression.dtype, device="meta")
+        return expression.root, elements.as_strided(expression.shape, expression.strides, expression.offset)
+    return expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+
+
+def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+    expression = args[0].expression
+    alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+    # Strides that are asked of a lazy tensor are those of a contiguous one, and as_strided counts in them.
+    root, meta = alone if func is aten.as_strided.default else _meta(expression)
+    try:
+        made = func(meta, *args[1:], **kwargs)
+    except RuntimeError:
+        # A shape that the view itself cannot take without a copy: the view becomes the elements of the next one.
+        root, meta = alone
+        made = func(meta, *args[1:], **kwargs)
+    if isinstance(made, torch.Tensor) and (made.dtype != expression.dtype or made.is_conj() or made.is_neg()):
+        return _computed(func, args, kwargs)  # other elements, not other places of the same
+    return tree_map(lambda each: LazyTensor(strided_like(root, each)) if isinstance(each, torch.Tensor) else each, made)
+
+
+def _converted(tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> LazyTensor:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        return tensor.read_whole().to(device, dtype)  # type: ignore[return-value]
+    expression = tensor.expression
+    return LazyTensor(expression if dtype in (None, expression.dtype) else Cast(expression, dtype))
+
+
+def _expression(tensor: torch.Tensor) -> Expression:
+    return tensor.expression if isinstance(tensor, LazyTensor) else InMemory(tensor)
+
+
+def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
+    joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)  # raises where the shapes do not fit
+    parts = [_expression(tensor) for tensor in tensors if tensor.shape != (0,) or joined.dim() == 1]  # torch skips such ones
+    cast = [part if part.dtype == joined.dtype else Cast(part, joined.dtype) for part in parts]
+    return LazyTensor(Joined(cast, dim % joined.dim()))
+
+
+def _stacked(tensors: Any, dim: int = 0) -> Any:
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    first, second = _expression(one), _expression(other)
+    return first is second or torch.equal(first.whole(), second.whole())
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    for value in tree_flatten((args, kwargs))[0]:
+        if isinstance(value, LazyTensor) and isinstance(_root(value.expression), Filled):
+            if func is aten.constant_pad_nd.default and not any(args[1]):
+                return LazyTensor(value.expression)
+            if func in _NEW:
+                return func(torch.empty(value.shape, dtype=value.dtype), *args[1:], **kwargs)
+            raise NotRecorded(f"{func} reads a weight that is being initialised")
+
+    try:
+        shapes = func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
+    except RuntimeError:  # the shape of the result, or the result itself, depends on the values
+        return _computed_now(func, args, kwargs)
+    if isinstance(shapes, torch.Tensor):
+        return LazyTensor(Computed(shapes.shape, shapes.dtype, lambda: _computed_now(func, args, kwargs), str(func)))
+    return _computed_now(func, args, kwargs)
+
+
+def _computed_now(func: Any, args: Any, kwargs: Any) -> Any:
+    def real(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        if isinstance(_root(value.expression), Filled):
+            raise NotRecorded(f"{func} reads a weight that is being initialised")
+        return value.read_whole()
+
+    return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def _shape_of(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value

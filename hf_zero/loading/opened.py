@@ -1,0 +1,81 @@
+"""Checkpoint files opened for reading ranges, and what becomes of a model that was loaded from them lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.core.parameter import pending
+from hf_zero.loading.expressions import InFile, InMemory
+from hf_zero.loading.lazy import LazyTensor
+
+
+class Opened:
+    """The tensors of checkpoint files, unread: ``tensors`` by name. Open until :meth:`close`.
+
+    Of safetensors each rank reads the ranges it needs. ``.bin`` files (weights only) are mapped into memory, or, if they are
+    of torch's oldest format, which cannot be mapped, read whole by every rank.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._files: list[TensorFile] = []
+
+    def add(self, paths: Iterable[str]) -> None:
+        """Open ``paths``; of a name that is in several, the last one counts."""
+        for path in map(Path, paths):
+            if path.suffix == ".safetensors":
+                file = TensorFile(path)
+                self._files.append(file)
+                self.tensors.update({name: LazyTensor(InFile(file, name)) for name in file.entries})
+            else:
+                self.tensors.update({name: LazyTensor(InMemory(tensor)) for name, tensor in _load_bin(path).items()})
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self.tensors.clear()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _load_bin(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def make_real(model: nn.Module) -> None:
+    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation look at them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                module._buffers[name] = buffer.read_whole()
+
+
+def make_pending(model: nn.Module) -> int:
+    """Replace the lazy parameters of ``model`` by pending ones that an engine fills; how many they were. Ties stay ties."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, LazyTensor):
+                continue
+            if id(parameter) not in made:
+                new = pending(parameter.shape, parameter.expression)
+                new.requires_grad_(parameter.requires_grad)
+                new._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers asks before it initialises
+                made[id(parameter)] = new
+            module._parameters[name] = made[id(parameter)]
+    return len(made)
