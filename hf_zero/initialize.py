@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
 from hf_zero.core.engine import Engine
-from hf_zero.core.holding import let_go, release_holders
+from hf_zero.core.holding import release_holders
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logs import logger
 from hf_zero.optim.build import build_optimizer
@@ -77,9 +77,8 @@ def initialize(
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)
-    former = release_holders(model)
+    release_holders(model)
     engine = Engine(model, settings, made)
-    let_go(former)
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
     except BaseException:

@@ -14,7 +14,8 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_zero.logs import logger
 JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05
+SLICE_SECONDS = 1.0  # between looks at who is gone
 IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
 WARN_SECONDS = 60.0
 Wish = tuple[int, int]
@@ -44,6 +46,8 @@ class Agreement:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._shards = threading.RLock()
+        self.epoch = 0  # changes of shards so far
 
     def settle(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish:
         """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest one.
@@ -66,7 +70,7 @@ class Agreement:
             if step:  # everybody has been here, so everybody has read the verdict before
                 for key in ("n", "go", *range(self._world)):
                     store.delete_key(f"{step - 1}/{key}")
-        self._await(f"{step}/go", [f"{step}/{rank}" for rank in range(self._world)], f"join the {name(wish)} in {where}")
+        self._await(f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, f"join the {name(wish)} in {where}")
         verdict = store.get(f"{step}/go").decode()
         if verdict.startswith("!"):
             raise RankMismatchError(
@@ -76,17 +80,24 @@ class Agreement:
         kind_text, unit_text = verdict.split("|")
         return int(kind_text), int(unit_text)
 
-    def _await(self, key: str, arrivals: Sequence[str], what: str) -> None:
+    def _await(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
+        """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks are."""
         started = time.monotonic()
         warned = WARN_SECONDS
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=min(5.0, self._timeout)))
+                self._store.wait([key], timedelta(seconds=min(SLICE_SECONDS, self._timeout)))
                 return
             except RuntimeError:
                 waited = time.monotonic() - started
-                missing = [arrival.rsplit("/", 1)[-1] for arrival in arrivals if not self._store.check([arrival])]
-                text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(missing)} to {what}"
+                missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
+                gone = [rank for rank in missing if self._store.check([f"closed/{rank}"])]
+                if gone and not self._store.check([key]):
+                    raise RankMismatchError(
+                        f"rank {self._rank} needs ranks {', '.join(map(str, gone))} to {what}, but they have destroyed their engine or ended; every rank "
+                        "must run the same number of forwards, and destroy or end after the last one"
+                    ) from None
+                text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(map(str, missing))} to {what}"
                 if waited >= self._timeout:
                     raise RankMismatchError(
                         f"{text}; they never came. Do all ranks call the model, state_dict and save together?"
@@ -102,17 +113,22 @@ class Agreement:
             "It is recorded anew after the next step", label,
         )  # fmt: skip
         number = self._store.add("fetch/n", 1)
-        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, self._step, *peers))))
-        others = [rank for rank in range(self._world) if rank != self._rank]
+        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, self.epoch, *peers))))
         steps = [self._step]
-        for rank in others:  # also those that serve nothing: all must know of it
-            key = f"fetch/{number}/ack/{rank}"
-            self._await(key, [key], f"serve {label}")
-            answer = self._store.get(key).decode()
-            self._store.delete_key(key)
-            if answer.startswith("!"):
-                raise RankMismatchError(f"rank {rank} could not serve {label}: {answer[1:]}; its log says where")
-            steps.append(int(answer))
+        try:
+            for rank in range(self._world):
+                if rank == self._rank:
+                    continue
+                key = f"fetch/{number}/ack/{rank}"  # also of those that serve nothing: all must know of it
+                self._await(key, {rank: key}, f"serve {label}")
+                answer = self._store.get(key).decode()
+                self._store.delete_key(key)
+                if answer.startswith("!"):
+                    raise RankMismatchError(f"rank {rank} could not serve {label}: {answer[1:]}; its log says where")
+                steps.append(int(answer))
+        except RankMismatchError as error:
+            self._store.set(f"fetch/{number}/renew", f"!rank {self._rank} could not get {label}: {error}")
+            raise
         # No rank is past the latest of these steps, and none passes the one it is at before it has read this.
         self._store.set(f"fetch/{number}/renew", str(max(steps)))
         self._renewals.add(max(steps))
@@ -127,18 +143,30 @@ class Agreement:
         return got
 
     def serve(self, read: Callable[[int, int], bytes]) -> None:
-        """Answer other ranks' fetches from now on, from a thread of its own: ``read(unit, step)`` gives this rank's chunk."""
+        """Answer other ranks' fetches from now on, from a thread of its own.
+
+        ``read(unit, epoch)`` gives this rank's chunk as it is after ``epoch`` writes.
+        """
         if self._thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             self._thread = threading.Thread(
-                target=_serve, args=(weakref.ref(self), store, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True
+                target=_serve, args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True
             )
             _threads.add(self._thread)
             self._thread.start()
 
     def close(self) -> None:
-        """Serve no more."""
-        self._closed = True
+        """Serve no more, and let those know that ask."""
+        if not self._closed:
+            self._closed = True
+            _say_closed(self._store, self._rank)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around every change of shards, which all ranks make in the same order: nobody is served in the middle of it."""
+        with self._shards:
+            yield
+            self.epoch += 1
 
     def departed(self) -> bool:
         """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks.
@@ -153,8 +181,12 @@ class Agreement:
                     break
             for number in heard:
                 key = f"fetch/{number}/renew"
-                self._await(key, [key], "say from when on orders are recorded anew")
-                self._renewals.add(int(self._store.get(key)))
+                asking = int(self._store.get(f"fetch/{number}").decode().partition("|")[0])
+                self._await(key, {asking: key}, "say from when on orders are recorded anew")
+                answer = self._store.get(key).decode()
+                if answer.startswith("!"):
+                    raise RankMismatchError(answer[1:])
+                self._renewals.add(int(answer))
         renewed = step in self._renewals
         self._renewals = {each for each in self._renewals if each > step}
         return renewed
@@ -178,7 +210,21 @@ def _end_threads() -> None:
         thread.join(JOIN_SECONDS)
 
 
-def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[Any]) -> None:
+def _say_closed(store: Any, rank: int) -> None:
+    try:
+        store.set(f"closed/{rank}", "1")
+    except RuntimeError:
+        pass  # the store is gone: nobody can ask
+
+
+def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]) -> None:
+    try:
+        _serve_until_closed(owner, store, rank, read)
+    finally:
+        _say_closed(store, rank)
+
+
+def _serve_until_closed(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]) -> None:
     number, pause = 1, POLL_SECONDS
     waiting: list[tuple[int, list[int]]] = []  # requests from ranks that are ahead: this rank is still writing what they ask for
     while not _ending.is_set():
@@ -190,11 +236,11 @@ def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[A
             if found:
                 waiting.append((number, list(map(int, store.get(f"fetch/{number}").decode().split("|")))))
                 number += 1
-            ready = [entry for entry in waiting if entry[1][2] <= agreement._step]
+            ready = [entry for entry in waiting if entry[1][2] <= agreement.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
-            for each, (requester, unit, step, *peers) in ready:
-                if requester != agreement._rank:
-                    _answer(agreement, store, each, unit, step, peers, reader)
+            for each, (requester, unit, epoch, *peers) in ready:
+                if requester != rank:
+                    _answer(agreement, store, each, unit, epoch, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
         pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
@@ -204,12 +250,13 @@ def _serve(owner: weakref.ref[Agreement], store: Any, read: weakref.WeakMethod[A
 
 
 def _answer(
-    agreement: Agreement, store: Any, number: int, unit: int, step: int, peers: Sequence[int], read: Callable[[int, int], bytes]
+    agreement: Agreement, store: Any, number: int, unit: int, epoch: int, peers: Sequence[int], read: Callable[[int, int], bytes]
 ) -> None:
     rank = agreement._rank
     at = agreement._hear(number)
     try:
-        data = read(unit, step) if rank in peers else b""
+        with agreement._shards:
+            data = read(unit, epoch) if rank in peers else b""
     except Exception as error:
         logger.exception("rank %d cannot serve unit %d", rank, unit)
         store.set(f"fetch/{number}/ack/{rank}", f"!{type(error).__name__}: {error}")

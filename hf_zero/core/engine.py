@@ -37,8 +37,8 @@ from hf_zero.optim.state import collect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALED_ONCE = (
-    "this loss.backward() goes through more than one fp16 forward of the model or a part of it, so that the loss scale cannot be put in once; "
-    "call engine.backward(loss)"
+    "this loss.backward() goes through more than one fp16 forward of the model, or through a part of it or its weights beside one, so that the loss "
+    "scale cannot be put in once; call engine.backward(loss)"
 )
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
@@ -153,6 +153,8 @@ class Engine(Answers, Saving):
         if optimizer is not None:
             take_over(optimizer, self)
             self._publish_scale()
+        with self.schedule.writing():
+            pass  # what the partition wrote
 
     def _publish_scale(self) -> None:
         if self.optimizer is not None:
@@ -194,10 +196,14 @@ class Engine(Answers, Saving):
         """
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
+        if loss.dtype == torch.float16 and not self.scaler.dynamic and self.scaler.scale > torch.finfo(torch.float16).max:
+            raise PartitionError(
+                f"an fp16 loss cannot carry a loss_scale of {self.scaler.scale:g}; compute the loss in fp32 (logits.float()), or choose a smaller scale"
+            )
         self._weight = None if scale_wrt_gas else 1.0
         self._scaled_by = "engine"
         try:
-            (loss * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
+            (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
         finally:
             self._weight, self._scaled_by = None, ""
         return loss
@@ -233,8 +239,8 @@ class Engine(Answers, Saving):
         return self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """For a parameter that is read while released: gather it if a forward of this engine is under way."""
-        return self._hooks.gather_on_use(unit)
+        """For a parameter that is read while released: gather it in a forward, and before training is configured (collective)."""
+        return self._hooks.gather_on_use(unit, anywhere=self.holds)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded inside GatheredParameters."""
@@ -309,7 +315,8 @@ class Engine(Answers, Saving):
             divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=self.device)
-        self.bound.step(divisor)
+        with self.schedule.writing():  # in fp32 the masters are the shards
+            self.bound.step(divisor)
         self.refresh_params()
         return False
 
@@ -317,9 +324,10 @@ class Engine(Answers, Saving):
     def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
         """Bring parameters up to date with the masters (collective): cast into shards; gather where they are whole."""
         chosen = self.flats if flats is None else list(flats)
-        for flat in chosen:
-            if flat.master is not None:
-                flat.store_shard(flat.master)
+        with self.schedule.writing():
+            for flat in chosen:
+                if flat.master is not None:
+                    flat.store_shard(flat.master)
         handles = []
         for flat in chosen:
             if not flat.sharded and flat.layout.shards > 1:
@@ -358,10 +366,11 @@ class Engine(Answers, Saving):
         if self._destroyed:
             return
         self._destroyed = True
-        if gather:
-            for unit in self.units:
-                if unit.sharded:
-                    self.schedule.pin(unit)
+        for unit in self.units:
+            if unit.sharded and gather:
+                self.schedule.pin(unit)
+            elif unit.sharded:
+                unit.release(keep_views=True)  # on every rank, whatever is still here on this one
         self._hooks.remove()
         self._guards.remove()
         if self._scaling_hook is not None:

@@ -9,13 +9,19 @@ import torch
 from torch import nn
 
 from hf_zero.core import comm
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, name_of, owner_of
+from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.errors import PartitionError
 
 
 def _engine_of(flat: Flat) -> Any:
-    return flat.engine()
+    engine = None if flat.retired else flat.engine()
+    if engine is None:
+        raise PartitionError(
+            f"the engine of {next(iter(flat.parameters))} was destroyed and left its parameters sharded; call hf_zero.initialize again, or "
+            "destroy(gather=True) next time"
+        )
+    return engine
 
 
 def _flatten(params: Any) -> list[torch.Tensor]:
@@ -59,24 +65,36 @@ class GatheredParameters:
         self._units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
         for unit, engine in self._units.items():
             engine.schedule.pin(unit)
-        if torch.is_grad_enabled():
-            self._watch(LiveParameter, WatchedParameter)
+            unit.watch()
         return self
 
-    def _watch(self, before: type, after: type) -> None:
-        for parameter in self._params:
-            if type(parameter) is before and parameter.requires_grad:
-                parameter.__class__ = after
-
     def __exit__(self, *exc: Any) -> None:
+        if exc[0] is None:
+            self._refuse_other_shapes()
         if self._modifier is not None and exc[0] is None:
             with torch.no_grad():
                 for parameter in self._params:
                     self._keep(parameter, self._modifier)
-        self._watch(WatchedParameter, LiveParameter)
         for unit, engine in self._units.items():
+            unit.unwatch()
             engine.schedule.unpin(unit)
         self._units = {}
+
+    def _refuse_other_shapes(self) -> None:
+        for parameter in self._params:
+            flat = owner_of(parameter)
+            if flat is not None and tuple(parameter.shape) != flat.layout.by_name[name_of(parameter)].shape:
+                got, view = tuple(parameter.shape), flat.views[name_of(parameter)]
+                with torch.no_grad():
+                    parameter.data = view
+                for unit, engine in self._units.items():
+                    unit.unwatch()
+                    engine.schedule.unpin(unit)
+                self._units = {}
+                raise PartitionError(
+                    f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape {got} inside GatheredParameters, but its place in the "
+                    "shards is fixed; put a new nn.Parameter into the module before hf_zero.initialize"
+                )
 
     def _keep(self, parameter: torch.Tensor, modifier: int) -> None:
         flat = owner_of(parameter)
@@ -94,7 +112,8 @@ class GatheredParameters:
             view.copy_(parameter.data)  # somebody has put another tensor into parameter.data
             parameter.data = view
         comm.broadcast(view, modifier)
-        flat.adopt(name)
+        with _engine_of(flat).schedule.writing():
+            flat.adopt(name)
 
 
 def _owned(parameter: torch.Tensor, what: str) -> Flat:
@@ -151,8 +170,10 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         return
     flat = _trains(parameter, "safe_set_full_fp32_param")
     assert flat.master is not None
-    _write(flat, parameter, flat.master, value, "safe_set_full_fp32_param")
-    _engine_of(flat).refresh_params([flat])
+    engine = _engine_of(flat)
+    with engine.schedule.writing():
+        _write(flat, parameter, flat.master, value, "safe_set_full_fp32_param")
+    engine.refresh_params([flat])
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ class GradientReducer:
             if late:
                 raise PartitionError(
                     f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
-                    "did not show; call the module that owns these parameters instead of using them from another one"
+                    "did not show; compute what uses these parameters outside their module after the forward, or from the first backward on (times 0)"
                 )
             return
         # While another forward waits for its backward, units are not ready before the end, and nothing can be late.

@@ -152,9 +152,10 @@ class ModuleGuards:
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
-        for name, parameter in self._own.get(module, {}).items():
-            if module._parameters.get(name) is parameter:
-                owner_of(parameter).adopt(name_of(parameter))
+        with self._schedule.writing():
+            for name, parameter in self._own.get(module, {}).items():
+                if module._parameters.get(name) is parameter:
+                    owner_of(parameter).adopt(name_of(parameter))
         for unit in pinned:
             self._schedule.unpin(unit)
 
@@ -166,8 +167,8 @@ class ModuleGuards:
                 probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
                 if probe.dtype != parameter.dtype or probe.device != parameter.device:
                     raise PartitionError(
-                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and cannot become {probe.dtype} on {probe.device} after "
-                        "hf_zero.initialize; move or cast the model before it, and choose bf16 or fp16 in the config"
+                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and cannot become {probe.dtype} on {probe.device} now that an "
+                        "engine owns it; move or cast the model before, load it with dtype=, and choose bf16 or fp16 in the config"
                     )
         for name, buffer in module._buffers.items():
             if buffer is not None:

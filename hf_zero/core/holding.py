@@ -20,22 +20,10 @@ def hold(model: nn.Module, config: ZeroConfig) -> Engine:
     return Engine(model, held.resolve(comm.get_world_size(), require_batch_size=False, training=False), holds=True)
 
 
-def release_holders(model: nn.Module) -> list[Engine]:
-    """Take the engines that only hold ``model`` off it; its parameters stay sharded. Returns them, for :func:`let_go`."""
+def release_holders(model: nn.Module) -> None:
+    """Take the engines that only hold ``model`` off it; its parameters stay sharded, for another engine."""
     flats = [owner_of(parameter) for parameter in model.parameters()]
     holders = {id(flat.engine()): flat.engine() for flat in flats if flat is not None and flat.engine() is not None}
-    released = [engine for engine in holders.values() if engine.holds]
-    for engine in released:
-        engine.destroy()
-    return released
-
-
-def let_go(holders: list[Engine]) -> None:
-    """Free the shards of ``holders`` that another engine has taken over, and their groups once nothing is left in them."""
-    for holder in holders:
-        left = [flat for flat in holder.flats if any(owner_of(parameter) is flat for parameter, _ in flat.items)]
-        for flat in holder.flats:
-            if flat not in left:
-                flat.drop()
-        if not left:
-            holder.comm.close()
+    for engine in holders.values():
+        if engine.holds:
+            engine.destroy()

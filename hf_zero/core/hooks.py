@@ -64,6 +64,11 @@ def _mark(inputs: Sequence[torch.Tensor], over: Callable[[], None]) -> Sequence[
     return [view]
 
 
+def _keep(unit: Unit, outer: OuterCall) -> None:
+    outer.reads.add(unit)
+    unit.stays.add(outer)
+
+
 class Hooks:
     """Connects units with the schedule of gathers and the reducer of gradients."""
 
@@ -113,6 +118,15 @@ class Hooks:
                 module.register_forward_hook(Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True),
             ]
 
+        for each in self._units:
+            for flat in each.trainable:
+                for parameter, _ in flat.items:
+                    self._removable.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient has come that no unit's hook need have announced: that of a penalty on the weights, say."""
+        self._enter_backward()
+
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()
@@ -151,14 +165,14 @@ class Hooks:
         replaced = dict(zip(map(id, inputs), _mark(inputs, partial(self._post_backward, call))))
         return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
-    def gather_on_use(self, unit: Unit) -> bool:
-        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
-        if not self._nested:
+    def gather_on_use(self, unit: Unit, anywhere: bool) -> bool:
+        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside, unless ``anywhere``."""
+        if not self._nested and not anywhere:
             return False
         if _graph_task() != -1:
             self._enter_backward()
         self._schedule.need(unit)
-        unit.stays.add(self._current())  # its backward will read the unit again
+        self._schedule.idle(unit)  # what reads it now tells of the graph by itself
         return True
 
     def _current(self) -> OuterCall:
@@ -167,14 +181,24 @@ class Hooks:
         return outer
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit``, which is gathered, as long as the graph of ``node``, recorded outside forwards, waits for its backward."""
-        outer = OuterCall(True)
-        unit.stays.add(outer)
+        """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own forward, waits for its backward."""
+        outer = OuterCall(whole=self._nested > 0 or _graph_task() != -1)
+        _keep(unit, outer)
         node.register_prehook(partial(self._reach, outer))
 
-    def _reach(self, outer: OuterCall, grads: Any) -> None:
+    def _reach(self, outer: OuterCall, grads: Any = None) -> None:
+        """The backward under way goes back through ``outer``: what it reads must be here, also the second time."""
         self._enter_backward()
+        if not outer.whole:
+            self._on_part()
+        if outer in self._reached:
+            return
         self._reached.add(outer)
+        for call in outer.calls:
+            call.unit.pending.add(call)  # again, if this is not the first backward over its graph
+        for unit in outer.reads:
+            unit.stays.add(outer)
+            self._schedule.need(unit)
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside = _graph_task() != -1
@@ -191,6 +215,8 @@ class Hooks:
                 self._no_longer({outer})
             elif outer is not None and not outer.tracked and any(outer in each.stays for each in self._units):
                 self._untracked.append(outer)
+                self._no_longer(set(self._untracked[:-FORWARDS_TOLD_APART]))
+                del self._untracked[:-FORWARDS_TOLD_APART]
             if output is None and sys.exc_info()[0] is not None:
                 self._schedule.abandon()  # the forward has raised
             else:
@@ -204,12 +230,13 @@ class Hooks:
                 tensor.register_hook(partial(self._pre_backward, call))
                 hooked = True
             elif tensor.requires_grad:
-                call.unit.stays.add(call.outer)  # a parameter itself: whoever gets it reads it again in backward
+                _keep(call.unit, call.outer)  # a parameter itself: whoever gets it reads it again in backward
         if hooked:
             call.outer.tracked = True
+            call.outer.calls.add(call)
             call.unit.pending.add(call)
         elif unknown and (call.marked or call.unit.trainable):
-            call.unit.stays.add(call.outer)
+            _keep(call.unit, call.outer)
 
     def _pre_backward(self, call: Call, grad: torch.Tensor) -> None:
         self._enter_backward()
@@ -218,9 +245,7 @@ class Hooks:
                 f"create_graph=True at stage 3: the second backward would read weights of {call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
-        if not call.outer.whole:
-            self._on_part()
-        self._reached.add(call.outer)
+        self._reach(call.outer)
         call.unit.active.add(call)
         self._schedule.need(call.unit)
 
@@ -295,9 +320,10 @@ class Hooks:
             for call in unit.active:
                 unit.pending.discard(call)
             unit.active.clear()
-        self._no_longer({*self._reached, *self._untracked})
+        # Of the forwards that no hook tells of, a backward is taken to be the oldest one's.
+        self._no_longer({*self._reached, *self._untracked[:1]})
         self._reached.clear()
-        self._untracked.clear()
+        del self._untracked[:1]
         self._recomputation = None
 
     def _no_longer(self, calls: set[OuterCall]) -> None:

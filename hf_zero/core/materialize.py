@@ -41,7 +41,7 @@ def partition(
     units = [_plan_unit(index, cut, model, group_of, policy, comm, precision) for index, cut in enumerate(cuts)]
     flats = [flat for unit in units for flat in unit.flats]
     for number, flat in enumerate(flats):
-        flat.number = number
+        flat.number, flat.engine_flats, flat.comm = number, flats, comm
     whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
     sharded = [flat for flat in flats if flat.sharded]
     shards = {}
@@ -73,6 +73,7 @@ def partition(
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
+    former.let_go()
     _place_buffers(model, device, comm)
     return units
 
@@ -171,8 +172,20 @@ class _Former:
     """Values of parameters that a destroyed engine left sharded: one of its flats whole at a time."""
 
     def __init__(self) -> None:
+        self._seen: dict[int, list[Flat]] = {}  # all flats of each engine that left some
         self._flat: Flat | None = None
         self._whole = torch.empty(0)
+
+    def let_go(self) -> None:
+        """Free the shards that have been taken over, and the groups of an engine that nothing is left of."""
+        self._flat, self._whole = None, torch.empty(0)
+        for flats in self._seen.values():
+            left = [flat for flat in flats if any(owner_of(parameter) is flat for parameter, _ in flat.items)]
+            for flat in flats:
+                if flat not in left:
+                    flat.drop()
+            if not left:
+                flats[0].comm.close()
 
     def values(self, parameter: torch.Tensor) -> torch.Tensor:
         flat, source = owner_of(parameter), source_of(parameter)
@@ -182,6 +195,7 @@ class _Former:
             return parameter
         if flat is not self._flat:
             self._flat, self._whole = flat, flat.whole_from_shards()
+            self._seen[id(flat.engine_flats)] = flat.engine_flats
         slot = flat.layout.by_name[name_of(parameter)]
         return self._whole[slot.offset : slot.end].view(slot.shape)
 

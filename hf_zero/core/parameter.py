@@ -192,14 +192,16 @@ class WatchedParameter(LiveParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             answer = func(*args, **(kwargs or {}))
-        nodes = [tensor.grad_fn for tensor in tensors_in(answer) if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
-        if nodes:
-            flats = {
-                parameter.__dict__["_hf_zero_flat"] for parameter in tensors_in((args, kwargs)) if isinstance(parameter, WatchedParameter)
-            }
-            for flat in flats:
+        made = list(tensors_in(answer))
+        nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
+        if made:
+            for flat in {p.__dict__["_hf_zero_flat"] for p in tensors_in((args, kwargs)) if isinstance(p, WatchedParameter)}:
                 for node in nodes:
                     flat.engine().hold(flat.unit, node)
+                if any(
+                    tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata for tensor in made if type(tensor) is torch.Tensor
+                ):
+                    flat.unit.share()
         return answer
 
 
@@ -237,7 +239,8 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
                 bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
             bare._hf_zero_name = name_of(released)  # type: ignore[attr-defined]
             return bare
-        if released is not None and not setting:
+        writes = name.endswith("_") and not name.endswith("__")
+        if released is not None and not setting and not writes:
             engine = released.__dict__["_hf_zero_flat"].engine()
             if engine is not None and engine.gather_on_use(released.__dict__["_hf_zero_flat"].unit):
                 return func(*args, **kwargs)
@@ -247,7 +250,11 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        raise _refuse(name_of(self), "deepcopy")
+        flat = self.__dict__["_hf_zero_flat"]
+        engine = flat.engine()
+        if engine is None or not engine.gather_on_use(flat.unit):
+            raise _refuse(name_of(self), "deepcopy")
+        return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refuse(name_of(self), "pickling")

@@ -82,17 +82,18 @@ class Saving(nn.Module):
         if unused:
             raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
         engine: Any = self
-        answer = checkpoint.load(
-            engine,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            verify=verify,
-            load_rng=load_rng,
-        )
+        with engine.schedule.writing():
+            answer = checkpoint.load(
+                engine,
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                verify=verify,
+                load_rng=load_rng,
+            )
         self._micro = 0
         self.zero_grad()
         self._publish_scale()

@@ -13,7 +13,8 @@ the unit that ends a forward is still there when its backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -22,7 +23,7 @@ from hf_zero.core.unit import State, Unit
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0
-HOST_AHEAD = 64  # steps whose events are kept; a GPU's queue of launches holds fewer
+EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
 AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 
 
@@ -42,8 +43,7 @@ class Schedule:
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self._steps = 0
-        self._written: dict[int, torch.cuda.Event] = {}  # on a GPU: when the shards of a step were written
+        self._written: dict[int, torch.cuda.Event] = {}  # on a GPU: when the shards were written, by epoch
         self.gathers = any(unit.sharded for unit in units)
 
     @property
@@ -112,14 +112,17 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
+        unit.unguard()
         if unit in self._ahead:
             self._ahead.remove(unit)
         self._prefetch()
 
     def idle(self, unit: Unit) -> None:
         """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
-        if unit.sharded and not unit.in_use and unit not in self._idle:
-            self._idle.append(unit)
+        if unit.sharded and not unit.open and not unit.active:
+            unit.guard()
+            if not unit.in_use and unit not in self._idle:
+                self._idle.append(unit)
 
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
@@ -149,10 +152,28 @@ class Schedule:
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
         unit.fill({axis.ranks.index(rank): data for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()})
 
-    def read(self, index: int, step: int) -> bytes:
-        """This rank's chunks of a unit as they are in ``step``, for another rank's fetch."""
-        written = self._written.get(step - 1)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around every change of this rank's shards: other ranks may be fetching them."""
+        agreement = self._comm.agreement
+        if agreement is None:
+            yield
+            return
+        with agreement.writing():
+            yield
+            if not self._comm.blocks:
+                self._written[agreement.epoch + 1] = torch.cuda.current_stream().record_event()
+                self._written.pop(agreement.epoch + 1 - EVENTS, None)
+
+    def read(self, index: int, epoch: int) -> bytes:
+        """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's fetch."""
+        written = self._written.get(epoch)
         if written is None:
+            assert self._comm.agreement is not None
+            if not self._comm.blocks or epoch != self._comm.agreement.epoch:
+                raise PartitionError(
+                    "the values asked for have been overwritten since; keep the ranks together around writes to parameters"
+                )
             return self._units[index].chunk_bytes()
         # Not in the stream that computes: what this host has put there already may wait for the rank that asks.
         stream = torch.cuda.Stream(self._units[index].sharded[0].full.device)
@@ -164,10 +185,6 @@ class Schedule:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
         if self._comm.agreement is None or not self.gathers:
             return
-        if not self._comm.blocks:
-            self._written[self._steps] = torch.cuda.current_stream().record_event()
-            self._written = {step: event for step, event in self._written.items() if step >= self._steps - HOST_AHEAD}
-        self._steps += 1
         if self._comm.agreement.departed():
             self._plans.clear()
 

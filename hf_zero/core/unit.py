@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.core.comm import Axis, Handle
 from hf_zero.core.layout import FlatLayout, Slot
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, WatchedParameter
 from hf_zero.core.storage import Storage
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -62,6 +62,8 @@ class Flat:
         self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
         self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
         self.unit: Unit
+        self.comm: Any = None
+        self.engine_flats: list[Flat] = [self]
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
         self.full: torch.Tensor
         self.views: dict[str, torch.Tensor] = {}
@@ -76,6 +78,12 @@ class Flat:
 
     def __repr__(self) -> str:
         return f"Flat({self.key}, {self.layout.numel} elements, owned {self.owned})"
+
+    @property
+    def references(self) -> int:
+        """How many tensors besides this flat's own share the memory of ``full``, which is gathered."""
+        # Its own: ``full``, the object asked here, and for each parameter a view and the parameter itself.
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - 2 - 2 * len(self.parameters)
 
     @property
     def holds_gradient(self) -> bool:
@@ -184,11 +192,13 @@ def forget(parameter: nn.Parameter) -> None:
 class OuterCall:
     """One forward from the outermost module called, with what was gathered for it. It lives as long as its graph."""
 
-    __slots__ = ("__weakref__", "tracked", "whole")
+    __slots__ = ("__weakref__", "calls", "reads", "tracked", "whole")
 
     def __init__(self, whole: bool):
         self.whole = whole  # the whole model was called, not a part of it
+        self.reads: set[Unit] = set()  # units that its backward reads where no hook of theirs can tell when
         self.tracked = False  # a hook on its graph tells when its backward runs
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in it whose backward will be told of
 
 
 class Call:
@@ -217,8 +227,9 @@ class Unit:
         self.active: set[Call] = set()  # calls whose backward is under way: decides the release
         self.open: list[Call | None] = []  # forwards under way, innermost last
         self.pins = 0
-        # Forwards that read this unit where no hook of its own can tell when: it stays gathered until their backward is over.
-        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()
+        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # those that read this unit so: it waits for their backward
+        self._watchers = 0
+        self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
         for flat in self.flats:
             flat.unit = self
@@ -237,7 +248,39 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.pins or self.open or self.active or self.stays)
+        return bool(self.pins or self.open or self.active or self.stays or self._held_elsewhere())
+
+    def guard(self) -> None:
+        """Let parameters that are here tell of graphs that are recorded on them: their own module is not at work."""
+        self._become(LiveParameter, WatchedParameter)
+
+    def unguard(self) -> None:
+        if not self._watchers:
+            self._become(WatchedParameter, LiveParameter)
+
+    def watch(self) -> None:
+        """As :meth:`guard`, for as long as somebody has asked for the values, until :meth:`unwatch`."""
+        self._watchers += 1
+        if self._watchers == 1:
+            self.guard()
+
+    def unwatch(self) -> None:
+        self._watchers -= 1
+
+    def share(self) -> None:
+        """Somebody has a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
+        self._shared = True
+
+    def _become(self, before: type, after: type) -> None:
+        for flat in self.sharded:
+            for parameter, _ in flat.items:
+                if type(parameter) is before:
+                    parameter.__class__ = after
+
+    def _held_elsewhere(self) -> bool:
+        if self._shared:
+            self._shared = self.state is State.GATHERED and any(flat.references for flat in self.sharded)
+        return self._shared
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage."""
@@ -284,13 +327,17 @@ class Unit:
         self.state = State.GATHERING
         self.finish_gather()
 
-    def release(self) -> None:
-        """Give the whole values back; every rank keeps its shard."""
+    def release(self, keep_views: bool = False) -> None:
+        """Give the whole values back; every rank keeps its shard. ``keep_views``: views that somebody has stay readable."""
         self.finish_gather()
         if self.state is State.RELEASED or not self.sharded:
             return
         with torch.inference_mode(False), torch.no_grad():
             for flat in self.sharded:
+                kept = keep_views and flat.references
                 flat.point_at_nothing()
-                flat.full.untyped_storage().resize_(0)
+                if kept:
+                    flat.full, flat.views = flat.full.new_empty(0), {}
+                else:
+                    flat.full.untyped_storage().resize_(0)
         self.state = State.RELEASED

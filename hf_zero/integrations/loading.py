@@ -102,11 +102,12 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         if loading is None or not loading.shards:
             return original(model, load_config, loading_info)
         make_real(model)
+        missing = set(loading_info.missing_and_mismatched())
         info = original(model, load_config, loading_info)
         empty = [
             name
             for name, parameter in model.named_parameters()
-            if not isinstance(parameter, LazyTensor) and parameter.is_floating_point() and parameter.numel() and parameter.isnan().any()
+            if name in missing and not isinstance(parameter, LazyTensor) and parameter.is_floating_point() and parameter.isnan().any()
         ]
         if empty:
             raise ConfigError(

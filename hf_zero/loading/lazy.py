@@ -24,6 +24,9 @@ _NEW = {
     aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
 }
 _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default, aten.contiguous.default}
 
@@ -61,6 +64,8 @@ class LazyTensor(torch.Tensor):
             return _joined(*args, **kwargs)
         if func is aten.stack.default:
             return _stacked(*args, **kwargs)
+        if func in _NEW:  # a real tensor of its own, to be written into
+            return func(_shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"})
         if func is aten.equal.default:
             return _same_values(*args)
         if func._schema.is_mutable:
@@ -172,8 +177,6 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, LazyTensor) and isinstance(_root(value.expression), Filled):
             if func is aten.constant_pad_nd.default and not any(args[1]):
                 return LazyTensor(value.expression)
-            if func in _NEW:
-                return func(torch.empty(value.shape, dtype=value.dtype), *args[1:], **kwargs)
             raise NotRecorded(f"{func} reads a weight that is being initialised")
 
     try:

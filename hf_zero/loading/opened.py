@@ -62,7 +62,9 @@ def make_real(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
-                module._buffers[name] = buffer.read_whole()
+                real = buffer.read_whole()
+                real._is_hf_initialized = getattr(buffer, "_is_hf_initialized", False)  # type: ignore[attr-defined]  # or it is reset
+                module._buffers[name] = real
 
 
 def make_pending(model: nn.Module) -> int:

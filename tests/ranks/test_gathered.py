@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import ReleasedParameterError
+from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.models import ARCHITECTURES
+from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
+from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
@@ -180,3 +180,150 @@ def test_generation_inside_a_context():
         assert torch.equal(made, want)
 
     on_ranks(RANKS, run, build=ARCHITECTURES["gpt2"].build)
+
+
+class Foreign(Stack):
+    """The last layer multiplies by a weight of the block before it, which is still here then, and by one of the first block."""
+
+    def body(self, x):
+        x = super().body(x)
+        return (x @ self.blocks[2].up.weight.t()) @ self.blocks[0].up.weight * 0.1
+
+
+class Box:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+class Boxed(Foreign):
+    """Gives its output in an object that nobody can look into."""
+
+    def forward(self, x):
+        return Box(super().forward(x))
+
+
+@pytest.mark.parametrize("build", [Foreign, Boxed])
+@pytest.mark.parametrize(
+    "way", ["one", "twice over one graph", "two losses", "two forwards, first in, first out", "two forwards, last in, first out"]
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_read_by_other_modules_are_there_for_every_backward(stage, way, build):
+    def backwards(net, rank):
+        def loss(step):
+            out = net(features(step, 0, rank))
+            return (out.inside if isinstance(out, Box) else out).pow(2).mean()
+
+        if way.startswith("t") and "graph" in way:
+            one = loss(0)
+            return [lambda: one.backward(retain_graph=True), lambda: one.backward()]
+        if way == "two losses":
+            out = net(features(0, 0, rank))
+            out = out.inside if isinstance(out, Box) else out
+            one, two = out.pow(2).mean(), out.abs().mean()
+            return [lambda: one.backward(retain_graph=True), lambda: two.backward()]
+        losses = [loss(0)] if way == "one" else [loss(0), loss(1)]
+        return [each.backward for each in (reversed(losses) if "last in" in way else losses)]
+
+    plain = seeded(build)
+    for rank in range(RANKS):
+        for backward in backwards(plain, rank):
+            backward()
+    want = {name: p.grad / RANKS for name, p in plain.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for warm in range(2):
+            out = engine(features(warm, 5, rank))
+            engine.backward((out.inside if isinstance(out, Box) else out).pow(2).mean())
+            engine.zero_grad()
+        for backward in backwards(engine, rank):
+            backward()
+        return full_grads(engine)
+
+    for grads in on_ranks(RANKS, run, build=lambda: seeded(build)):
+        oracle.compare_tensors("gradients", grads, want)
+
+
+RECORDED = {
+    "the weight": lambda w, x: (w * w).sum() + (w * x).sum(),
+    "a view of it": lambda w, x: (w.t() @ x).pow(2).sum(),
+    "a detached copy of its reference": lambda w, x: (w.detach() * x).sum() + w.sum(),
+    "its data": lambda w, x: (w.data * x).pow(2).sum(),
+}
+
+
+@pytest.mark.parametrize("what", RECORDED)
+@pytest.mark.parametrize("how", ["inside", "nested", "enabled inside no_grad", "another of the unit gathered", "twice"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
+    def build():
+        model = stack()
+        model.blocks[1].requires_grad_(not frozen)
+        return model
+
+    plain = build().blocks[1].up.weight
+    inputs = torch.linspace(-1, 1, plain.numel()).view(plain.shape).requires_grad_()
+    times = 2 if how == "twice" else 1
+    (RECORDED[what](plain, inputs) * times).backward()
+
+    def run(rank, model):
+        engine = start(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), config_of(3))
+        weight = model.blocks[1].up.weight
+        mine = inputs.detach().clone().requires_grad_()
+        asked = [model.blocks[1].down.bias] if how.startswith("another") else [weight]
+        with torch.set_grad_enabled("no_grad" not in how), hf_zero.GatheredParameters(asked):
+            if how == "nested":
+                with hf_zero.GatheredParameters(weight):
+                    pass
+            with torch.enable_grad():
+                loss = RECORDED[what](weight, mine)
+        squared(model, At(0, 0, rank)).detach()  # something else is gathered and released in between
+        for number in range(times):
+            loss.backward(retain_graph=number + 1 < times)
+        assert torch.allclose(mine.grad, inputs.grad, rtol=1e-6)
+        if not frozen and plain.grad is not None:
+            oracle.compare_tensors("gradient", {"w": hf_zero.safe_get_full_grad(weight)}, {"w": plain.grad})
+        del loss
+        engine.zero_grad()
+        engine.backward(squared(engine, At(1, 0, rank)))
+        engine.step()
+        assert weight.ds_status.name == "NOT_AVAILABLE", "held although nothing reads it"
+
+    on_ranks(RANKS, run, build=build)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_penalty_with_a_backward_of_its_own_is_trained_on(stage):
+    """No hook of a module sees that backward."""
+    model = stack()
+    for rank in range(RANKS):
+        (squared(model, At(0, 0, rank)) / RANKS).backward()
+    model.head.weight.pow(2).sum().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        with hf_zero.GatheredParameters(model.head.weight):
+            penalty = model.head.weight.pow(2).sum()
+        engine.backward(penalty)
+        oracle.compare_tensors("gradients", full_grads(engine), want)
+        engine.step()
+
+    on_ranks(RANKS, run)
+
+
+def test_the_engine_of_released_parameters_is_gone():
+    def run(rank, model):
+        start(model, adamw(model), config_of(3)).destroy()
+        with (
+            pytest.raises(
+                PartitionError, match=r"the engine of .* was destroyed and left its parameters sharded; call hf_zero\.initialize again"
+            ),
+            hf_zero.GatheredParameters(model.parameters()),
+        ):
+            pass
+
+    on_ranks(RANKS, run)

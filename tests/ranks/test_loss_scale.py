@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 
+from hf_zero.errors import PartitionError
 from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import features
 from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
 HALF = torch.float16
@@ -157,3 +159,13 @@ def test_a_scale_too_large_finds_its_level(stage):
 
     for losses in on_ranks(RANKS, run):
         assert losses[-1] < losses[0]
+
+
+def test_an_fp16_loss_that_cannot_carry_its_scale():
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0}))
+        with pytest.raises(PartitionError, match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32"):
+            engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
+        engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)
+
+    on_ranks(1, run)

@@ -139,6 +139,13 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(heard: list[
     assert heard == [f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward" for waited in (60, 120)]
 
 
+def stepped(agreement: Agreement) -> bool:
+    """A step of the optimizer: shards are written."""
+    with agreement.writing():
+        pass
+    return agreement.departed()
+
+
 class Chunks:
     """A rank's chunk of each unit: what it serves."""
 
@@ -225,7 +232,7 @@ def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -
 def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     """A rank that is behind is still writing the values that the rank ahead asks for."""
     agreements, chunks, _ = trio
-    assert not agreements[0].departed()
+    assert not stepped(agreements[0])
     got: list[Any] = []
     ahead = threading.Thread(target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True)
     ahead.start()
@@ -233,7 +240,7 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     assert got == [], "served before the step was over"
     for chunk, agreement in zip(chunks[1:], agreements[1:]):
         chunk.rank += 1
-        agreement.departed()
+        stepped(agreement)
     ahead.join(timeout=30)
     assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
     del chunk, agreement
@@ -255,14 +262,14 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there, asks second."""
     agreements, chunks, _ = trio
-    assert not agreements[0].departed()
+    assert not stepped(agreements[0])
     ahead = threading.Thread(target=lambda: agreements[0].fetch(4, "layer.4", [1, 2], 37), daemon=True)
     ahead.start()
     while not agreements[0]._store.check(["fetch/1"]):
         ahead.join(timeout=0.01)
     assert agreements[1].fetch(6, "layer.6", [0, 2], 37) == {0: chunks[0].of(6), 2: chunks[2].of(6)}
     assert ahead.is_alive()
-    assert not agreements[1].departed() and not agreements[2].departed()
+    assert not stepped(agreements[1]) and not stepped(agreements[2])
     ahead.join(timeout=30)
     assert not ahead.is_alive()
     assert [agreement.departed() for agreement in agreements] == [True] * 3
@@ -283,6 +290,53 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(quick: No
     assert serving._thread is not None
     serving._thread.join(timeout=10)
     assert not serving._thread.is_alive()
+
+
+def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> None:
+    """Ranks set a weight one after the other; the first asks for the second's part while that one is still at it."""
+    agreements, chunks, _ = trio
+    with agreements[0].writing():
+        chunks[0].rank = 5
+    got: list[Any] = []
+    asking = threading.Thread(target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True)
+    asking.start()
+    for agreement, chunk in zip(agreements[1:], chunks[1:]):
+        with agreement.writing():
+            asking.join(timeout=0.05)
+            assert got == []
+            chunk.rank += 5
+    del agreement, chunk
+    asking.join(timeout=30)
+    assert got == [{1: Chunks(6, 37).of(4), 2: Chunks(7, 37).of(4)}]
+
+
+def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
+    agreements, _, _ = trio
+    agreements[1].close()
+    with pytest.raises(RankMismatchError, match=r"rank 0 needs ranks 1 to serve layer\.2, but they have destroyed their engine or ended"):
+        agreements[0].fetch(2, "layer.2", [1, 2], 37)
+    with pytest.raises(RankMismatchError, match=r"rank 2 needs ranks 1 to join the gather of unit 3"):
+        agreements[0]._store.set("0/0", "x|1|3")
+        agreements[2].settle("x", (1, 3), say)
+
+
+def test_those_who_have_heard_of_a_fetch_that_failed_are_told(quick: None, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def of(self, unit: int, epoch: int) -> bytes:
+            raise ValueError("no such shard")
+
+    store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
+    asking, breaking, listening = (Agreement(store, rank, 3, 20.0) for rank in range(3))
+    listening.serve(whole.of)
+    breaking.serve(broken.of)
+    with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
+        asking.fetch(3, "layer.3", [2, 1], 4)
+    with pytest.raises(
+        RankMismatchError, match=r"rank 0 could not get layer\.3: rank 1 could not serve layer\.3: ValueError: no such shard"
+    ):
+        breaking.departed()
+    for each in (breaking, listening):
+        each.close()
 
 
 def test_serving_twice_starts_one_thread(trio: Any) -> None:
@@ -315,6 +369,9 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
 def test_serving_ends_quietly_when_the_store_is_gone(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection closed")
+
+        def set(self, key: str, value: str) -> None:
             raise RuntimeError("connection closed")
 
     failed: list[Any] = []

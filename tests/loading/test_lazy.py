@@ -1,0 +1,374 @@
+"""Lazy tensors: what torch and transformers' conversions do to them is what they do to real ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.utils._pytree import tree_flatten, tree_map
+from transformers import core_model_loading
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.errors import PartitionError
+from hf_zero.loading import LazyTensor, expressions
+from hf_zero.loading.expressions import Computed, InFile, InMemory
+from tests.loading.comparing import assert_reads, assert_same
+from tests.loading.counting import counting
+
+SHAPES = [(), (0,), (7,), (3, 0, 2), (4, 6), (2, 3, 4), (1, 6, 1), (3, 5, 2, 2)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+
+Both = tuple[LazyTensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Both]]:
+    torch.manual_seed(0)
+    tensors = {f"{shape} {dtype}": (torch.randn(shape) * 5).to(dtype) for dtype in DTYPES for shape in SHAPES}
+    path = tmp_path_factory.mktemp("stored") / "model.safetensors"
+    save_file(tensors, path)
+    with TensorFile(path) as file:
+        yield [(LazyTensor(InFile(file, name)), tensor) for name, tensor in tensors.items()]
+
+
+def in_memory(tensor: torch.Tensor) -> LazyTensor:
+    return LazyTensor(InMemory(tensor))
+
+
+# -- chains of operations ----------------------------------------------------------------------------------------------
+
+Step = Callable[[Any], Any]
+
+
+def a_view(tensor: torch.Tensor, data: st.DataObject) -> Step:
+    """A view that this tensor allows, with arguments drawn for it."""
+    kinds = ["reshape", "unsqueeze", "transpose", "contiguous"]
+    if tensor.dim():
+        kinds += ["slice", "chunk", "split", "flatten", "expand", "movedim"]
+        if 0 not in tensor.shape:
+            kinds += ["select", "narrow", "unbind", "unfold", "ellipsis"]
+    kind = data.draw(st.sampled_from(kinds))
+    dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1)) if tensor.dim() else 0
+    size = tensor.shape[dim] if tensor.dim() else 1
+
+    def some(least: int, most: int) -> int:
+        return data.draw(st.integers(least, most))
+
+    match kind:
+        case "reshape":
+            half = tensor.numel() // 2 if tensor.numel() and tensor.numel() % 2 == 0 else tensor.numel()
+            shape = data.draw(st.sampled_from([(tensor.numel(),), (tensor.numel() // half if half else 1, half), (1, tensor.numel(), 1)]))
+            return lambda t: t.reshape(shape)
+        case "unsqueeze":
+            place = some(-tensor.dim() - 1, tensor.dim())
+            return lambda t: t.unsqueeze(place)
+        case "transpose":
+            order = data.draw(st.permutations(range(tensor.dim())))
+            return lambda t: t.permute(order)
+        case "slice":
+            start, stop, step = some(-size - 1, size + 1), some(-size - 1, size + 1), some(1, 3)
+            return lambda t: t.movedim(dim, 0)[start:stop:step].movedim(0, dim)
+        case "chunk":
+            count = some(1, 3)
+            return lambda t: t.chunk(count, dim)[-1]
+        case "split":
+            first = some(0, size)
+            return lambda t: t.split([first, size - first], dim)[1]
+        case "select":
+            index = some(-size, size - 1)
+            return lambda t: t.select(dim, index)
+        case "narrow":
+            start = some(0, size - 1)
+            return lambda t: t.narrow(dim, start, size - start)
+        case "unbind":
+            return lambda t: t.unbind(dim)[size // 2]
+        case "unfold":
+            return lambda t: t.unfold(dim, max(1, size // 2), 1)
+        case "movedim":
+            return lambda t: t.movedim(dim, 0)
+        case "expand":
+            return lambda t: t.unsqueeze(dim).expand(*[2 if n == 1 else n for n in t.unsqueeze(dim).shape])
+        case "flatten":
+            return lambda t: t.flatten(0, dim)
+        case "ellipsis":
+            return lambda t: t[..., None, -1]
+    return lambda t: t.contiguous().clone().detach()
+
+
+def a_join(tensor: torch.Tensor, data: st.DataObject) -> Step:
+    kind = data.draw(st.sampled_from(["cat", "stack", "mixed"]))
+    if kind == "stack" or not tensor.dim():
+        place = data.draw(st.integers(-tensor.dim() - 1, tensor.dim()))
+        return lambda t: torch.stack([t, t, t], place)
+    dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1))
+    if kind == "cat":
+        return lambda t: torch.cat([t, t.narrow(dim, 0, t.shape[dim] // 2), t], dim)
+    return lambda t: torch.cat([t.half(), t.flip(dim), torch.ones(tensor.shape, dtype=torch.int8)], dim)
+
+
+def a_cast(tensor: torch.Tensor, data: st.DataObject) -> Step:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    return lambda t: t.to(dtype)
+
+
+def a_computation(tensor: torch.Tensor, data: st.DataObject) -> Step:
+    return data.draw(st.sampled_from([lambda t: t.mul(2), lambda t: t.roll(1), lambda t: t.reshape(-1).flip(0), torch.abs]))
+
+
+@given(data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]))
+@settings(max_examples=400, deadline=None)
+def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_bytes: int) -> None:
+    lazy, real = data.draw(st.sampled_from(stored))
+    kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
+    try:
+        for _ in range(data.draw(st.integers(1, 6))):
+            kinds = [a_view, a_view, a_view, a_cast, a_computation] + ([a_join] if real.numel() < 300 else [])
+            step = data.draw(st.sampled_from(kinds))(real, data)
+            lazy, real = step(lazy), step(real)
+            assert type(lazy) is LazyTensor and (lazy.shape, lazy.dtype) == (real.shape, real.dtype)
+        assert_reads(lazy.expression, real)
+    finally:
+        expressions.RUN_BYTES = kept
+
+
+@given(data=st.data(), run_bytes=st.sampled_from([1, 8, 32]))
+@settings(max_examples=200, deadline=None)
+def test_what_says_sliceable_reads_no_more_than_the_range(stored: list[Both], data: st.DataObject, run_bytes: int) -> None:
+    """Of views and joins alone, whose elements have the size of those in the file."""
+    lazy, real = data.draw(st.sampled_from(stored))
+    kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
+    try:
+        for _ in range(data.draw(st.integers(1, 6))):
+            step = a_view(real, data)
+            if real.dim() and real.numel() < 300 and data.draw(st.booleans()):
+                step = lambda t: torch.cat([t, t], -1)  # noqa: E731
+            lazy, real = step(lazy), step(real)
+        start = data.draw(st.integers(0, real.numel()))
+        out = torch.empty(data.draw(st.integers(0, real.numel() - start)), dtype=real.dtype)
+        with counting() as read:
+            lazy.expression.read(start, out)
+        assert read.bytes == out.nbytes or not lazy.expression.sliceable
+    finally:
+        expressions.RUN_BYTES = kept
+
+
+# -- single facts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_transposed_one_is_contiguous_to_the_outside() -> None:
+    real = torch.arange(12.0).view(3, 4)
+    turned = in_memory(real).t()
+    assert turned.is_contiguous() and turned.stride() == (3, 1)
+    assert_same(turned.view(2, 6).read_whole(), real.t().contiguous().view(2, 6))
+    assert_same(turned.as_strided((2, 3), (1, 2), 1).read_whole(), real.t().contiguous().as_strided((2, 3), (1, 2), 1))
+
+
+COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "a function that nobody foresaw": lambda t: torch.nn.functional.pad(t, (1, 2)),
+    "several results": lambda t: t.max(0),
+    "a result whose shape depends on the values": lambda t: t[t > 0],
+    "places of values": lambda t: t.nonzero(),
+    "rows by an index": lambda t: t[torch.tensor([2, 0, 2])],
+    "a number": lambda t: t.sum().item(),
+    "a truth": lambda t: bool((t > 0).any()),
+    "other elements in the same memory": lambda t: t.view(torch.int32),
+    "complex ones": lambda t: torch.view_as_complex(t.reshape(4, 3, 2)).conj() * 1,
+    "a normed weight": lambda t: torch._weight_norm(t, t[:, :1], 0),
+    "a copy into a real tensor": lambda t: torch.zeros(4, 6).copy_(t),
+    "a sum into a real tensor": lambda t: torch.ones(4, 6).add_(t, alpha=2),
+    "a result put into a real tensor": lambda t: torch.add(t, 1, out=torch.empty(4, 6)),
+    "empty legacy parts of a join": lambda t: torch.cat([torch.empty(0), t, t.half()], -1),
+}
+
+
+@pytest.mark.parametrize("operation", COMPUTED.values(), ids=COMPUTED.keys())
+def test_unknown_operations_are_computed(operation: Callable[[Any], Any]) -> None:
+    real = torch.randn(4, 6)
+    expected, found = tree_flatten(operation(real))[0], tree_flatten(operation(in_memory(real)))[0]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        if isinstance(other, torch.Tensor):
+            assert_same(one.read_whole().contiguous() if isinstance(one, LazyTensor) else one, other.contiguous())
+        else:
+            assert type(one) is type(other) and one == other
+
+
+def test_new_tensors_like_it_are_real_ones(stored: list[Both]) -> None:
+    """Initialisations make them, write into them and copy them over."""
+    lazy = next(lazy for lazy, real in stored if real.shape == (4, 6))
+    with counting() as read:
+        for made in (
+            torch.empty_like(lazy).fill_(3),
+            torch.full_like(lazy, 3),
+            lazy.new_full((4, 6), 3),
+            torch.zeros_like(lazy).add_(3),
+            lazy.new_zeros(4, 6).add_(3),
+            torch.ones_like(lazy, dtype=torch.float64).mul_(3).float(),
+            torch.rand_like(lazy).clamp_(3, 3),
+        ):
+            assert_same(made, torch.full((4, 6), 3.0))
+    assert read.bytes == 0
+
+
+def test_a_computation_waits_until_somebody_reads(stored: list[Both]) -> None:
+    lazy = next(lazy for lazy, real in stored if real.shape == (4, 6))
+    with counting() as read:
+        doubled = lazy.mul(2)
+    assert read.bytes == 0
+    assert isinstance(doubled.expression, Computed) and not doubled.expression.sliceable
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    lazy = in_memory(torch.randn(4, 6))
+    for wrong in (
+        lambda: torch.cat([lazy, lazy[:, :2]], 0),
+        lambda: torch.cat([lazy, lazy], 2),
+        lambda: torch.stack([lazy, lazy[1:]]),
+        lambda: lazy.view(5, 5),
+        lambda: lazy.matmul(lazy),
+        lambda: torch.cat([in_memory(torch.tensor(1.0))] * 2),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong()
+
+
+def test_equality_is_that_of_the_values() -> None:
+    real = torch.randn(4, 6)
+    one, same, other = in_memory(real), in_memory(real.clone()), in_memory(real + 1)
+    assert torch.equal(one, one) and torch.equal(one, same) and torch.equal(one, real)
+    assert not torch.equal(one, other) and not torch.equal(one, real[:2])
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "add": lambda t: t.add_(1),
+    "assignment": lambda t: t.__setitem__(0, 0.0),
+    "a view's fill": lambda t: t[1].zero_(),
+    "copy": lambda t: t.copy_(torch.zeros(4, 6)),
+    "copy of another lazy one": lambda t: t.copy_(in_memory(torch.zeros(4, 6))),
+    "data": lambda t: t.data.mul_(2),
+    "initialisation": lambda t: torch.nn.init.normal_(t),
+    "out": lambda t: torch.add(torch.ones(4, 6), 1, out=t),
+    "shape": lambda t: t.transpose_(0, 1),
+    "several": lambda t: torch._foreach_mul_([torch.ones(2), t], 2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_writing_is_refused(write: Callable[[Any], Any]) -> None:
+    real = torch.ones(4, 6)
+    with (
+        torch.no_grad(),
+        pytest.raises(PartitionError, match=r"writes into a weight of shape .* still in its file; load this model with zero"),
+    ):
+        write(in_memory(real))
+    assert torch.equal(real, torch.ones(4, 6))
+
+
+def test_it_says_what_it_is(stored: list[Both]) -> None:
+    lazy = stored[4][0]
+    with counting() as read:
+        assert repr(lazy) == "LazyTensor(shape=(4, 6), dtype=torch.float32)"
+        assert lazy.numel() == 24 and lazy.nbytes == 96 and lazy.device.type == "cpu"
+    assert read.bytes == 0
+
+
+# -- transformers' conversions -----------------------------------------------------------------------------------------
+
+CONFIG = SimpleNamespace(num_attention_heads=4, vision_config=SimpleNamespace(num_attention_heads=2), parts=3)
+CONFIG.get_text_config = lambda: CONFIG
+PARAMETERS = {"x.q": (6, 5), "x.k": (2, 5), "x.v": (4, 5), "x.w": (5, 12)}
+MODEL = SimpleNamespace(get_parameter=lambda name: torch.empty(PARAMETERS[name], device="meta"))
+
+
+def t(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def experts(count: int = 4) -> list[torch.Tensor]:
+    return [t(6, 5) + index for index in range(count)]
+
+
+L = core_model_loading
+Conversion = tuple[Any, dict[str, list[torch.Tensor]], list[str], str]
+CONVERSIONS: dict[str, Conversion] = {
+    "identity": (L._IdentityOp(), {"w": [t(3, 4)]}, ["w"], "x.w"),
+    "chunk": (L.Chunk(0), {"qkv": [t(12, 5)]}, ["q", "k", "v"], "x.q"),
+    "chunk of columns": (L.Chunk(1), {"qkv": [t(5, 7)]}, ["q", "k", "v"], "x.q"),
+    "chunk as the config says": (L.Chunk(0, "parts"), {"w": [t(12, 5)]}, ["p.*"], "x.w"),
+    "split": (L.Split(0), {"qkv": [t(12, 5)]}, ["q", "k", "v"], "x.q"),
+    "concatenate": (L.Concatenate(0), {"q": [t(6, 5)], "k": [t(2, 5)]}, ["w"], "x.w"),
+    "concatenate columns": (L.Concatenate(1), {"q": [t(6, 5)], "k": [t(6, 3)]}, ["w"], "x.w"),
+    "interleave": (L.Interleave(0), {"w": [t(8, 5)]}, ["w"], "x.w"),
+    "interleave back, in columns": (L.Interleave(1, inverse=True), {"w": [t(3, 8)]}, ["w"], "x.w"),
+    "merge": (L.MergeModulelist(0), {"e.*.w": experts()}, ["e.w"], "x.w"),
+    "merge along another dimension": (L.MergeModulelist(1), {"e.*.w": experts()}, ["e.w"], "x.w"),
+    "split a module list": (L.SplitModulelist(0), {"e": [t(4, 6, 5)]}, ["e.*.w"], "x.w"),
+    "transpose": (L.Transpose(0, 1), {"w": [t(12, 5)]}, ["w"], "x.w"),
+    "transpose where the shape asks": (L.Transpose(0, 1, check_dims=True), {"w": [t(12, 5)]}, ["w"], "x.w"),
+    "no transpose where it does not": (L.Transpose(0, 1, check_dims=True), {"w": [t(5, 12)]}, ["w"], "x.w"),
+    "transpose experts": (L.Transpose(1, 2), {"w": [t(4, 6, 5)]}, ["w"], "x.w"),
+    "conv3d to linear": (L.Conv3dToLinear(3, (2, 4, 4)), {"w": [t(8, 3, 2, 4, 4)]}, ["w"], "x.w"),
+    "linear to conv3d": (L.LinearToConv3d(3, (2, 4, 4)), {"w": [t(8, 96)]}, ["w"], "x.w"),
+    "rope": (L.PermuteForRope(), {"w": [t(16, 6)]}, ["w"], "x.w"),
+    "rope of a bias": (L.PermuteForRope(), {"w": [t(16)]}, ["w"], "x.w"),
+    "rope back, of the vision part": (L.PermuteForRope("vision_config", inverse=True), {"w": [t(16, 6)]}, ["w"], "x.w"),
+    "rope of vision, unfused": (L.VisionUnfuseAndPermuteForRope(0, ["q", "k"]), {"qkv": [t(48, 6)]}, ["q", "k", "v"], "x.q"),
+    "rope of vision, fused": (L.VisionFuseAndPermuteForRope(0, ["q"]), {"q": [t(16, 6)], "k": [t(16, 6)]}, ["w"], "x.w"),
+    "ernie": (L.ErnieFuseAndSplitTextVisionExperts(), {"g": experts(), "u": experts(4)}, ["text", "vision"], "x.text"),
+    "ernie back": (L.ErnieSplitAndDecoupleTextVisionExperts(), {"a": [t(3, 8, 5)], "b": [t(2, 8, 5)]}, ["g.*", "u.*"], "x.g.*"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_of_transformers(name: str) -> None:
+    operation, given, targets, full_name = CONVERSIONS[name]
+
+    def convert(tensors: Any) -> dict[str, Any]:
+        return operation.convert(
+            tensors, source_patterns=list(tensors), target_patterns=targets, full_layer_name=full_name, model=MODEL, config=CONFIG
+        )
+
+    expected = convert(dict(given))
+    found = convert(tree_map(in_memory, given))
+    assert found.keys() == expected.keys() and expected
+    for key, value in expected.items():
+        one, other = (each[0] if isinstance(each, list) else each for each in (found[key], value))
+        assert isinstance(one, LazyTensor)
+        assert_reads(one.expression, other)
+
+
+def test_no_conversion_is_forgotten() -> None:
+    theirs = {
+        each.__name__
+        for each in vars(core_model_loading).values()
+        if inspect.isclass(each) and issubclass(each, ConversionOps) and not inspect.isabstract(each)
+    }
+    assert {type(operation).__name__ for operation, *_ in CONVERSIONS.values()} == theirs
+
+
+def test_a_chain_of_conversions_as_for_mixtral() -> None:
+    gates, ups = experts(), [each * 3 for each in experts()]
+
+    def convert(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        converter = WeightConverter(
+            ["experts.*.w1.weight", "experts.*.w3.weight"],
+            "experts.gate_up_proj",
+            operations=[core_model_loading.MergeModulelist(0), core_model_loading.Concatenate(1)],
+        )
+        for pattern, tensors in zip(converter.source_patterns, (gates, ups)):
+            for index, tensor in enumerate(tensors):
+                name = "layers.0." + pattern.replace("*", str(index))
+                converter.add_tensor("layers.0.experts.gate_up_proj", name, pattern, lambda tensor=tensor: make(tensor))
+        return converter.convert("layers.0.experts.gate_up_proj", model=MODEL, config=CONFIG)["layers.0.experts.gate_up_proj"]
+
+    expected = torch.cat([torch.stack(gates), torch.stack(ups)], 1)
+    assert_same(convert(lambda tensor: tensor), expected)
+    assert_reads(convert(in_memory).expression, expected)
