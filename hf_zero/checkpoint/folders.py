@@ -63,7 +63,10 @@ def _remedy(root: Path) -> str:
     found = tags(root)
     if found:
         return f"pass one of the tags that exist: {', '.join(found)}"
-    return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint"
+    below = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags(folder)) if root.is_dir() else []
+    if below:
+        return f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold checkpoints; pass one of them"
+    return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint or save_state"
 
 
 def find(source: str | os.PathLike[str], tag: str | None = None) -> Path:

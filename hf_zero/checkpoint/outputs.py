@@ -96,7 +96,9 @@ def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """``dtype`` as torch's. Raises ConfigError for one that a model is not converted to."""
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in CONVERT_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one that a checkpoint can be converted to; pass {', '.join(CONVERT_DTYPES)} or None")
+        raise ConfigError(
+            f"dtype {dtype!r} is not one that a checkpoint can be converted to; pass {', '.join(CONVERT_DTYPES)}, or none at all"
+        )
     return None if dtype is None else CONVERT_DTYPES[name]
 
 

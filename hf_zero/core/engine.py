@@ -239,8 +239,19 @@ class Engine(Answers, Saving):
         return self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """For a parameter that is read while released: gather it in a forward, and before training is configured (collective)."""
-        return self._hooks.gather_on_use(unit, anywhere=self.holds)
+        """For a parameter that is read while released: gather it if a forward of this engine is under way."""
+        return self._hooks.gather_on_use(unit)
+
+    @contextmanager
+    def lent(self, unit: Unit) -> Iterator[None]:
+        """``unit`` gathered inside (collective); parameters tell of graphs and views that are taken of them."""
+        self.schedule.pin(unit)
+        unit.watch()
+        try:
+            yield
+        finally:
+            unit.unwatch()
+            self.schedule.unpin(unit)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded inside GatheredParameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class GatheredParameters:
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
         self._units: dict[Unit, Any] = {}
+        self._lent = ExitStack()
         if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
             raise PartitionError(
                 f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} ranks; pass one of them or None"
@@ -64,8 +66,7 @@ class GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
         self._units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
         for unit, engine in self._units.items():
-            engine.schedule.pin(unit)
-            unit.watch()
+            self._lent.enter_context(engine.lent(unit))
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -75,9 +76,7 @@ class GatheredParameters:
             with torch.no_grad():
                 for parameter in self._params:
                     self._keep(parameter, self._modifier)
-        for unit, engine in self._units.items():
-            unit.unwatch()
-            engine.schedule.unpin(unit)
+        self._lent.close()
         self._units = {}
 
     def _refuse_other_shapes(self) -> None:
@@ -87,9 +86,7 @@ class GatheredParameters:
                 got, view = tuple(parameter.shape), flat.views[name_of(parameter)]
                 with torch.no_grad():
                     parameter.data = view
-                for unit, engine in self._units.items():
-                    unit.unwatch()
-                    engine.schedule.unpin(unit)
+                self._lent.close()
                 self._units = {}
                 raise PartitionError(
                     f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape {got} inside GatheredParameters, but its place in the "

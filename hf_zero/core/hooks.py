@@ -165,9 +165,9 @@ class Hooks:
         replaced = dict(zip(map(id, inputs), _mark(inputs, partial(self._post_backward, call))))
         return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
-    def gather_on_use(self, unit: Unit, anywhere: bool) -> bool:
-        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside, unless ``anywhere``."""
-        if not self._nested and not anywhere:
+    def gather_on_use(self, unit: Unit) -> bool:
+        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
+        if not self._nested:
             return False
         if _graph_task() != -1:
             self._enter_backward()

@@ -241,9 +241,13 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             return bare
         writes = name.endswith("_") and not name.endswith("__")
         if released is not None and not setting and not writes:
-            engine = released.__dict__["_hf_zero_flat"].engine()
-            if engine is not None and engine.gather_on_use(released.__dict__["_hf_zero_flat"].unit):
+            flat = released.__dict__["_hf_zero_flat"]
+            engine = flat.engine()
+            if engine is not None and engine.gather_on_use(flat.unit):
                 return func(*args, **kwargs)
+            if engine is not None and engine.holds:  # adapters read the weights they are made for, on all ranks alike
+                with engine.lent(flat.unit):
+                    return func(*args, **kwargs)
         raise _refuse(name_of(released) if released is not None else "a released parameter", name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -252,9 +256,10 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
         engine = flat.engine()
-        if engine is None or not engine.gather_on_use(flat.unit):
+        if engine is None or not engine.holds:
             raise _refuse(name_of(self), "deepcopy")
-        return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
+        with engine.lent(flat.unit):
+            return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refuse(name_of(self), "pickling")

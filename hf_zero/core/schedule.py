@@ -127,6 +127,9 @@ class Schedule:
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
+        if self._key is None and unit.sharded and unit.pins == 1 and unit not in self._kept and unit.state is not State.RELEASED:
+            # It is here by chance (a graph that lives on, say), which other ranks may not share: they need this one to join.
+            self._settle(GATHER, unit)
         self.need(unit)
 
     def unpin(self, unit: Unit) -> None:

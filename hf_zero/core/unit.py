@@ -1,7 +1,7 @@
 """Units and their flats: the parameters gathered together, and the one-dimensional buffers they live in.
 
 [Note: one storage for life]
-A flat's whole buffer keeps one storage. Releasing gives its memory back (``resize_(0)``), gathering fills the same
+A flat's whole buffer keeps one storage, unless somebody outside has taken views of it (``leave_storage``). Releasing gives its memory back (``resize_(0)``), gathering fills the same
 storage again, so the views that autograd saved in between (``weight.t()``) come back to life with their values. Whoever
 releases must know that nobody will read such a view before the next gather: that would crash the process.
 """
@@ -155,6 +155,12 @@ class Flat:
             parameter.__class__ = LiveParameter  # type: ignore[assignment]
             _set_data(parameter, self.views[slot.name])
 
+    def leave_storage(self) -> None:
+        """Go on in another storage: this one, with the values it has, belongs to the views that others hold."""
+        self.full = torch.empty_like(self.full)
+        for slot in self.layout.slots:
+            self.views[slot.name] = self.full[slot.offset : slot.end].view(slot.shape)
+
     def point_at_nothing(self) -> None:
         for parameter, slot in self.items:
             _set_data(parameter, self._placeholders[slot.name])
@@ -248,7 +254,7 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.pins or self.open or self.active or self.stays or self._held_elsewhere())
+        return bool(self.pins or self.open or self.active or self.stays)
 
     def guard(self) -> None:
         """Let parameters that are here tell of graphs that are recorded on them: their own module is not at work."""
@@ -268,7 +274,7 @@ class Unit:
         self._watchers -= 1
 
     def share(self) -> None:
-        """Somebody has a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
+        """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
         self._shared = True
 
     def _become(self, before: type, after: type) -> None:
@@ -276,11 +282,6 @@ class Unit:
             for parameter, _ in flat.items:
                 if type(parameter) is before:
                     parameter.__class__ = after
-
-    def _held_elsewhere(self) -> bool:
-        if self._shared:
-            self._shared = self.state is State.GATHERED and any(flat.references for flat in self.sharded)
-        return self._shared
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage."""
@@ -334,10 +335,9 @@ class Unit:
             return
         with torch.inference_mode(False), torch.no_grad():
             for flat in self.sharded:
-                kept = keep_views and flat.references
+                left = (keep_views or self._shared) and flat.references
                 flat.point_at_nothing()
-                if kept:
-                    flat.full, flat.views = flat.full.new_empty(0), {}
-                else:
-                    flat.full.untyped_storage().resize_(0)
-        self.state = State.RELEASED
+                if left:
+                    flat.leave_storage()
+                flat.full.untyped_storage().resize_(0)
+        self.state, self._shared = State.RELEASED, False

@@ -6,7 +6,6 @@ adds memory, throughput and the gradient norm to the Trainer's training logs.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any
@@ -55,9 +54,8 @@ class ZeroCallback(TrainerCallback):
         if self.config is not None and not self._said:
             self._said = True
             log_rank0(
-                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank(s). The model was loaded whole on every rank, "
-                "since it was made before the Trainer, and is sharded now",
-                logging.WARNING,
+                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank(s). The model was made before the Trainer: "
+                "whole on every rank, unless hf_zero.from_pretrained loaded it"
             )
         self.throughput.start(args, state, None if args.torch_compile else model)
 

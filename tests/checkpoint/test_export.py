@@ -321,7 +321,7 @@ def test_sizes_that_make_no_sense(tmp_path, size):
 
 @pytest.mark.parametrize("dtype", ["int8", "auto", torch.int32])
 def test_dtypes_that_make_no_sense(tmp_path, dtype):
-    with pytest.raises(ConfigError, match="pass float32, bfloat16, float16 or None"):
+    with pytest.raises(ConfigError, match="pass float32, bfloat16, float16, or none at all"):
         convert_checkpoint(tmp_path, tmp_path / "out", dtype)
 
 

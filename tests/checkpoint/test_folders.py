@@ -133,3 +133,12 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         folders.publish(temporary, "a")
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
+
+
+def test_folders_of_runs_below_are_named(tmp_path):
+    """What Accelerate's save_state wrote lies a folder deeper than what people pass."""
+    for name in ("step_20", "step_40"):
+        made(tmp_path / name / "global_step1")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"):
+        folders.find(tmp_path)

@@ -181,7 +181,7 @@ def test_it_says_that_the_model_was_loaded_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(zero_callback, "log_rank0", lambda message, level=0: said.append(message))
     run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero3")])
     run.train()
-    assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "loaded whole" in said[0]
+    assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "whole on every rank" in said[0]
 
 
 def test_one_process_drives_one_device(tmp_path: Path) -> None:
