@@ -26,6 +26,10 @@ from hf_zero.integrations import finder
 from hf_zero.loading import LazyTensor, NotRecorded, Opened, make_fillable, make_pending, make_real, recorded
 from hf_zero.logs import log_rank0
 
+# A model of this size is built whole: that costs little, and gives the very numbers that a single process draws. Put off, the
+# draws come in another order, alike for any number of ranks.
+WHOLE_BYTES = 256 << 20
+
 _loading: ContextVar[_Loading | None] = ContextVar("hf_zero_loading", default=None)
 
 
@@ -149,6 +153,8 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(cls, *args, **kwargs)
             try:
                 model = _without_memory(functools.partial(original, cls, *args, **kwargs))
+                if model is None:
+                    return original(cls, *args, **kwargs)
             except NotRecorded as reason:
                 log_rank0(
                     f"ZeRO-3: each rank builds the whole {cls.__name__} in its own memory, because {reason}; hf-zero shards it at initialize"
@@ -163,10 +169,13 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_memory(build: Callable[[], Any]) -> Any:
+    """The model that ``build`` makes, its parameters pending; None for a small one."""
     from transformers import initialization
 
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model = build()
+    if sum(parameter.nbytes for parameter in model.parameters()) <= WHOLE_BYTES:
+        return None
     kept: dict[str, Any] = dict(initialization.TORCH_INIT_FUNCTIONS)
     initialization.TORCH_INIT_FUNCTIONS.update({name: recorded(function) for name, function in kept.items()})
     try:

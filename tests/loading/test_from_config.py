@@ -36,10 +36,16 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     from hf_zero.core.parameter import ReleasedParameter
+    from hf_zero.integrations import loading
 
+    small = transformers.AutoModel.from_config(configurations()["vit"][1])
+    assert not any(isinstance(p, ReleasedParameter) for p in small.parameters()), "no ZeRO-3 is configured"
     alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     torch.manual_seed(7 + rank)  # rank 0's seed decides
     made = {}
+    small = transformers.AutoModel.from_config(configurations()["vit"][1])
+    assert not any(isinstance(p, ReleasedParameter) for p in small.parameters()), "a small model is built by the ordinary path"
+    loading.WHOLE_BYTES = 0
     for name in names:
         say(name)
         auto, config = configurations()[name]
