@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.core import comm
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
-from hf_zero.core.unit import Flat, Unit
+from hf_zero.core.unit import Flat
 from hf_zero.errors import PartitionError
 
 
@@ -55,7 +55,6 @@ class GatheredParameters:
         del fwd_module
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
-        self._units: dict[Unit, Any] = {}
         self._lent = ExitStack()
         if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
             raise PartitionError(
@@ -64,20 +63,20 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
-        self._units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
-        for unit, engine in self._units.items():
+        units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
+        for unit, engine in units.items():
             self._lent.enter_context(engine.lent(unit))
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if exc[0] is None:
+        with self._lent:
+            if exc[0] is not None:
+                return
             self._refuse_other_shapes()
-        if self._modifier is not None and exc[0] is None:
-            with torch.no_grad():
-                for parameter in self._params:
-                    self._keep(parameter, self._modifier)
-        self._lent.close()
-        self._units = {}
+            if self._modifier is not None:
+                with torch.no_grad():
+                    for parameter in self._params:
+                        self._keep(parameter, self._modifier)
 
     def _refuse_other_shapes(self) -> None:
         for parameter in self._params:
@@ -86,8 +85,6 @@ class GatheredParameters:
                 got, view = tuple(parameter.shape), flat.views[name_of(parameter)]
                 with torch.no_grad():
                     parameter.data = view
-                self._lent.close()
-                self._units = {}
                 raise PartitionError(
                     f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape {got} inside GatheredParameters, but its place in the "
                     "shards is fixed; put a new nn.Parameter into the module before hf_zero.initialize"

@@ -139,16 +139,18 @@ class Flat:
     def use_full(self, full: torch.Tensor) -> None:
         """Make ``full`` [padded] the buffer of this flat and the parameters views of it. Their values must be in it."""
         kind = LiveParameter if self.sharded else OwnedParameter
-        self.full = full
+        self._lay(full)
         for number, (parameter, slot) in enumerate(self.items):
-            view = full[slot.offset : slot.end].view(slot.shape)
-            self.views[slot.name] = view
             # One element, expanded: true shape and dtype, no memory. NaN, so that a leak of it cannot pass for a weight.
             filler = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=full.device)
             self._placeholders[slot.name] = filler.expand(slot.shape)
             parameter.__class__ = kind  # type: ignore[assignment]
             parameter.__dict__.update(_hf_zero_flat=self, _hf_zero_name=slot.name, _hf_zero_id=self.number * 1_000_000 + number)
-            _set_data(parameter, view)
+            _set_data(parameter, self.views[slot.name])
+
+    def _lay(self, full: torch.Tensor) -> None:
+        self.full = full
+        self.views = {slot.name: full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots}
 
     def point_at_full(self) -> None:
         for parameter, slot in self.items:
@@ -157,9 +159,7 @@ class Flat:
 
     def leave_storage(self) -> None:
         """Go on in another storage: this one, with the values it has, belongs to the views that others hold."""
-        self.full = torch.empty_like(self.full)
-        for slot in self.layout.slots:
-            self.views[slot.name] = self.full[slot.offset : slot.end].view(slot.shape)
+        self._lay(torch.empty_like(self.full))
 
     def point_at_nothing(self) -> None:
         for parameter, slot in self.items:

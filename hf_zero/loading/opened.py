@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -40,12 +39,6 @@ class Opened:
         for file in self._files:
             file.close()
         self.tensors.clear()
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _load_bin(path: Path) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.answers import Counters
 from hf_zero.core.layout import FlatLayout
 from hf_zero.optim.segments import BoundOptimizer
 
@@ -52,14 +53,6 @@ class Flat:
     def store_shard(self, values: torch.Tensor) -> None:
         assert self.shard is not None
         self.shard.copy_(values)
-
-
-@dataclass
-class Counters:
-    global_steps: int = 0
-    global_samples: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
 
 
 class Scaler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from hf_zero.core import agreement as module
 from hf_zero.core.agreement import Agreement
 from hf_zero.errors import RankMismatchError
-from hf_zero.logs import logger
 
 
 def say(wish: tuple[int, int]) -> str:
@@ -39,16 +37,6 @@ def together(world: int, fn: Callable[[Agreement, int], Any], timeout: float = 3
         thread.join(timeout=60)
         assert not thread.is_alive(), "a rank hangs"
     return answers
-
-
-@pytest.fixture
-def heard() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from hf_zero.core import watch as module
 from hf_zero.core.watch import Watch
-from hf_zero.logs import logger
 
 
 class Clock:
@@ -42,16 +40,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(module.threading.Thread, "start", lambda self: None)
     return clock
-
-
-@pytest.fixture
-def heard() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str]) -> None:
