@@ -19,6 +19,7 @@ _EXPORTS = {
     "initialize": "hf_zero.initialize",
     "init_distributed": "hf_zero.core.comm",
     "GatheredParameters": "hf_zero.core.gathered",
+    "summon_full_params": "hf_zero.core.gathered",
     "safe_get_full_fp32_param": "hf_zero.core.gathered",
     "safe_get_full_grad": "hf_zero.core.gathered",
     "safe_get_full_optimizer_state": "hf_zero.core.gathered",

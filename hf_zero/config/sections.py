@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """How shards are gathered; sizes in elements. A field that is None was not written and has no effect if it is."""
+    """How shards are gathered; sizes in elements. A field that is None was not written."""
 
     prefetch_bucket_size: int = 50_000_000
     gather_16bit_weights_on_model_save: bool = False
+    max_live_parameters: int | None = None
     mics_shard_size: int = -1
     hpz_partition_size: int = 1
     overlap_comm: bool | None = None

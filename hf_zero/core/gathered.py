@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -74,9 +74,13 @@ class GatheredParameters:
                 return
             self._refuse_other_shapes()
             if self._modifier is not None:
-                with torch.no_grad():
-                    for parameter in self._params:
-                        self._keep(parameter, self._modifier)
+                self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take what was written into the shards and the master weights: the modifier rank's values, without one each rank's own part."""
+        for parameter in self._params:
+            self._keep(parameter, self._modifier)
 
     def _refuse_other_shapes(self) -> None:
         for parameter in self._params:
@@ -90,10 +94,10 @@ class GatheredParameters:
                     "shards is fixed; put a new nn.Parameter into the module before hf_zero.initialize"
                 )
 
-    def _keep(self, parameter: torch.Tensor, modifier: int) -> None:
+    def _keep(self, parameter: torch.Tensor, modifier: int | None) -> None:
         flat = owner_of(parameter)
         if flat is None:
-            if parameter.is_meta:
+            if parameter.is_meta or modifier is None:
                 return
             values = parameter.data.contiguous()
             comm.broadcast(values, modifier)
@@ -105,9 +109,23 @@ class GatheredParameters:
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # somebody has put another tensor into parameter.data
             parameter.data = view
-        comm.broadcast(view, modifier)
+        if modifier is not None:
+            comm.broadcast(view, modifier)
         with _engine_of(flat).schedule.writing():
             flat.adopt(name)
+
+
+@contextmanager
+def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[None]:
+    """Context in which all parameters of ``model`` (an engine, a model, or a part of one) are whole on every rank. Collective.
+
+    Forwards inside gather nothing, so ranks may run different numbers of them: generation for reinforcement learning, say.
+    With ``writeback`` what was written to parameters is kept, each rank's own part of it: all ranks must write the same.
+    """
+    with GatheredParameters(model) as gathered:
+        yield
+        if writeback:
+            gathered.keep()
 
 
 def _owned(parameter: torch.Tensor, what: str) -> Flat:

@@ -66,6 +66,9 @@ class Schedule:
         if not backward:
             self._kept = []
             self._release_unused()
+            if all(unit.pins for unit in self._units if unit.sharded):
+                self._key = None  # nothing to gather and so nothing to agree on: ranks may run different numbers of such forwards
+                return
         self._key = (*kind, self.resident)
         self._plan = self._plans.get(self._key)
         self._record, self._cursor, self._backward = [], 0, backward
@@ -136,6 +139,16 @@ class Schedule:
         unit.pins -= 1
         if unit.sharded and not unit.in_use:
             unit.release()
+
+    @property
+    def between_passes(self) -> bool:
+        return self._key is None
+
+    def agree(self, what: str, value: int) -> int:
+        """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside passes)."""
+        if self._comm.agreement is None:
+            return value
+        return self._comm.agreement.settle(what, (0, value), lambda wish: "agreement")[1]
 
     def _acquire(self, unit: Unit) -> None:
         if self._plan is not None and unit in self._plan[self._cursor :]:

@@ -158,6 +158,17 @@ SEAMS: tuple[Seam, ...] = (
         why="a model from a configuration comes back sharded, and no rank has held it",
     ),
     Seam(
+        target="transformers.generation.utils:GenerationMixin.generate",
+        signature=(
+            "(self, inputs=None, generation_config=None, logits_processor=None, stopping_criteria=None, prefix_allowed_tokens_fn=None, "
+            "synced_gpus=None, assistant_model=None, streamer=None, negative_prompt_ids=None, negative_prompt_attention_mask=None, "
+            "custom_generate=None, **kwargs)"
+        ),
+        wrapper="hf_zero.integrations.generation:gather_for_generate",
+        versions=TRANSFORMERS,
+        why="a sharded model is gathered once for all tokens where it fits; else ranks must keep together until the last one is done",
+    ),
+    Seam(
         target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
         signature="(self, args, auto_find_batch_size=False)",
         wrapper="hf_zero.integrations.trainer_config:fill_from_arguments",

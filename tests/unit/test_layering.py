@@ -20,6 +20,7 @@ LAYERS = {
     "hf_zero.config": 0,
     "hf_zero.errors": 0,
     "hf_zero.logs": 0,
+    "hf_zero.memory": 0,
     "hf_zero.core": 0,
     **CORE,
     "hf_zero.optim": 2,

@@ -1,0 +1,192 @@
+"""Generation at stage 3: the tokens of one process, and what is gathered for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_zero
+from hf_zero.errors import ReleasedParameterError
+from hf_zero.integrations import generation
+from tests.helpers import oracle
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.training import adamw, plain_sgd
+from tests.ranks.test_gathered import At, by_hand, on_ranks, squared
+
+RANKS = 2
+NEW = 5
+PROMPTS = torch.tensor([[5, 6, 7], [9, 4, 8]])  # a row for each rank
+
+
+def asked(rank, **more):
+    prompt = PROMPTS[rank : rank + 1]
+    return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0, **more}
+
+
+def plainly(architecture, **more):
+    model = ARCHITECTURES[architecture].build().eval()
+    return [model.generate(**asked(rank, **more)) for rank in range(RANKS)]
+
+
+def limited(limit):
+    return {**config_of(3), "zero_optimization": {**config_of(3)["zero_optimization"], "stage3_max_live_parameters": limit}}
+
+
+def gathers(engine):
+    return engine.comm.ledger.counts["all_gather"]
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("architecture", ["gpt2", "t5"])
+def test_the_model_is_gathered_once_where_it_fits(architecture, more):
+    want = plainly(architecture, max_new_tokens=NEW, **more)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        before = gathers(engine)
+        made = engine.generate(**asked(rank, max_new_tokens=NEW, **more))  # through the engine
+        assert gathers(engine) - before == len(engine.units)
+        with pytest.raises(ReleasedParameterError):
+            next(model.parameters()).sum()
+        assert torch.equal(made, want[rank])
+
+    on_ranks(RANKS, run, build=lambda: ARCHITECTURES[architecture].build().eval())
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "t5"])
+def test_without_room_each_token_gathers_each_unit_once(architecture):
+    want = plainly(architecture, max_new_tokens=NEW)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), limited(1))
+        before = gathers(engine)
+        made = engine.module.generate(**asked(rank, max_new_tokens=NEW))
+        assert gathers(engine) - before <= NEW * len(engine.units)
+        assert torch.equal(made, want[rank])
+
+    on_ranks(RANKS, run, build=lambda: ARCHITECTURES[architecture].build().eval())
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_ranks_may_generate_different_numbers_of_tokens(room):
+    lengths = (1, 6)
+    want = [plainly("gpt2", max_new_tokens=length)[rank] for rank, length in enumerate(lengths)]
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3) if room else limited(1))
+        for _ in range(2):  # recorded, then by the recorded order
+            made = engine.module.generate(**asked(rank, max_new_tokens=lengths[rank]))
+            assert torch.equal(made, want[rank])
+        return engine.comm.ledger.counts["all_gather"]
+
+    counts = on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval())
+    assert counts[0] == counts[1]
+
+
+def test_one_rank_without_room_decides_for_all(monkeypatch):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(generation, "free_bytes", lambda device: 0 if dist.get_rank() == 1 else 1 << 40)
+    want = plainly("gpt2", max_new_tokens=NEW)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        before = gathers(engine)
+        assert torch.equal(model.generate(**asked(rank, max_new_tokens=NEW)), want[rank])
+        return gathers(engine) - before > len(engine.units)
+
+    assert on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval()) == [True, True]
+
+
+def test_what_the_caller_says_about_synchronising_is_kept():
+    def run(rank, model):
+        start(model, adamw(model), limited(1))
+        seen = []
+        kept = model._has_unfinished_sequences
+
+        def note(finished, synced_gpus, device):
+            seen.append(synced_gpus)
+            return kept(finished, synced_gpus, device)
+
+        model._has_unfinished_sequences = note
+        prompt = asked(rank)
+        rest = {"attention_mask": prompt["attention_mask"]}
+        model.generate(prompt["inputs"], GenerationConfig(max_new_tokens=2, pad_token_id=0), None, None, None, False, **rest)
+        model.generate(**asked(rank, max_new_tokens=2), synced_gpus=None)
+        return seen
+
+    for seen in on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval()):
+        assert not any(seen[: len(seen) // 2]) and all(seen[len(seen) // 2 :])
+
+
+def test_an_assistant_that_is_sharded_too():
+    want = plainly("gpt2", max_new_tokens=NEW)
+
+    def run(rank, model):
+        start(model, adamw(model), config_of(3))
+        assistant = helpers[rank].eval()
+        start(assistant, adamw(assistant), config_of(3))
+        made = model.generate(**asked(rank, max_new_tokens=NEW), assistant_model=assistant)
+        assert torch.equal(made, want[rank])
+
+    helpers = [ARCHITECTURES["gpt2"].build() for _ in range(RANKS)]
+    on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval())
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_summoned_models_run_as_often_as_each_rank_likes(stage):
+    """Rollouts of different lengths, and the training after them is right."""
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for step in range(2):
+            with hf_zero.summon_full_params(engine):
+                before = gathers(engine)
+                with torch.no_grad():
+                    for turn in range(1 + 2 * rank):
+                        squared(engine if turn % 2 else model, At(5, turn, rank))
+                assert gathers(engine) == before
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("writeback", [True, False])
+def test_what_is_written_inside_is_kept_with_writeback(stage, writeback):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        before = full_weights(engine)
+        with hf_zero.summon_full_params(model, writeback=writeback), torch.no_grad():
+            model.head.weight.mul_(2.0)
+            model.blocks[0].up.weight.data = torch.ones_like(model.blocks[0].up.weight)  # another tensor in its place
+        changed = writeback or stage < 3
+        with hf_zero.summon_full_params(model):
+            expected = before["head.weight"] * (2.0 if changed else 1.0)
+            assert torch.equal(model.head.weight, expected)
+            if writeback:
+                assert bool((model.blocks[0].up.weight == 1.0).all())
+        if writeback:
+            master = hf_zero.safe_get_full_fp32_param(model.head.weight)
+            assert torch.equal(master, expected)
+
+    on_ranks(RANKS, run)
+
+
+def test_an_error_inside_keeps_nothing():
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(3))
+        before = full_weights(engine)
+        with pytest.raises(KeyError), hf_zero.summon_full_params(model, writeback=True):
+            with torch.no_grad():
+                model.head.weight.zero_()
+            raise KeyError("the user's own")
+        assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
+
+    on_ranks(RANKS, run)
