@@ -29,6 +29,7 @@ _EXPORTS = {
     "TrainingArguments": "hf_zero.integrations.transformers",
     "ZeroCallback": "hf_zero.integrations.transformers",
     "from_pretrained": "hf_zero.integrations.loading",
+    "Init": "hf_zero.integrations.building",
     "convert_checkpoint": "hf_zero.checkpoint",
     "estimate": "hf_zero.estimate",
     "HfZeroError": "hf_zero.errors",

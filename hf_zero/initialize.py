@@ -16,6 +16,7 @@ from hf_zero.core import comm
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.loading import give_values
 from hf_zero.logs import logger
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.schedules import build_scheduler
@@ -39,7 +40,7 @@ def initialize(
 
     Args:
         args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not given.
-        model: the whole model, with values; rank 0's are taken.
+        model: the whole model; rank 0's values are taken. On the meta device, the model's own rule gives each parameter its values.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from parameters; None takes
             the config's. It comes back as the same object, its groups live.
         model_parameters: parameters or groups for an optimizer made here; default: all that require grad.
@@ -74,6 +75,8 @@ def initialize(
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler {settings.scheduler.type!r} are given; keep one"
         )
+    if {parameter.is_meta for parameter in model.parameters()} == {True}:
+        give_values(model)
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)

@@ -153,7 +153,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",
         signature="(cls, config, **kwargs)",
-        wrapper="hf_zero.integrations.loading:build_in_shards",
+        wrapper="hf_zero.integrations.building:build_in_shards",
         versions=TRANSFORMERS,
         why="a model from a configuration comes back sharded, and no rank has held it",
     ),

@@ -6,7 +6,9 @@ order. It is *sliceable* where reading a part costs about that part; what is not
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ RUN_BYTES = 4096  # shorter runs of neighbours cost more in calls than what a wh
 BLOCK = 1 << 20  # elements converted at a time
 
 Size = tuple[int, ...]
+_drawing = threading.RLock()  # around numbers drawn from the default generator, which threads share
 
 
 class Expression:
@@ -183,16 +186,18 @@ class Computed(Expression):
 
 
 class Filled(Expression):
-    """A tensor that a model's initialisation fills: the writes are kept, in order, and done when it is read.
+    """A tensor that is being initialised: ``base`` (memory of any content without one), and writes that are done when it is read.
 
-    Random numbers are drawn then, anew at every reading: read it once, on one rank.
+    Random numbers come from a generator of its own, seeded from the default one when it is made: the same at every reading.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, base: Expression | None = None):
         super().__init__(shape, dtype)
         self.sliceable = False
+        self.initialised = base is not None  # every element has been given a value
+        self._base = base
+        self._seed = int(torch.randint(1 << 62, (), device="cpu"))
         self._writes: list[Callable[[torch.Tensor], Any]] = []
-        self.initialised = False  # a write has reached every element
 
     def write(self, shape: Sequence[int], strides: Sequence[int], offset: int, do: Callable[[torch.Tensor], Any]) -> None:
         """Keep ``do``, which changes in place the view of the elements that it is given."""
@@ -200,13 +205,21 @@ class Filled(Expression):
         place = tuple(shape), tuple(strides), offset
         self._writes.append(lambda elements: do(elements.as_strided(*place)))
 
+    def copy(self) -> Filled:
+        """Another tensor with the values that this one has by now."""
+        made = copy.copy(self)
+        made._writes = list(self._writes)
+        return made
+
     def read(self, start: int, out: torch.Tensor) -> None:
         out.copy_(self.whole().reshape(-1)[start : start + out.numel()])
 
     def whole(self) -> torch.Tensor:
-        elements = torch.empty(self.numel, dtype=self.dtype)
-        for write in self._writes:
-            write(elements)
+        elements = torch.empty(self.numel, dtype=self.dtype) if self._base is None else self._base.whole().reshape(-1)
+        with _drawing, torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(self._seed)
+            for write in self._writes:
+                write(elements)
         return elements.view(self.shape)
 
 

@@ -1,23 +1,68 @@
-"""Models made from a configuration: built without memory, their initialisation recorded, done one parameter at a time."""
+"""Models that have no values yet: their own rule of initialisation is recorded, and done one parameter at a time."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.errors import ConfigError
 from hf_zero.loading.expressions import Filled
-from hf_zero.loading.lazy import LazyTensor, NotRecorded, fill
+from hf_zero.loading.lazy import LazyTensor, fill, is_filled
+from hf_zero.loading.opened import make_pending, make_real
+
+_RULES = ("reset_parameters", "_reset_parameters")
 
 
-def make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
-    """Let ``initialise`` write into the parameters and buffers of ``model``, all on the meta device, and keep what it writes.
+def give_values(model: nn.Module) -> None:
+    """Let the parameters of ``model``, all on the meta device, get their values from the model's own rule; they stay the objects they are.
 
-    Parameters become lazy; buffers are read at once. Raises NotRecorded where that cannot be put off, or leaves a tensor
-    without values: its constructor gave it some, and they are lost on the meta device.
+    The rule is ``initialize_weights()``, as models of transformers have it, else ``reset_parameters()`` of every module that has
+    parameters or buffers. Raises ConfigError for what the rule does not reach: its constructor gave it values, which the meta device loses.
     """
+    before = {id(parameter): parameter for parameter in model.parameters()}
+    places = [(tensors, name, before[id(tensor)]) for tensors, name, tensor in _tensors(model) if id(tensor) in before]
+    with recording_functions():
+        _make_fillable(model, _rule(model))
+    if callable(getattr(model, "tie_weights", None)):
+        model.tie_weights()  # type: ignore[operator]
+    make_real(model)
+    make_pending(model)
+    done: set[int] = set()
+    for tensors, name, parameter in places:
+        made = tensors[name]
+        if made is not parameter and id(parameter) not in done:
+            torch.utils.swap_tensors(parameter, made)  # an optimizer may have been made for them
+        done.add(id(parameter))
+        tensors[name] = parameter
+
+
+def _rule(model: nn.Module) -> Callable[[], None]:
+    whole = getattr(model, "initialize_weights", None)
+    if callable(whole):
+        return whole
+    owners = [module for module in model.modules() if next(_own(module), None) is not None]
+    rules = [next((getattr(module, name) for name in _RULES if callable(getattr(module, name, None))), None) for module in owners]
+    without = sorted({type(module).__name__ for module, rule in zip(owners, rules) if rule is None})
+    if without:
+        raise ConfigError(
+            f"the model is on the meta device, and {', '.join(without)} cannot give {'its' if len(without) == 1 else 'their'} tensors values there; "
+            "add reset_parameters() to each, or build the model inside hf_zero.Init(config=...) instead of torch.device('meta')"
+        )
+
+    def every_module() -> None:
+        for rule in reversed(rules):  # a tied weight keeps what the first module that has it writes
+            if rule is not None:
+                rule()
+
+    return every_module
+
+
+def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
     made: dict[int, LazyTensor | nn.Parameter] = {}
     for tensors, name, tensor in _tensors(model):
         if id(tensor) not in made:
@@ -26,31 +71,63 @@ def make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
                 lazy = nn.Parameter(lazy, requires_grad=tensor.requires_grad)
             made[id(tensor)] = lazy
         tensors[name] = made[id(tensor)]
-    initialise()
-    for _, name, tensor in _tensors(model):
-        if (
-            isinstance(tensor, LazyTensor)
-            and isinstance(tensor.expression, Filled)
-            and tensor.numel()
-            and not tensor.expression.initialised
-        ):
-            raise NotRecorded(f"nothing initialises {name} but its constructor")
+    with torch.no_grad():
+        initialise()
+    empty = [
+        name
+        for _, name, tensor in _tensors(model)
+        if isinstance(tensor, LazyTensor) and isinstance(tensor.expression, Filled) and tensor.numel() and not tensor.expression.initialised
+    ]
+    if empty:
+        raise ConfigError(
+            f"the model is on the meta device, and nothing but its constructor gives {', '.join(sorted(set(empty))[:4])} values; build it inside "
+            "hf_zero.Init(config=...) instead of torch.device('meta')"
+        )
+
+
+_lock = threading.Lock()
+_kept: dict[str, Any] = {}
+_recorders = 0
+
+
+@contextmanager
+def recording_functions() -> Iterator[None]:
+    """Inside, ``torch.nn.init``'s functions on lazy tensors are put off whole: some look at the numbers they have drawn."""
+    global _recorders
+    with _lock:
+        _recorders += 1
+        if _recorders == 1:
+            functions = {name: value for name, value in vars(nn.init).items() if name.endswith("_") and callable(value)}
+            _kept.update({name: value for name, value in functions.items() if not name.startswith("_")})
+            vars(nn.init).update({name: recorded(function) for name, function in _kept.items()})
+    try:
+        yield
+    finally:
+        with _lock:
+            _recorders -= 1
+            if _recorders == 0:
+                vars(nn.init).update(_kept)
+                _kept.clear()
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(tensor, ...)``, which fills a tensor in place, put off for lazy ones: some look at the numbers they have drawn."""
+    """``function(tensor, ...)``, which fills a tensor in place, put off for lazy ones that are being initialised."""
 
     def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(tensor, LazyTensor):
+        if not is_filled(tensor):
             return function(tensor, *args, **kwargs)
-        return fill(tensor, lambda view: function(view, *args, **kwargs))
+        return fill(tensor, lambda view: function(view, *args, **kwargs))  # type: ignore[arg-type]
 
     return record
 
 
+def _own(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in list(tensors.items()):
+            if tensor is not None:
+                yield tensors, name, tensor  # type: ignore[misc]
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is not None:
-                    yield tensors, name, tensor  # type: ignore[misc]
+        yield from _own(module)

@@ -28,15 +28,14 @@ _NEW = {
     aten.rand_like.default,
     aten.randn_like.default,
 }
-_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default, aten.contiguous.default}
-
-
-class NotRecorded(Exception):
-    """A model's initialisation does what cannot be put off: build that model by the ordinary path."""
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.contiguous.default}
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose values are still in ``expression``. Writing raises PartitionError, except into one that is being initialised."""
+    """A tensor whose values are still in ``expression``.
+
+    One that is being initialised may be written and looked at. Writing into one that is in a file raises PartitionError.
+    """
 
     expression: Expression
 
@@ -56,6 +55,8 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if func is aten.clone.default:
+            return LazyTensor(_copied(args[0].expression))
         if func in _SAME:
             return LazyTensor(args[0].expression)
         if func is aten._to_copy.default:
@@ -72,7 +73,7 @@ class LazyTensor(torch.Tensor):
             written = _written(func, args, kwargs)
             if written is None:
                 return _computed_now(func, args, kwargs)
-            if written is args[0] and isinstance(_root(written.expression), Filled):
+            if written is args[0] and is_filled(written):
                 return _filled(func, args, kwargs)
             raise PartitionError(
                 f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its file; load this model with zero stage 2, or "
@@ -97,6 +98,11 @@ def _is_view(func: Any) -> bool:
     return func.is_view or func in (aten.reshape.default, aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor)
 
 
+def is_filled(tensor: Any) -> bool:
+    """Whether ``tensor`` is a lazy one that is being initialised, or a view of one."""
+    return isinstance(tensor, LazyTensor) and isinstance(_root(tensor.expression), Filled)
+
+
 def _root(expression: Expression) -> Expression:
     return expression.root if isinstance(expression, Strided) else expression
 
@@ -106,8 +112,7 @@ def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     target, rest = args[0], args[1:]
     if func is aten.copy_.default and isinstance(rest[0], LazyTensor) and rest[0].expression.place == target.expression.place:
         return target  # what ``weight[0] *= 2`` ends with
-    if any(isinstance(value, LazyTensor) for value in tree_flatten((rest, kwargs))[0]):
-        raise NotRecorded(f"{func} initialises one weight from another")
+    rest, kwargs = tree_map(_real, (rest, kwargs))
     return fill(target, lambda view: func(view, *rest, **kwargs))
 
 
@@ -147,7 +152,22 @@ def _converted(tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         return tensor.read_whole().to(device, dtype)  # type: ignore[return-value]
     expression = tensor.expression
-    return LazyTensor(expression if dtype in (None, expression.dtype) else Cast(expression, dtype))
+    if not isinstance(_root(expression), Filled):
+        return LazyTensor(expression if dtype in (None, expression.dtype) else Cast(expression, dtype))
+    kept = _copied(expression)
+    return LazyTensor(kept if dtype in (None, kept.dtype) else Filled(kept.shape, dtype, Cast(kept, dtype)))
+
+
+def _copied(expression: Expression) -> Expression:
+    """A tensor of its own with the values that ``expression`` has by now; of a file, whose values stay, the same."""
+    root = _root(expression)
+    if not isinstance(root, Filled):
+        return expression
+    kept = root.copy()
+    if expression is root:
+        return kept
+    assert isinstance(expression, Strided)
+    return Filled(expression.shape, expression.dtype, Strided(kept, expression.shape, expression.strides, expression.offset))
 
 
 def _expression(tensor: torch.Tensor) -> Expression:
@@ -156,9 +176,10 @@ def _expression(tensor: torch.Tensor) -> Expression:
 
 def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
     joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)  # raises where the shapes do not fit
-    parts = [_expression(tensor) for tensor in tensors if tensor.shape != (0,) or joined.dim() == 1]  # torch skips such ones
+    parts = [_copied(_expression(tensor)) for tensor in tensors if tensor.shape != (0,) or joined.dim() == 1]  # torch skips such ones
     cast = [part if part.dtype == joined.dtype else Cast(part, joined.dtype) for part in parts]
-    return LazyTensor(Joined(cast, dim % joined.dim()))
+    made: Expression = Joined(cast, dim % joined.dim())
+    return LazyTensor(Filled(made.shape, made.dtype, made) if any(isinstance(_root(part), Filled) for part in parts) else made)
 
 
 def _stacked(tensors: Any, dim: int = 0) -> Any:
@@ -173,12 +194,10 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    for value in tree_flatten((args, kwargs))[0]:
-        if isinstance(value, LazyTensor) and isinstance(_root(value.expression), Filled):
-            if func is aten.constant_pad_nd.default and not any(args[1]):
-                return LazyTensor(value.expression)
-            raise NotRecorded(f"{func} reads a weight that is being initialised")
-
+    if any(map(is_filled, tree_flatten((args, kwargs))[0])):
+        if func is aten.constant_pad_nd.default and not any(args[1]):
+            return LazyTensor(_copied(args[0].expression))
+        return _computed_now(func, args, kwargs)  # later writes would change the result
     try:
         shapes = func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
     except RuntimeError:  # the shape of the result, or the result itself, depends on the values
@@ -189,14 +208,11 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _computed_now(func: Any, args: Any, kwargs: Any) -> Any:
-    def real(value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return value
-        if isinstance(_root(value.expression), Filled):
-            raise NotRecorded(f"{func} reads a weight that is being initialised")
-        return value.read_whole()
+    return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
-    return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+def _real(value: Any) -> Any:
+    return value.read_whole() if isinstance(value, LazyTensor) else value
 
 
 def _shape_of(value: Any) -> Any:

@@ -10,6 +10,8 @@ Contenders, each in fresh processes, one after the other in every round:
     hf-zero    hf_zero.from_pretrained at stage 3 on each number of ranks
     fsdp       transformers' own DistributedConfig(fsdp_size=ranks), every local shard copied
     deepspeed  from_pretrained with a DeepSpeed ZeRO-3 config alive (FOLDER as `pip install --target FOLDER deepspeed` made it)
+    made       one process: from_config of the same model
+    made-zero  from_config inside hf_zero.Init at stage 3 on each number of ranks
 
 ``seconds`` is the slowest rank's, best round; ``peak_mb`` the highest RssAnon + RssFile of a rank over what it had when
 libraries were imported and the group had met; ``read_mb`` what all ranks together read by system calls (mapped pages do not count).
@@ -82,8 +84,13 @@ class Peak:
 
 def load(contender: str, path: str, ranks: int) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if contender in ("made", "made-zero"):
+        import hf_zero
+
+        with hf_zero.Init(config="zero3", enabled=contender == "made-zero"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     if contender == "hf-zero":
         import hf_zero
 
@@ -117,9 +124,9 @@ def work(contender: str, path: str, ranks: int) -> None:
 
         deepspeed.init_distributed("gloo")
     elif ranks > 1:
-        if contender == "hf-zero":
+        if contender in ("hf-zero", "made-zero"):
             import hf_zero.core.engine
-            import hf_zero.integrations.loading  # noqa: F401
+            import hf_zero.integrations.building  # noqa: F401
         torch.distributed.init_process_group("gloo")
     if ranks > 1:
         torch.distributed.barrier()
@@ -173,9 +180,9 @@ def main() -> None:
         return work(options.work, options.path, int(options.ranks))
 
     counts = [int(count) for count in options.ranks.split(",")]
-    contenders = [("plain", 1), ("copied", 1)]
+    contenders = [("plain", 1), ("copied", 1), ("made", 1)]
     for count in counts:
-        contenders += [("hf-zero", count), ("fsdp", count)] + ([("deepspeed", count)] if options.deepspeed else [])
+        contenders += [("hf-zero", count), ("made-zero", count), ("fsdp", count)] + ([("deepspeed", count)] if options.deepspeed else [])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         facts: dict[str, Any] = make_checkpoint(Path(folder), options.layers)

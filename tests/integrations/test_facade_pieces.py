@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.core import comm
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.integrations import checkpointing, device, leaf_modules, loading, optimizers
+from hf_zero.integrations import building, checkpointing, device, leaf_modules, optimizers
 from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
@@ -181,27 +181,17 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
 # -- construction and loading ------------------------------------------------------------------------------------------
 
 
-def test_init_leaves_parameters_whole_and_takes_every_argument() -> None:
-    with loading.Init(
+def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(plain_process: None) -> None:
+    with building.Init(
         config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}, remote_device="cpu", pin_memory=True
     ) as context:
         layer = nn.Linear(3, 2)
     assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
     assert context.enabled
-    assert not loading.Init(enabled=False).enabled
-    loading.Init(module=layer)
-    loading.register_external_parameter(layer, layer.weight)
-    assert loading.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
-
-
-def test_it_is_said_once_that_other_models_are_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(loading, "log_rank0", said.append)
-    loading._say_once.cache_clear()
-    loading.Init()
-    loading.Init()
-    (line,) = said
-    assert "shards them at initialize" in line
+    assert not building.Init(enabled=False).enabled
+    building.Init(module=layer)
+    building.register_external_parameter(layer, layer.weight)
+    assert building.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
 
 
 def test_only_making_a_model_takes_the_ordinary_path(plain_process: None) -> None:

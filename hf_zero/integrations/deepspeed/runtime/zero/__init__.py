@@ -1,7 +1,7 @@
 """``deepspeed.zero`` and ``deepspeed.runtime.zero``."""
 
 from hf_zero.core.gathered import GatheredParameters
-from hf_zero.integrations.loading import Init, register_external_parameter
+from hf_zero.integrations.building import Init, register_external_parameter
 
 from . import partition_parameters
 

@@ -1,0 +1,239 @@
+"""Models that are built without memory: their tensors behave like those in memory, and keep what was done to them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.loading import Building, LazyTensor, building, give_values, make_pending, recorded
+from hf_zero.loading.lazy import is_filled
+
+
+@pytest.fixture(autouse=True)
+def any_size_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "SMALL_BYTES", 0)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.read_whole() if isinstance(tensor, LazyTensor) else tensor.detach()
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------------
+
+
+def made() -> dict[str, torch.Tensor]:
+    """Writes, views, copies and casts without random numbers: the values must be those of tensors in memory."""
+    a = torch.zeros(4, 6)
+    a.add_(torch.arange(24.0).view(4, 6))
+    kept, half = a.clone(), a.to(torch.bfloat16)
+    a[1].mul_(3.0)
+    a.t()[2].fill_(-1.0)
+    joined = torch.cat([a, kept])
+    joined[0].zero_()
+    half.mul_(2.0)
+    row = a[3].clone()
+    row.zero_()
+    b = torch.ones(6)
+    b.copy_(a[1])
+    b += a.sum()
+    a.sub_(1.0)
+    product = torch.full((2, 4), 0.5) @ a
+    return {"a": a, "kept": kept, "half": half, "joined": joined, "row": row, "b": b, "product": product}
+
+
+def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
+    with Building(0):
+        lazy = made()
+    assert all(isinstance(lazy[name], LazyTensor) for name in ("a", "kept", "half", "joined", "row", "b"))
+    for name, expected in made().items():
+        assert torch.equal(whole(lazy[name]), expected), name
+
+
+def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_alone() -> None:
+    torch.manual_seed(3)
+    with Building(0):
+        first, second = torch.randn(1000), torch.empty(1000).uniform_(2.0, 3.0)
+    state = torch.get_rng_state()
+    values = whole(first)
+    assert torch.equal(values, whole(first)) and torch.equal(torch.get_rng_state(), state)
+    assert 0.9 < float(values.std()) < 1.1 and 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
+    assert torch.equal(whole(first.clone()), values)
+    torch.manual_seed(3)
+    with Building(0):
+        again, other = torch.randn(1000), torch.randn(1000)
+    assert torch.equal(whole(again), values) and not torch.equal(whole(other), values)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(64, dtype=torch.int64),
+        lambda: torch.empty(64, device="meta"),
+        lambda: torch.zeros(4, 4).to_sparse(),
+        lambda: torch.eye(8),
+        lambda: torch.tensor([1.0, 2.0]),
+    ],
+)
+def test_other_tensors_are_made_as_ever(make: Any) -> None:
+    with Building(0):
+        assert type(make()) is torch.Tensor
+
+
+def test_the_first_bytes_are_in_memory_with_the_numbers_of_a_plain_run() -> None:
+    torch.manual_seed(5)
+    with Building(4 * 110):
+        first, second, third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
+    torch.manual_seed(5)
+    plain = nn.Linear(10, 10)
+    assert torch.equal(first.weight, plain.weight) and torch.equal(first.bias, plain.bias)
+    assert is_filled(second.weight) and is_filled(third.weight)
+
+
+def test_a_pause_makes_tensors_in_memory() -> None:
+    with Building(0, pauses=lambda: True):
+        assert type(torch.zeros(10)) is torch.Tensor
+
+
+# -- modules -------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.norm = nn.BatchNorm1d(8)
+        self.apply(self._init)
+
+    @torch.no_grad()
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            module.weight.data[0].zero_()
+            module.bias.zero_()
+
+
+def test_a_model_that_its_constructor_initialises() -> None:
+    with Building(0) as built:
+        model, aside = Net(), nn.Linear(3, 3)
+    assert set(built.roots) == {model, aside}
+    assert model.head.weight is model.embed.weight and is_filled(model.embed.weight)
+    assert model.scale.item() == 2.5
+    weight = whole(model.blocks[0][0].weight)
+    assert not weight[0].any() and 0.01 < float(weight[1:].std()) < 0.03
+    assert len(model.blocks[0][0].weight.expression._writes) < 5, "what trunc_normal_ draws again and again is not kept"
+    count = len(list(model.parameters()))
+    assert make_pending(model) == count - 1  # the scale is here
+    assert model.head.weight is model.embed.weight
+
+
+def test_modules_without_lazy_parameters_are_no_roots() -> None:
+    with Building(1 << 20) as built:
+        nn.Linear(3, 3)
+        kept = nn.ReLU()
+    assert built.roots == [] and kept is not None
+
+
+def test_the_functions_of_torch_are_themselves_again() -> None:
+    before = nn.init.normal_
+    with Building(0):
+        assert nn.init.normal_ is not before
+        with Building(0):
+            pass
+        assert nn.init.normal_ is not before
+    assert nn.init.normal_ is before
+    with pytest.raises(KeyError), Building(0):
+        raise KeyError
+    assert nn.init.normal_ is before and type(torch.zeros(3)) is torch.Tensor
+
+
+def test_functions_put_off_leave_real_tensors_alone() -> None:
+    real = torch.empty(5)
+    assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
+
+
+# -- models on the meta device -------------------------------------------------------------------------------------------
+
+
+def on_meta(make: Any) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_are() -> None:
+    model = on_meta(Plain)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    give_values(model)
+    assert all(after is before for after, before in zip(model.parameters(), parameters, strict=True))
+    assert optimizer.param_groups[0]["params"][0] is model.embed.weight is model.head.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.norm.running_var, torch.ones(8)) and model.norm.num_batches_tracked.item() == 0
+    sources = {name: parameter._hf_zero_source.whole() for name, parameter in model.named_parameters()}
+    assert 0.7 < float(sources["embed.weight"].std()) < 1.3 and bool((sources["norm.weight"] == 1.0).all())
+    assert not sources["attention.in_proj_bias"].any() and sources["attention.in_proj_weight"].any()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear = nn.Linear(3, 3)
+
+
+class Partly(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make, named", [(Scaled, "Scaled cannot give its tensors values"), (Partly, "nothing but its constructor gives scale")]
+)
+def test_what_only_the_constructor_gives_is_told(make: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        give_values(on_meta(make))
+    assert "hf_zero.Init" in str(caught.value)
+
+
+def test_a_model_of_transformers_follows_its_own_rule() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=120, tie_word_embeddings=True
+    )
+    plain = transformers.LlamaForCausalLM(config)
+    model = on_meta(lambda: transformers.LlamaForCausalLM(config))
+    give_values(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    for name, parameter in plain.named_parameters():
+        got = model.get_parameter(name)._hf_zero_source.whole()
+        assert float(got.std()) == pytest.approx(float(parameter.detach().std()), rel=0.2, abs=1e-6), name
+
+
+def test_a_copy_of_a_built_model_is_its_own() -> None:
+    with Building(0):
+        model = nn.Linear(4, 4)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.weight.zero_()
+    assert whole(model.weight).any() and not whole(other.weight).any()
