@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -56,13 +57,16 @@ def partition(
     sums = [(flat, accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32)) for flat in training]
     grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, dtype) for flat, dtype in sums], device)
 
-    former = _Former()
+    former, staging = _Former(), _Staging()
     for unit in units:
         for flat in unit.flats:
             full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
             if flat in shards:
                 flat.keep_shard_in(*shards[flat])
-            own = _read_own(flat, comm, former) if _is_pending(flat) else _fill(flat, full, comm, former)[flat.owned[0] : flat.owned[1]]
+            if _is_pending(flat):
+                own = _read_own(flat, comm, former, staging)
+            else:
+                own = _fill(flat, full, comm, former)[flat.owned[0] : flat.owned[1]]
             flat.use_full(full)
             flat.store_shard(own)
             if flat.trainable:
@@ -216,12 +220,26 @@ def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.
     return values
 
 
+class _Staging:
+    """Memory for one whole parameter at a time. One piece for all: an allocator keeps many that come and go in sizes of their own."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of ``dtype``; what was taken before is overwritten."""
+        if self._bytes.numel() < numel * dtype.itemsize:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # give it back first
+            self._bytes = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        return self._bytes[: numel * dtype.itemsize].view(dtype)
+
+
 def _is_pending(flat: Flat) -> bool:
     return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
 
 
 @torch.no_grad()
-def _read_own(flat: Flat, comm: Comm, former: _Former) -> torch.Tensor:
+def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> torch.Tensor:
     """This rank's elements, each rank reading its own where they can be read in part: [owned], in the precision they came in."""
     given = {parameter.dtype for parameter, _ in flat.items}
     values = flat.shard if given <= {flat.dtype} else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.shard.device)
@@ -239,7 +257,10 @@ def _read_own(flat: Flat, comm: Comm, former: _Former) -> torch.Tensor:
             if source is None:
                 whole = former.values(parameter).detach().to(values.device).contiguous()
             else:
-                whole = (source.whole() if comm.rank == 0 else torch.empty(slot.shape, dtype=source.dtype)).to(values.device).contiguous()
+                staged = staging.take(math.prod(slot.shape), source.dtype)
+                if comm.rank == 0:
+                    source.read(0, staged)
+                whole = staged.to(values.device)
             comm.broadcast(whole, 0)
             values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
         parameter.__dict__.pop("_hf_zero_source", None)

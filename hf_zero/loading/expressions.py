@@ -202,8 +202,7 @@ class Filled(Expression):
     def write(self, shape: Sequence[int], strides: Sequence[int], offset: int, do: Callable[[torch.Tensor], Any]) -> None:
         """Keep ``do``, which changes in place the view of the elements that it is given."""
         self.initialised = self.initialised or math.prod(shape) == self.numel
-        place = tuple(shape), tuple(strides), offset
-        self._writes.append(lambda elements: do(elements.as_strided(*place)))
+        self._writes.append(lambda elements: do(elements.as_strided(tuple(shape), tuple(strides), elements.storage_offset() + offset)))
 
     def copy(self) -> Filled:
         """Another tensor with the values that this one has by now."""
@@ -212,15 +211,15 @@ class Filled(Expression):
         return made
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        out.copy_(self.whole().reshape(-1)[start : start + out.numel()])
-
-    def whole(self) -> torch.Tensor:
-        elements = torch.empty(self.numel, dtype=self.dtype) if self._base is None else self._base.whole().reshape(-1)
+        if out.numel() < self.numel:
+            out.copy_(self.whole().reshape(-1)[start : start + out.numel()])
+            return
+        if self._base is not None:
+            self._base.read(0, out)
         with _drawing, torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(self._seed)
             for write in self._writes:
-                write(elements)
-        return elements.view(self.shape)
+                write(out)
 
 
 def strided_like(root: Expression, view: Any) -> Expression:

@@ -54,6 +54,18 @@ def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
         assert torch.equal(whole(lazy[name]), expected), name
 
 
+def test_values_are_read_into_any_place() -> None:
+    with Building(0):
+        lazy = made()["a"]
+    assert isinstance(lazy, LazyTensor)
+    place = torch.full((30,), 7.0)
+    lazy.expression.read(0, place[3:27])
+    assert torch.equal(place[3:27].view(4, 6), made()["a"]) and place[:3].tolist() == place[27:].tolist() == [7.0] * 3
+    part = torch.empty(5)
+    lazy.expression.read(8, part)
+    assert torch.equal(part, made()["a"].view(-1)[8:13])
+
+
 def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_alone() -> None:
     torch.manual_seed(3)
     with Building(0):
