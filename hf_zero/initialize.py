@@ -48,6 +48,7 @@ def initialize(
             must split itself: it is iterated whole on every rank).
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
             steps it.
+        distributed_port: where ranks meet if the launcher sets no MASTER_PORT.
         mpu: a Megatron-style model-parallel object; model parallelism above 1 is not built.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
@@ -57,7 +58,6 @@ def initialize(
         ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
     """
-    del distributed_port
     _refuse_other_deepspeed()
     if model is None:
         raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
@@ -70,7 +70,7 @@ def initialize(
         raise ConfigError(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
         )
-    comm.init_distributed(timeout=settings.timeout)
+    comm.join(settings, distributed_port)
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler {settings.scheduler.type!r} are given; keep one"

@@ -163,6 +163,9 @@ _OPTIMIZER = (
 _RANKS = (
     active("replicate_size", integer(1), 1, note="copies of the shards: ranks / replicate_size share one"),
     active("timeout", number(above=0), 1800.0, note="seconds until a silent wait is an error"),
+    active("distributed_backend", choice("gloo", "nccl"), note="what collectives run on; none: nccl for GPUs, gloo for CPUs"),
+    active("distributed_port", integer(1, 65535), note="where ranks meet if the launcher sets no MASTER_PORT"),
+    active("distributed_interface", TEXT, note="network device of gloo and NCCL, such as eth0"),
     active("seed", COUNT, note="seed of what the engine itself draws"),
     active("dataloader_drop_last", BOOLEAN, False, note="drop an incomplete last batch of training_data"),
     unbuilt("kernels", SWITCH, "fused kernels", "off", "auto", field="kernels"),

@@ -60,6 +60,9 @@ class ZeroConfig:
     elementwise_optimizers: tuple[str, ...]
     replicate_size: int
     timeout: float
+    distributed_backend: str | None
+    distributed_port: int | None
+    distributed_interface: str | None
     seed: int | None
     kernels: str
     offload_optimizer: str
@@ -91,6 +94,9 @@ class ZeroConfig:
         replicate_size: int | None = None,
         prefetch_bucket_size: float | None = None,
         timeout: float | None = None,
+        distributed_backend: str | None = None,
+        distributed_port: int | None = None,
+        distributed_interface: str | None = None,
         seed: int | None = None,
         kernels: str | None = None,
         offload_optimizer: str | Mapping[str, Any] | None = None,

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from hf_zero.errors import RankMismatchError
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.watch import Watch
+from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logs import logger
 
 JOIN_SECONDS = 5.0
@@ -28,14 +30,17 @@ POLL_SECONDS = 0.05
 SLICE_SECONDS = 1.0  # between looks at who is gone
 IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
 WARN_SECONDS = 60.0
+ENDED = "destroyed its engine or ended"
 Wish = tuple[int, int]
 
 
 class Agreement:
     """One rank's side of the agreements of one engine. ``store`` is a torch.distributed store that all its ranks share."""
 
-    def __init__(self, store: Any, rank: int, world: int, timeout: float):
+    def __init__(self, store: Any, rank: int, world: int, timeout: float, watch: Watch | None = None, lane: Lane | None = None):
         self._store = store
+        self._watch = watch or Watch(enabled=False)
+        self._lane = lane or Lane("agreements", range(world), timeout, native=False)
         self._rank = rank
         self._world = world
         self._timeout = timeout
@@ -56,6 +61,8 @@ class Agreement:
         does not come is named in a warning every minute and in the error at the timeout.
         """
         step, self._sequence = self._sequence, self._sequence + 1
+        what = f"join the {name(wish)} in {where}"
+        wait = self._lane.issue("agreement on the next gather")._replace(what=f"all ranks to {what}", warns=True)
         store = self._store
         store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}")
         if store.add(f"{step}/n", 1) == self._world:
@@ -70,7 +77,7 @@ class Agreement:
             if step:  # everybody has been here, so everybody has read the verdict before
                 for key in ("n", "go", *range(self._world)):
                     store.delete_key(f"{step - 1}/{key}")
-        self._await(f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, f"join the {name(wish)} in {where}")
+        self._await(f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, what, wait)
         verdict = store.get(f"{step}/go").decode()
         if verdict.startswith("!"):
             raise RankMismatchError(
@@ -80,22 +87,33 @@ class Agreement:
         kind_text, unit_text = verdict.split("|")
         return int(kind_text), int(unit_text)
 
-    def _await(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
+    def _await(self, key: str, arrivals: Mapping[int, str], what: str, wait: Wait | None = None) -> None:
         """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks are."""
+        wait = wait or Wait(f"ranks to {what}", warns=True)
+        try:
+            with self._watch.over(wait):
+                self._await_in_slices(key, arrivals, what)
+        except RuntimeError as error:
+            if isinstance(error, HfZeroError):
+                raise
+            raise self._watch.explain(wait, error) from error  # the store is gone
+
+    def _await_in_slices(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
         started = time.monotonic()
         warned = WARN_SECONDS
         while True:
+            self._watch.check()
             try:
                 self._store.wait([key], timedelta(seconds=min(SLICE_SECONDS, self._timeout)))
                 return
             except RuntimeError:
                 waited = time.monotonic() - started
                 missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
-                gone = [rank for rank in missing if self._store.check([f"closed/{rank}"])]
+                gone = {rank: self._closed_because(rank) for rank in missing if self._store.check([f"closed/{rank}"])}
                 if gone and not self._store.check([key]):
                     raise RankMismatchError(
-                        f"rank {self._rank} needs ranks {', '.join(map(str, gone))} to {what}, but they have destroyed their engine or ended; every rank "
-                        "must run the same number of forwards, and destroy or end after the last one"
+                        f"rank {self._rank} needs all ranks to {what}, but {'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
+                        "every rank must run the same number of forwards, and destroy or end after the last one"
                     ) from None
                 text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(map(str, missing))} to {what}"
                 if waited >= self._timeout:
@@ -105,6 +123,9 @@ class Agreement:
                 if waited >= warned:
                     logger.warning(text)
                     warned += WARN_SECONDS
+
+    def _closed_because(self, rank: int) -> str:
+        return str(self._store.get(f"closed/{rank}").decode())
 
     def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
         """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they need not be waiting for it."""
@@ -155,11 +176,11 @@ class Agreement:
             _threads.add(self._thread)
             self._thread.start()
 
-    def close(self) -> None:
+    def close(self, why: str = ENDED) -> None:
         """Serve no more, and let those know that ask."""
         if not self._closed:
             self._closed = True
-            _say_closed(self._store, self._rank)
+            _say_closed(self._store, self._rank, why)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -210,9 +231,9 @@ def _end_threads() -> None:
         thread.join(JOIN_SECONDS)
 
 
-def _say_closed(store: Any, rank: int) -> None:
+def _say_closed(store: Any, rank: int, why: str = ENDED) -> None:
     try:
-        store.set(f"closed/{rank}", "1")
+        store.set(f"closed/{rank}", why)
     except RuntimeError:
         pass  # the store is gone: nobody can ask
 
@@ -221,7 +242,9 @@ def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.W
     try:
         _serve_until_closed(owner, store, rank, read)
     finally:
-        _say_closed(store, rank)
+        agreement = owner()
+        if agreement is None or not agreement._closed:  # else it has said why
+            _say_closed(store, rank)
 
 
 def _serve_until_closed(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]) -> None:

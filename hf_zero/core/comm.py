@@ -1,26 +1,27 @@
-"""The only file that calls torch.distributed: process groups, the collectives of one mesh axis, agreement between ranks.
-
-What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend sends for them. On
-gloo, point-to-point exchange is faster than its reduce_scatter and overlaps better than its all_gather; elsewhere the
-backend's own collectives are used.
-"""
+"""The process group of all ranks, their common collectives, and the mesh of an engine."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_zero.config import ZeroConfig
 from hf_zero.core.agreement import Agreement
+from hf_zero.core.axis import CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_off, meet
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.presence import Presence, first_line
 from hf_zero.core.watch import Watch
+from hf_zero.errors import ConfigError, RankMismatchError
 
-DEFAULT_TIMEOUT = 1800.0
+MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 
 
 def is_initialized() -> bool:
@@ -40,15 +41,36 @@ def get_local_rank() -> int:
 
 
 def barrier(group: Any = None) -> None:
-    if is_initialized() and dist.get_world_size(group) > 1:
+    if not is_initialized() or dist.get_world_size(group) == 1:
+        return
+    if group is None or group is dist.group.WORLD:
+        everybody().barrier()
+    else:
         dist.barrier(group)
 
 
 def broadcast(tensor: torch.Tensor, source: int) -> None:
     """Copy global rank ``source``'s ``tensor`` to every rank, in place."""
     if is_initialized() and dist.get_world_size() > 1 and tensor.numel():
-        # As bytes: not every backend knows every dtype.
-        dist.broadcast(tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor, source)
+        everybody().broadcast(tensor, source)
+
+
+@contextmanager
+def agreed(what: str) -> Iterator[None]:
+    """Work that must go well on all ranks. Collective: if it raises on one, it raises there, and on the others with its name."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if get_world_size() > 1 and not isinstance(error, RankMismatchError):
+        outcomes = everybody().all_gather_object(None if error is None else first_line(error), f"outcome of {what}")
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+        if error is None and failed:
+            rank, outcome = next(iter(failed.items()))
+            raise RankMismatchError(f"rank {rank} could not {what}: {outcome}. All ranks give it up; mend it there and start again")
+    if error is not None:
+        raise error
 
 
 def destroy_process_group() -> None:
@@ -70,26 +92,61 @@ def init_distributed(
     init_method: str | None = None,
     rank: int = -1,
     world_size: int = -1,
+    port: int | None = None,
+    interface: str | None = None,
 ) -> None:
     """Join the process group of the launcher; without a launcher, make a group of this one process.
 
-    ``timeout`` in seconds is how long a silent wait lasts before it is an error. Does nothing if a group exists.
+    ``timeout`` in seconds is how long a silent wait lasts before it is an error. ``port`` is where the ranks meet if the
+    launcher names none in MASTER_PORT; ``interface`` is the network device that gloo and NCCL use. Does nothing if a group
+    exists.
     """
     if is_initialized():
         return
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout or DEFAULT_TIMEOUT)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
+    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     device = default_device()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost") and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+        join = partial(dist.init_process_group, backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
+        if port is not None and os.environ.setdefault("MASTER_PORT", str(port)) != str(port):
+            raise ConfigError(
+                f"port {port} is asked for, but the launcher has chosen {os.environ['MASTER_PORT']} (MASTER_PORT); name it in one place"
+            )
+        world_size = int(os.environ["WORLD_SIZE"])
+        join = partial(dist.init_process_group, backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        join = partial(dist.init_process_group, backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    watch = Watch(enabled=world_size > 1)
+    try:
+        with watch.over(Wait(f"all {world_size} ranks to meet at {place}")):
+            join()
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"the ranks cannot meet at {place}: another program on this machine (another training?) uses the port. End it, or choose a port that "
+            "is free: `torchrun --master-port N`, `accelerate launch --main_process_port N`, or MASTER_PORT=N"
+        ) from error
+    finally:
+        watch.close()
+    if dist.get_world_size() > 1:
+        everybody().lane.timeout = seconds
+
+
+def join(config: ZeroConfig, port: int | None = None) -> None:
+    """:func:`init_distributed` as ``config`` says; ``port`` goes before its port."""
+    init_distributed(
+        config.distributed_backend, config.timeout, port=port or config.distributed_port, interface=config.distributed_interface
+    )
 
 
 def _backend_of(device: torch.device) -> str:
@@ -101,168 +158,69 @@ def _backend_of(device: torch.device) -> str:
     return str(dist.get_backend())
 
 
-@dataclass
-class Ledger:
-    """Logical collectives issued by this rank: numbers and bytes by operation, and their order when ``record`` is set."""
+class Everybody:
+    """All ranks of the job, over the default group: seldom used, blocking collectives, each agreed on before."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    record: bool = False
-    log: list[tuple[str, str, int]] = field(default_factory=list)
+    def __init__(self, store: Any) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        backend = str(dist.get_backend())
+        presence = None
+        if self.world > 1 and backend not in ("threaded", "fake"):
+            shared = dist.PrefixStore("hf_zero/ranks", store)
+            number = shared.add(f"made/{self.rank}", 1)
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            presence = Presence(dist.PrefixStore(str(number), shared), self.rank, self.world, None if agent else 0)
+        self.watch = Watch(enabled=presence is not None, presence=presence)
+        self._agrees = presence is not None and _backend_of(CPU) == "gloo"
+        off = partial(break_off, dist.group.WORLD, _backend_of(CPU), self.world, self.rank, default_device())
+        self.lane = Lane("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off)
+        if presence is not None:
+            presence.lane(self.lane)
 
-    def note(self, operation: str, key: str, size: int) -> None:
-        self.counts[operation] += 1
-        self.bytes[operation] += size
-        if self.record:
-            self.log.append((operation, key, size))
+    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> Any:
+        wait = self.lane.issue(what, None if source is None else () if source == self.rank else (source,))
+        late = meet(wait, range(self.world), self.rank, None, self.watch, source) if self._agrees else []
+        try:
+            with self.watch.over(wait):
+                answer = call()
+        except RuntimeError as error:
+            raise self.watch.explain(wait, error) from error
+        Handle(late, self.watch, wait).wait()
+        return answer
 
+    def barrier(self) -> None:
+        self._call("barrier", dist.barrier)
 
-class Handle:
-    """A collective in flight."""
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        # As bytes: not every backend knows every dtype.
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+        self._call(f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}", lambda: dist.broadcast(flat, source), source)
 
-    def __init__(
-        self, works: Sequence[Any], watch: Watch, what: str, parts: Sequence[torch.Tensor] = (), free: Callable[[], None] | None = None
-    ):
-        self._works = list(works)
-        self._watch = watch
-        self._what = what
-        self._parts = list(parts)
-        self._free = free
+    def broadcast_object(self, value: Any, source: int = 0, what: str = "an object") -> Any:
+        box = [value]
+        self._call(f"broadcast of {what} from rank {source}", lambda: dist.broadcast_object_list(box, source), source)
+        return box[0]
 
-    def wait(self) -> None:
-        """Block (on a GPU: make the current stream wait) until the collective is done."""
-        if self._works:
-            with self._watch.over(self._what):
-                for work in self._works:
-                    work.wait()
-            self._works = []
+    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
+        box: list[Any] = [None] * self.world
+        self._call(f"exchange of {what}", lambda: dist.all_gather_object(box, value))
+        return box
 
-    def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out`` sets the precision of the sum."""
-        self.wait()
-        first, *rest = self._parts
-        if accumulate:
-            for part in self._parts:
-                out.add_(part, alpha=scale)
-        else:
-            if rest and first.dtype == out.dtype == rest[0].dtype:
-                torch.add(first, rest[0], out=out)
-                rest = rest[1:]
-            elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
-                out.copy_(first)
-            for part in rest:
-                out.add_(part)
-            if scale != 1.0:
-                out.mul_(scale)
-        self._give_back()
-
-    def drop(self) -> None:
-        """Wait, and use nothing of the result: the peers wait for what this rank sends."""
-        self.wait()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._parts = []
-        if self._free is not None:
-            self._free()
-            self._free = None
+    def meet(self, what: str) -> None:
+        """Go on once every rank says ``what``; where none can, all raise."""
+        if self._agrees:
+            self._call(what, lambda: None)
 
 
-class Axis:
-    """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state with this one."""
-
-    def __init__(self, ranks: Sequence[int], rank: int, group: Any, second: Any, backend: str, ledger: Ledger, watch: Watch):
-        self.ranks = list(ranks)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(rank)
-        self._group = group
-        # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
-        self._reduce_group = second
-        self._point_to_point = backend == "gloo"
-        self._ledger = ledger
-        self._watch = watch
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-
-    def _peers(self) -> list[int]:
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str, tag: int) -> Handle:
-        """Gather each ``(full, chunk)``: [size * n] from everybody's [n]. The pairs travel as one logical message."""
-        if self.size > 1:
-            self._ledger.note("all_gather", key, sum(full.nbytes for full, _ in pairs))
-        works: list[Any] = []
-        for full, chunk in pairs:
-            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-            if own.data_ptr() != chunk.data_ptr():
-                own.copy_(chunk)
-            if self.size == 1 or not chunk.numel():
-                continue
-            if self._point_to_point and full.device.type == "cpu":
-                flat = full.view(torch.uint8).chunk(self.size)
-                for peer in self._peers():
-                    works.append(dist.irecv(flat[peer], self.ranks[peer], self._group, tag))
-                for peer in self._peers():
-                    works.append(dist.isend(flat[self.rank], self.ranks[peer], self._group, tag))
-            else:
-                works.append(_all_gather_into(full, own, self._group))
-        return Handle(works, self._watch, f"all-gather of {key}")
-
-    def reduce_scatter(self, full: torch.Tensor, key: str, tag: int) -> Handle:
-        """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into its destination."""
-        n = full.numel() // self.size
-        own = full.narrow(0, self.rank * n, n)
-        if self.size == 1:
-            return Handle([], self._watch, key, [full])
-        self._ledger.note("reduce_scatter", key, full.nbytes)
-        if self._point_to_point and full.device.type == "cpu":
-            received = [self._borrow(n, full.dtype, full.device) for _ in self._peers()]
-            raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
-            works = []
-            for buffer, peer in zip(received, self._peers()):
-                works.append(dist.irecv(buffer.view(torch.uint8), self.ranks[peer], self._reduce_group, tag))
-            for peer in self._peers():
-                works.append(dist.isend(raw[peer], self.ranks[peer], self._reduce_group, tag))
-            return Handle(works, self._watch, f"reduce-scatter of {key}", [own, *received], lambda: self._give_back(received))
-        out = self._borrow(n, full.dtype, full.device)
-        work = _reduce_scatter_into(out, full, self._reduce_group)
-        return Handle([work], self._watch, f"reduce-scatter of {key}", [out], lambda: self._give_back([out]))
-
-    def all_reduce(self, tensor: torch.Tensor, key: str, maximum: bool = False) -> Handle:
-        """Sum (or maximum) over the axis, in place."""
-        if self.size == 1:
-            return Handle([], self._watch, key, [tensor])
-        self._ledger.note("all_reduce", key, tensor.nbytes)
-        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
-        return Handle([work], self._watch, f"all-reduce of {key}", [tensor])
-
-    def close(self) -> None:
-        """Give the communicators and spare buffers back."""
-        self._spare.clear()
-        for group in (self._group, self._reduce_group):
-            if group is not None and is_initialized():
-                dist.destroy_process_group(group)
-        self._group = self._reduce_group = None
-
-    def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        spare = self._spare.get((numel, dtype))
-        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
-
-    def _give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(spare) < self.size:
-                spare.append(tensor)
+_everybody: weakref.WeakKeyDictionary[Any, Everybody] = weakref.WeakKeyDictionary()
 
 
-def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(full, own.clone() if dist.get_backend(group) == "threaded" else own, group=group, async_op=True)
-
-
-def _reduce_scatter_into(out: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, full, group=group, async_op=True)
+def everybody() -> Everybody:
+    """All ranks of the process group there is."""
+    store = dist.distributed_c10d._get_default_store()
+    if store not in _everybody:
+        _everybody[store] = Everybody(store)
+    return _everybody[store]
 
 
 class Comm:
@@ -274,33 +232,49 @@ class Comm:
         self.timeout = timeout
         backend = _backend_of(device)
         self.blocks = device.type == "cpu"  # waiting for a collective blocks the host, not a stream
-        self.watch = Watch(enabled=self.world > 1 and backend not in ("threaded", "fake"))
+        self.watch = Watch(enabled=False)
+        self.agreement: Agreement | None = None
+        self.name = "engine"
+        if self.world > 1 and backend != "fake":
+            self.watch = everybody().watch
+            everybody().lane.timeout = timeout
+            store = dist.distributed_c10d._get_default_store()
+            self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
+            lane = Lane(f"agreements of {self.name}", range(self.world), timeout, native=False)
+            if self.watch.presence is not None:
+                self.watch.presence.lane(lane)
+            shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
+            self.agreement = Agreement(shared, self.rank, self.world, timeout, self.watch, lane)
+            # Making groups blocks in native code, where a rank that does not come cannot be named.
+            self.agreement.settle("initialize", (0, 0), lambda _: "making of the engine")
+            if self.watch.presence is not None and self.watch.presence.keeper is not None:
+                self.watch.presence.knows(self.watch.presence.keeper)  # while it can still be asked
         rows = [list(range(start, start + shards)) for start in range(0, self.world, shards)]
         columns = [list(range(start, self.world, shards)) for start in range(shards)]
-        self.shard = self._axis(rows, backend, timeout)
-        self.replicate = self._axis(columns, backend, timeout)
-        self.agreement: Agreement | None = None
-        if self.world > 1 and backend != "fake":
-            store = dist.distributed_c10d._get_default_store()
-            number = store.add(f"hf_zero/engines/{self.rank}", 1)
-            self.agreement = Agreement(dist.PrefixStore(f"hf_zero/{number}", store), self.rank, self.world, timeout)
+        self.shard = self._axis(rows, backend, "", device)
+        self.replicate = self._axis(columns, backend, " across replicas", device)
 
-    def _axis(self, sets: list[list[int]], backend: str, timeout: float) -> Axis:
+    def _axis(self, sets: list[list[int]], backend: str, kind: str, device: torch.device) -> Axis:
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if len(mine) > 1:
             for place in range(2):
                 for ranks in sets:
-                    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+                    made = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + MARGIN_SECONDS))
                     if self.rank in ranks:
                         groups[place] = made
-        return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, self.watch)
+        name = f"{self.name}{kind}"
+        return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, self.watch, name, self.timeout, device)
 
-    def close(self, groups: bool = True) -> None:
+    def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this mesh end here."""
-        self.watch.close()
         if self.agreement is not None:
-            self.agreement.close()
+            self.agreement.close(why)
         if groups:
+            presence = self.watch.presence
+            for axis in (self.shard, self.replicate):
+                axis.gathers.closed = axis.reductions.closed = why
+            if presence is not None and self.world > 1:
+                presence.say("here")
             for axis in (self.shard, self.replicate):
                 axis.close()
 
@@ -314,15 +288,13 @@ class Comm:
             broadcast(tensor, source)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, source)
-        return box[0]
+        return value if self.world == 1 else everybody().broadcast_object(value, source)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        if self.world == 1:
-            return [value]
-        box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value)
-        return box
+    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
+        return [value] if self.world == 1 else everybody().all_gather_object(value, what)
+
+    def meet_after_break(self) -> None:
+        """After a backward that broke on this rank: go on if it broke at the same reduction on all of them."""
+        if self.world > 1:
+            at = [axis.reductions.issued for axis in (self.shard, self.replicate)]
+            everybody().meet(f"backward after one that broke at reductions {at}")

@@ -46,7 +46,7 @@ def _whole_master(flat: Flat) -> torch.Tensor:
     if flat.layout.shards == 1:
         return flat.master
     whole = torch.empty(flat.layout.padded, dtype=flat.master.dtype, device=flat.master.device)
-    flat.axis.all_gather([(whole, flat.master)], flat.key, flat.number).wait()
+    flat.axis.all_gather([(whole, flat.master)], f"masters of {flat.key}").wait()
     return whole
 
 

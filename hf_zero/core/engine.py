@@ -101,12 +101,12 @@ class Engine(Answers, Saving):
         self._destroyed = False
         try:
             self._build(model, optimizer)
-        except BaseException:
+        except BaseException as error:
             for parameter in model.parameters():
                 flat = owner_of(parameter)
                 if flat is not None and flat.axis in (self.comm.shard, self.comm.replicate):
                     flat.retire()  # the model must not stay with an engine that nobody holds
-            self.comm.close(groups=not self._policy.shards_parameters)
+            self.comm.close(groups=not self._policy.shards_parameters, why=f"could not build the engine ({comms.first_line(error)})")
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
@@ -342,7 +342,7 @@ class Engine(Answers, Saving):
         handles = []
         for flat in chosen:
             if not flat.sharded and flat.layout.shards > 1:
-                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], flat.key, flat.number))
+                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
         for handle in handles:
             handle.wait()
         for unit in dict.fromkeys(flat.unit for flat in chosen):

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.core.comm import Comm, Handle
+from hf_zero.core.axis import Handle
+from hf_zero.core.comm import Comm
 from hf_zero.core.parameter import raw_grad, set_raw_grad
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
@@ -66,6 +67,7 @@ class GradientReducer:
         self._ordered = False
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._broke = False  # a backward broke after some of its reductions were launched
         self.spoiled = False  # a backward broke after part of its gradients was taken in
         self.weight = 1.0  # of the micro-batch whose backward is under way
         self.reduces = True  # whether this backward ends an accumulation window
@@ -77,6 +79,9 @@ class GradientReducer:
         gather it has yet to join.
         """
         self._holds = recording and self._comm.blocks
+        if self._broke:
+            self._broke = False
+            self._comm.meet_after_break()
         self._ready.clear()
         self._seen, self._next, self._key, self._open = [], 0, key, True
 
@@ -129,7 +134,7 @@ class GradientReducer:
             return
         # While another forward waits for its backward, units are not ready before the end, and nothing can be late.
         waits = any(unit.pending for unit in self._units)
-        told = self._comm.all_gather_object((waits, [unit.index for unit in late]))
+        told = self._comm.all_gather_object((waits, [unit.index for unit in late]), "late gradients")
         if not any(waits for waits, _ in told):
             self._known.add(self._key)
         everybody: set[int] = set().union(*(indices for _, indices in told))
@@ -169,6 +174,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""
         self.spoiled = bool(self._open and self._ready)
+        self._broke = self._broke or bool(self._open and self._next)
         self._open = self._holds = False
         self._drop()
 
@@ -225,13 +231,12 @@ class GradientReducer:
 
     def _send(self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float) -> None:
         shard, replicate, part = self._comm.shard, self._comm.replicate, None
-        tag = flat.number
         if flat.layout.shards > 1:
-            handle = shard.reduce_scatter(wire, flat.key, tag)
+            handle = shard.reduce_scatter(wire, flat.key)
             if replicate.size > 1:
                 part = torch.empty(flat.layout.chunk, dtype=wire.dtype, device=wire.device)
         else:
-            handle = replicate.all_reduce(wire, flat.key)
+            handle = replicate.all_reduce(wire, flat.key, ordered=True)
         self._flights.append(_Flight(flat, handle, scale, borrowed, part))
         while not self._holds and sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
             self._land()
@@ -243,7 +248,7 @@ class GradientReducer:
         accumulate = flat.window is None and flat.reduced
         if flight.part is not None:
             flight.handle.reduce_into(flight.part, False, 1.0)
-            flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key)
+            flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key, ordered=True)
         flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
         if flat.held is not None:
             flat.grad.add_(flat.held)

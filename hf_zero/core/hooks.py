@@ -217,7 +217,9 @@ class Hooks:
                 self._untracked.append(outer)
                 self._no_longer(set(self._untracked[:-FORWARDS_TOLD_APART]))
                 del self._untracked[:-FORWARDS_TOLD_APART]
-            if output is None and sys.exc_info()[0] is not None:
+            raised = sys.exc_info()[1] if output is None else None
+            self._schedule.note(raised)
+            if raised is not None:
                 self._schedule.abandon()  # the forward has raised
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())

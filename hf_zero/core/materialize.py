@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hf_zero.core.comm import Comm
+from hf_zero.core.comm import Comm, agreed
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of, source_of
 from hf_zero.core.policy import Policy
@@ -18,6 +19,8 @@ from hf_zero.core.storage import open_storage
 from hf_zero.core.unit import Flat, State, Unit
 from hf_zero.core.wrap import Cut
 from hf_zero.errors import PartitionError, RankMismatchError
+
+T = TypeVar("T")
 
 
 def partition(
@@ -57,7 +60,7 @@ def partition(
     sums = [(flat, accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32)) for flat in training]
     grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, dtype) for flat, dtype in sums], device)
 
-    former, staging = _Former(), _Staging()
+    former, staging, reads = _Former(), _Staging(), any(_is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
             full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
@@ -78,6 +81,9 @@ def partition(
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
     former.let_go()
+    if reads:
+        with agreed("read its part of the model"):
+            former.raise_error()
     _place_buffers(model, device, comm)
     return units
 
@@ -173,12 +179,25 @@ def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> I
 
 
 class _Former:
-    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a time."""
+    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a time; and how reading others went."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[Flat]] = {}  # all flats of each engine that left some
         self._flat: Flat | None = None
         self._whole = torch.empty(0)
+        self._error: Exception | None = None
+
+    def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
+        """Read what this rank alone may fail to read: an error is kept until all ranks are through, so that none waits for this one."""
+        try:
+            return read(*args)
+        except Exception as error:
+            self._error = self._error or error
+            return None
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def let_go(self) -> None:
         """Free the shards that have been taken over, and the groups of an engine that nothing is left of."""
@@ -250,7 +269,7 @@ def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> tor
             target = values[start:stop]
             direct = target.dtype == source.dtype and target.device.type == "cpu"
             part = target if direct else torch.empty(stop - start, dtype=source.dtype)
-            source.read(first, part)
+            former.attempt(source.read, first, part)
             if not direct:
                 target.copy_(part)
         else:
@@ -259,7 +278,7 @@ def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> tor
             else:
                 staged = staging.take(math.prod(slot.shape), source.dtype)
                 if comm.rank == 0:
-                    source.read(0, staged)
+                    former.attempt(source.read, 0, staged)
                 whole = staged.to(values.device)
             comm.broadcast(whole, 0)
             values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_zero.core.comm import Comm
+from hf_zero.core.comm import Comm, first_line
 from hf_zero.core.unit import State, Unit
 from hf_zero.errors import PartitionError
 
@@ -95,6 +95,11 @@ class Schedule:
     def recording(self) -> bool:
         """Whether the pass under way settles every gather with the other ranks."""
         return self._key is not None and self._plan is None and self._comm.world > 1
+
+    def note(self, error: BaseException | None) -> None:
+        """Remember, for the other ranks, the exception that a forward has raised, as long as none has gone well since."""
+        if self._comm.watch.presence is not None:
+            self._comm.watch.presence.trouble = "" if error is None else first_line(error)
 
     def abandon(self) -> None:
         """Forget the pass under way, which an exception has broken, and release what nobody uses."""

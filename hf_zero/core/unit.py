@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.comm import Axis, Handle
+from hf_zero.core.axis import Axis, Handle
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, WatchedParameter
 from hf_zero.core.storage import Storage
@@ -184,7 +184,7 @@ class Flat:
     def whole_from_shards(self) -> torch.Tensor:
         """A new buffer with the values of all ranks' shards, past the parameters: [padded]. Collective."""
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
-        self.axis.all_gather([(whole, self.shard)], self.key, self.number).wait()
+        self.axis.all_gather([(whole, self.shard)], self.key).wait()
         return whole
 
 
@@ -293,7 +293,7 @@ class Unit:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
                 pairs.append((flat.full, flat.shard))
             with torch.no_grad():
-                self._handle = self.sharded[0].axis.all_gather(pairs, self.label, self.index)
+                self._handle = self.sharded[0].axis.all_gather(pairs, self.label)
         if self.state is State.RELEASED:
             self.state = State.GATHERING
 

@@ -1,44 +1,92 @@
-"""Silent waits made audible: a warning each minute that says what this rank waits for."""
+"""No silent wait: a warning each minute, an error as soon as it is proved that nobody will come, or at the timeout.
+
+[Note: interrupting]
+A thread looks at waits that last a second or more; shorter ones cost nothing. What waits in a backend's native code cannot
+be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, a lane is broken off from
+here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lane is lost with it; so is the job.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from hf_zero.core.lane import Wait
+from hf_zero.core.presence import Presence, Verdict
+from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
 WARN_SECONDS = 60.0
+LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
+RANKS_A_LOOK = 32  # more ranks look less often: they share one store
+GRACE_SECONDS = 5.0
+JOIN_SECONDS = 5.0
 
 
 class Watch:
     """Watches the waits of one rank from a daemon thread, started at the first wait."""
 
-    def __init__(self, enabled: bool = True, warn_after: float = WARN_SECONDS):
+    def __init__(self, enabled: bool = True, warn_after: float = WARN_SECONDS, presence: Presence | None = None):
         self._enabled = enabled
         self._warn_after = warn_after
-        self._current: tuple[str, float] | None = None
+        self.presence = presence
+        self.verdict = ""  # what ends this rank: sticky, because a lane has been broken off for it
+        self._current: tuple[Wait, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._told: tuple[str, float] | None = None
+        self._told: tuple[Wait, float] | None = None
         self._warned = 0.0
+        self._looked = 0.0
+        self._posted: tuple[Wait, float] | None = None
+        if presence is not None:
+            _watches.add(self)
 
     @contextmanager
-    def over(self, what: str) -> Iterator[None]:
-        """Mark the enclosed block as waiting for ``what``."""
+    def over(self, wait: Wait) -> Iterator[None]:
+        """Mark the enclosed block as waiting."""
         if not self._enabled:
             yield
             return
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
             self._thread.start()
-        self._current = (what, time.monotonic())
+        outer, self._current = self._current, (wait, time.monotonic())
         try:
             yield
         finally:
-            self._current = None
+            self._current = outer
+
+    def check(self) -> None:
+        """Raise what the watch has found, where nothing waits in a backend."""
+        if self.verdict:
+            raise RankMismatchError(self.verdict)
+
+    def explain(self, wait: Wait, error: BaseException) -> RankMismatchError:
+        """What to raise for ``error``, which ``wait`` has raised: who is the reason, if that can be found."""
+        _take_time_to_speak()
+        if self.verdict:
+            return RankMismatchError(self.verdict)
+        cause = self.presence.cause() if self.presence is not None else None
+        if cause is None:
+            cause = f"a connection was lost ({error}): a rank has ended or died, or its network; see the output of ranks {wait.needs}"
+        elif not cause.startswith("rank"):
+            cause = f"lost while it waited: {cause}"
+        text = f"rank {self.presence.rank if self.presence is not None else '?'} could not finish {wait}: {cause}"
+        self._conclude(text, cause)
+        return RankMismatchError(text)
+
+    def _conclude(self, verdict: str, cause: str) -> None:
+        self.verdict = verdict
+        if self.presence is not None:
+            self.presence.say("broken", cause)
+        logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
 
     def close(self) -> None:
         self._stop.set()
@@ -46,29 +94,85 @@ class Watch:
     @property
     def pause(self) -> float:
         """Seconds between looks."""
-        return min(1.0, self._warn_after / 4)
+        return min(LOOK_SECONDS, self._warn_after) / 4
 
     def look(self) -> None:
-        """Warn if the wait under way has lasted long enough since it began or was last warned of."""
+        """Warn if the wait under way has lasted long since it began or was last warned of; end it if it can never end."""
         current = self._current
         if current is None:
             return
-        waited = time.monotonic() - current[1]
-        if current != self._told:
-            self._told, self._warned = current, 0.0
-        if waited - self._warned >= self._warn_after:
+        wait, now = current[0], time.monotonic()
+        waited = now - current[1]
+        if current is not self._told:
+            self._told, self._warned, self._looked = current, 0.0, current[1]
+        if self.presence is not None and not self.verdict and now - self._looked >= self._every(self.presence):
+            self._looked = now
+            self._judge(current, waited, self.presence)
+        if not wait.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
             logger.warning(
-                "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)", current[0], waited
+                "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)", wait, waited
             )
+
+    @staticmethod
+    def _every(presence: Presence) -> float:
+        return LOOK_SECONDS * max(1.0, presence.world / RANKS_A_LOOK)
+
+    def _judge(self, current: tuple[Wait, float], waited: float, presence: Presence) -> None:
+        wait, lane = current[0], current[0].lane
+        if lane is not None and self._posted is not current:
+            presence.say("waits", wait=wait)
+            self._posted = current
+        verdict = presence.verdict(wait)
+        if verdict is None and lane is not None and waited >= lane.timeout:
+            others = ", ".join(str(rank) for rank in wait.needs if rank != presence.rank)
+            text = (
+                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for {wait}; it needs ranks {others}, of which one has not "
+                "come. See where it stands (py-spy dump), or set a longer timeout in the config"
+            )
+            verdict = Verdict(text, text)
+        if verdict is not None and self._current is current:
+            self._conclude(*verdict)
+            if lane is not None:
+                lane.break_off()
 
 
 def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:
     pause = 0.0
-    while not stop.wait(pause):
+    while not stop.wait(pause) and not _ending.is_set():
         watch = owner()
         if watch is None:
             return
         watch.look()
         pause = watch.pause
         del watch
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+@atexit.register
+def _leave() -> None:
+    """Say how this rank ends. A thread that comes back from the store's C++ while the interpreter shuts down would abort the process."""
+    _ending.set()
+    for watch in list(_watches):
+        watch.close()
+        if watch._thread is not None:
+            watch._thread.join(JOIN_SECONDS)
+        told = watch.presence.leave() if watch.presence is not None else None
+        if told:
+            logger.error("this rank has lost a connection because %s", told)
+
+
+def _take_time_to_speak() -> None:
+    """A launcher that sees one rank end ends the others at once; this one is about to say why, and ends a little later."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    timer = threading.Timer(GRACE_SECONDS, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()

@@ -32,7 +32,7 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         config = asked_for()
         if config is None or loading_now.get() is not None or torch.get_default_device().type == "meta":
             return original(cls, *args, **kwargs)
-        comm.init_distributed(timeout=config.timeout)
+        comm.join(config)
         token = loading_now.set(Loading(shards=False))
         try:
             if comm.get_world_size() == 1:
@@ -107,7 +107,7 @@ class Init:
                 hold(module, self._config)
 
     def _shards(self) -> bool:
-        comm.init_distributed(timeout=self._config.timeout)
+        comm.join(self._config)
         return self._config.stage == 3 and comm.get_world_size() > 1
 
     def __enter__(self) -> Init:

@@ -40,13 +40,15 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         config = asked_for()
         if config is None or loading_now.get() is not None:
             return original(cls, *args, **kwargs)
-        comm.init_distributed(timeout=config.timeout)
+        comm.join(config)
         loading = Loading(shards=comm.get_world_size() > 1)
         token = loading_now.set(loading)
         try:
-            answer = original(cls, *args, **kwargs)
-            model = answer[0] if isinstance(answer, tuple) else answer
-            if make_pending(model):
+            with comm.agreed(f"load {cls.__name__}"):
+                answer = original(cls, *args, **kwargs)
+                model = answer[0] if isinstance(answer, tuple) else answer
+                pending = make_pending(model)
+            if pending:
                 hold(model, config)
             return answer
         finally:

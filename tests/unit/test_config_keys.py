@@ -19,6 +19,8 @@ SAMPLES: dict[str, Any] = {
     "true or false": True,
     "a non-empty string": "AdamW",
     "a path": "/local_nvme",
+    "one of 'gloo', 'nccl'": "gloo",
+    "an integer from 1 to 65535": 29501,
     "one of 'fp32', 'bf16', 'fp16'": "torch.bfloat16",
     "a list of names": ["Sophia"],
     "a section of keys and plain values": {},

@@ -28,6 +28,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "a positive number of steps or infinity": st.integers(1, 9) | st.just(float("inf")),
     "a number of elements of at least 0": st.floats(0, 1e12),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
+    "one of 'gloo', 'nccl'": st.sampled_from(["gloo", "nccl"]),
+    "an integer from 1 to 65535": st.integers(1, 65535),
     "an integer from 0 to 3": st.integers(0, 3),
     "an integer of at least -1": st.integers(1, 9),
     "an integer of at least 0": st.integers(0, 9) | st.just(5e8),

@@ -301,9 +301,9 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
 def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
     agreements, _, _ = trio
     agreements[1].close()
-    with pytest.raises(RankMismatchError, match=r"rank 0 needs ranks 1 to serve layer\.2, but they have destroyed their engine or ended"):
+    with pytest.raises(RankMismatchError, match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has destroyed its engine or ended"):
         agreements[0].fetch(2, "layer.2", [1, 2], 37)
-    with pytest.raises(RankMismatchError, match=r"rank 2 needs ranks 1 to join the gather of unit 3"):
+    with pytest.raises(RankMismatchError, match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has"):
         agreements[0]._store.set("0/0", "x|1|3")
         agreements[2].settle("x", (1, 3), say)
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.core import comm
-from hf_zero.core.comm import Axis, Comm, Handle, Ledger
+from hf_zero.core.axis import Axis, Handle, Ledger
+from hf_zero.core.comm import Comm
+from hf_zero.core.lane import Wait
 from hf_zero.core.watch import Watch
 
 CPU = torch.device("cpu")
@@ -45,7 +47,7 @@ def test_the_local_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert comm.get_local_rank() == 3
 
 
-@pytest.mark.parametrize("limit, seconds", [(None, 1800), (7.0, 7), (timedelta(seconds=9), 9)])
+@pytest.mark.parametrize("limit, seconds", [(None, 1830), (7.0, 37), (timedelta(seconds=9), 39)])
 def test_without_a_launcher_a_group_of_one_is_made(limit: Any, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     join = dist.init_process_group
@@ -97,11 +99,11 @@ def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
     alone = Comm(1, CPU, 5.0)
     assert alone.agreement is None and not alone.watch._enabled
     full, chunk = torch.zeros(8), torch.arange(8.0)
-    alone.shard.all_gather([(full, chunk)], "unit", 0).wait()
+    alone.shard.all_gather([(full, chunk)], "unit").wait()
     assert full.tolist() == chunk.tolist()
-    alone.shard.all_gather([(full, full)], "unit", 0).wait()
+    alone.shard.all_gather([(full, full)], "unit").wait()
     out = torch.ones(8)
-    alone.shard.reduce_scatter(full, "unit", 0).reduce_into(out, True, 0.5)
+    alone.shard.reduce_scatter(full, "unit").reduce_into(out, True, 0.5)
     assert out.tolist() == [1 + 0.5 * at for at in range(8)]
     alone.replicate.all_reduce(out, "norm").wait()
     alone.broadcast(out, 0)
@@ -125,18 +127,18 @@ class Seen(Watch):
         super().__init__(enabled=False)
         self.names: list[str] = []
 
-    def over(self, what: str) -> Any:
-        self.names.append(what)
-        return super().over(what)
+    def over(self, wait: Wait) -> Any:
+        self.names.append(wait.what)
+        return super().over(wait)
 
 
 def test_a_handle_waits_once_and_says_for_what() -> None:
     works, watch = [Work(), Work()], Seen()
-    handle = Handle(works, watch, "all-gather of layer.1")
+    handle = Handle(works, watch, Wait("all-gather of layer.1"))
     handle.wait()
     handle.wait()
     assert [work.waits for work in works] == [1, 1] and watch.names == ["all-gather of layer.1"]
-    Handle([], watch, "nothing").wait()
+    Handle([], watch, Wait("nothing")).wait()
     assert watch.names == ["all-gather of layer.1"]
 
 
@@ -150,7 +152,7 @@ def test_the_end_of_a_reduction(parts: int, wire: torch.dtype, scale: float, acc
     out, freed = torch.full((5,), 100.0), []
     want = scale * sum(part.float() for part in received) + (100.0 if accumulate else 0.0)
     work = Work()
-    handle = Handle([work], OFF, "reduction", received, lambda: freed.append(True))
+    handle = Handle([work], OFF, Wait("reduction"), received, lambda: freed.append(True))
     handle.reduce_into(out, accumulate, scale)
     assert torch.allclose(out, want, atol=1e-4) and work.waits == 1
     assert freed == [True] and handle._parts == [] and handle._free is None
@@ -160,7 +162,7 @@ def test_the_end_of_a_reduction(parts: int, wire: torch.dtype, scale: float, acc
 def test_a_reduction_may_end_where_its_own_part_lies(parts: int) -> None:
     received = [torch.randn(5) for _ in range(parts)]
     want = 0.5 * sum(part.clone() for part in received)
-    Handle([], OFF, "reduction", received).reduce_into(received[0], False, 0.5)
+    Handle([], OFF, Wait("reduction"), received).reduce_into(received[0], False, 0.5)
     assert torch.allclose(received[0], want)
 
 
@@ -168,7 +170,7 @@ def test_sums_of_16_bit_parts_have_the_precision_of_the_destination() -> None:
     """1 + 2⁻⁹ is 1 in bf16."""
     received = [torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-9]).bfloat16()]
     out = torch.empty(1)
-    Handle([], OFF, "reduction", received).reduce_into(out, False, 1.0)
+    Handle([], OFF, Wait("reduction"), received).reduce_into(out, False, 1.0)
     assert float(out) == 1 + 2.0**-9
 
 
@@ -182,9 +184,9 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
     chunk = torch.full((8,), float(rank + 1))
     full = torch.zeros(32)
     half, whole_half = torch.ones(8, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
-    mesh.shard.all_gather([(full, chunk), (whole_half, half)], "layer.0", 1).wait()
+    mesh.shard.all_gather([(full, chunk), (whole_half, half)], "layer.0").wait()
     assert full[rank * 8 : rank * 8 + 8].tolist() == chunk.tolist()
-    mesh.shard.reduce_scatter(full, "layer.0", 1).reduce_into(torch.zeros(8), False, 1.0)
+    mesh.shard.reduce_scatter(full, "layer.0").reduce_into(torch.zeros(8), False, 1.0)
     mesh.shard.all_reduce(torch.zeros(1), "norm").wait()
     mesh.shard.all_reduce(torch.zeros(1), "most", maximum=True).wait()
     mesh.replicate.all_reduce(torch.zeros(1), "nobody").wait()
@@ -218,10 +220,10 @@ def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(monkeypatch:
 def test_receive_buffers_are_used_again() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     axis, out = Comm(2, CPU).shard, torch.zeros(8)
-    axis.reduce_scatter(torch.zeros(16), "a", 0).reduce_into(out, False, 1.0)
+    axis.reduce_scatter(torch.zeros(16), "a").reduce_into(out, False, 1.0)
     [(key, [buffer])] = axis._spare.items()
     assert key == (8, torch.float32)
-    handle = axis.reduce_scatter(torch.zeros(16), "b", 0)
+    handle = axis.reduce_scatter(torch.zeros(16), "b")
     assert handle._parts[0] is buffer and axis._spare[key] == []
     handle.reduce_into(out, False, 1.0)
     assert axis._spare[key] == [buffer]

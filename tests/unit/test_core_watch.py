@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_zero.core import watch as module
+from hf_zero.core.lane import Wait
 from hf_zero.core.watch import Watch
 
 
@@ -44,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str]) -> None:
     watch = Watch()
-    with watch.over("all-gather of layer.3"):
+    with watch.over(Wait("all-gather of layer.3")):
         clock.run(watch, 59)
         assert heard == []
         clock.run(watch, 200)
@@ -60,14 +61,14 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
 def test_many_short_waits_are_not_warned_about(clock: Clock, heard: list[str]) -> None:
     watch = Watch()
     for number in range(10):
-        with watch.over(f"wait {number}"):
+        with watch.over(Wait(f"wait {number}")):
             clock.run(watch, 30)
     assert heard == []
 
 
 def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> None:
     watch = Watch()
-    waits = [watch.over("first"), watch.over("second")]
+    waits = [watch.over(Wait("first")), watch.over(Wait("second"))]
     waits[0].__enter__()
 
     def change() -> None:
@@ -81,7 +82,7 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
 
 def test_nobody_waits_after_an_end_or_an_error(clock: Clock, heard: list[str]) -> None:
     watch = Watch()
-    with pytest.raises(KeyError), watch.over("broken"):
+    with pytest.raises(KeyError), watch.over(Wait("broken")):
         raise KeyError
     clock.run(watch, 300)
     assert heard == []
@@ -89,7 +90,7 @@ def test_nobody_waits_after_an_end_or_an_error(clock: Clock, heard: list[str]) -
 
 def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str]) -> None:
     watch = Watch(warn_after=0.4)
-    with watch.over("quick"):
+    with watch.over(Wait("quick")):
         clock.run(watch, 0.9)
     assert len(heard) == 2
 
@@ -97,16 +98,16 @@ def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str])
 def test_a_watch_that_is_off_starts_no_thread() -> None:
     watch = Watch(enabled=False)
     before = threading.active_count()
-    with watch.over("nothing"):
+    with watch.over(Wait("nothing")):
         assert threading.active_count() == before and watch._thread is None
 
 
 def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
     watch = Watch(warn_after=0.01)
     assert watch._thread is None, "a thread before the first wait"
-    with watch.over("one"):
+    with watch.over(Wait("one")):
         thread = watch._thread
-    with watch.over("two"):
+    with watch.over(Wait("two")):
         assert watch._thread is thread and thread is not None and thread.daemon
     watch.close()
     thread.join(timeout=10)

@@ -1,5 +1,6 @@
 """``deepspeed.comm``: hf_zero's process groups, and torch.distributed for every name that is not here."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,8 @@ def init_distributed(
 ) -> None:
     """``hf_zero.core.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in the environment, not through MPI."""
     if dist_init_required is not False:
-        _comm.init_distributed(dist_backend, timeout, init_method, rank, world_size)
+        port = None if "MASTER_PORT" in os.environ else distributed_port  # 29500 need not be anybody's wish
+        _comm.init_distributed(dist_backend, timeout, init_method, rank, world_size, port)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,292 @@
+"""The collectives of one mesh axis. With comm.py the only file that calls torch.distributed.
+
+What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend sends for them. On
+gloo, point-to-point exchange is faster than its reduce_scatter and overlaps better than its all_gather; elsewhere the
+backend's own collectives are used.
+
+[Note: mismatches]
+gloo aborts the process on a message longer than expected and takes a shorter one in silence. So every point-to-point
+message carries the number, name and size of its collective in its tag: what differs does not meet, both ranks wait, and
+the watch proves why. gloo's own collectives are agreed on by such messages first (:func:`meet`). The reductions of
+gradients need no agreement: their order is fixed, but for a backward that broke (grads.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.watch import Watch
+
+CPU = torch.device("cpu")
+DEFAULT_TIMEOUT = 1800.0
+SMALL_BYTES = 4096  # reductions up to this size are exchanged whole
+BREAK_TAG = 0x7FFFFFFF
+
+
+def break_off(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
+    """Make everything that waits in ``group`` raise, here and on its other ranks."""
+    if backend != "gloo":
+        group._get_backend(device).abort()
+        return
+    gloo = group._get_backend(CPU)
+    for peer in range(size):
+        if peer != rank:
+            try:  # gloo closes the connections of a message that has timed out, and of nothing else
+                gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # as wanted
+
+
+@dataclass
+class Ledger:
+    """Logical collectives issued by this rank: numbers and bytes by operation, and their order when ``record`` is set."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    record: bool = False
+    log: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def note(self, operation: str, key: str, size: int) -> None:
+        self.counts[operation] += 1
+        self.bytes[operation] += size
+        if self.record:
+            self.log.append((operation, key, size))
+
+
+class Handle:
+    """A collective in flight."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        watch: Watch,
+        wait: Wait,
+        parts: Sequence[torch.Tensor] = (),
+        free: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+    ):
+        self._works = list(works)
+        self._watch = watch
+        self._wait = wait
+        self._parts = list(parts)
+        self._free = free
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block (on a GPU: make the current stream wait) until the collective is done."""
+        if not self._works:
+            return
+        works, self._works = self._works, []
+        try:
+            with self._watch.over(self._wait):
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._watch.explain(self._wait, error) from error
+        if self._finish is not None:
+            self._finish()
+
+    def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
+        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out`` sets the precision of the sum."""
+        self.wait()
+        first, *rest = self._parts
+        if accumulate:
+            for part in self._parts:
+                out.add_(part, alpha=scale)
+        else:
+            if rest and first.dtype == out.dtype == rest[0].dtype:
+                torch.add(first, rest[0], out=out)
+                rest = rest[1:]
+            elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
+                out.copy_(first)
+            for part in rest:
+                out.add_(part)
+            if scale != 1.0:
+                out.mul_(scale)
+        self._give_back()
+
+    def drop(self) -> None:
+        """Wait, and use nothing of the result: the peers wait for what this rank sends."""
+        self.wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._parts = []
+        if self._free is not None:
+            self._free()
+            self._free = None
+
+
+class Axis:
+    """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state with this one."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Any,
+        second: Any,
+        backend: str,
+        ledger: Ledger,
+        watch: Watch,
+        name: str = "axis",
+        timeout: float = DEFAULT_TIMEOUT,
+        device: torch.device = CPU,
+    ):
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(rank)
+        self._group = group
+        # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
+        self._reduce_group = second
+        self._point_to_point = backend == "gloo"
+        self._ledger = ledger
+        self._watch = watch
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        lanes = []
+        for kind, each in (("gathers", group), ("reductions", second)):
+            off = partial(break_off, each, backend, self.size, self.rank, device)
+            lane = Lane(f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}", self.ranks, timeout, off)
+            lanes.append(watch.presence.lane(lane) if watch.presence is not None and self.size > 1 else lane)
+        self.gathers, self.reductions = lanes
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _start(self, wait: Wait, launch: Callable[[], list[Any]]) -> list[Any]:
+        self._watch.check()
+        try:
+            return launch()
+        except RuntimeError as error:  # a connection was lost before
+            raise self._watch.explain(wait, error) from error
+
+    def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str) -> Handle:
+        """Gather each ``(full, chunk)``: [size * n] from everybody's [n]. The pairs travel as one logical message."""
+        size = sum(full.nbytes for full, _ in pairs)
+        wait = self.gathers.issue(f"all-gather of {key}, {size} bytes")
+        if self.size > 1:
+            self._ledger.note("all_gather", key, size)
+        return Handle(self._start(wait, lambda: self._send_gather(pairs, wait)), self._watch, wait)
+
+    def _send_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wait: Wait) -> list[Any]:
+        works: list[Any] = []
+        for full, chunk in pairs:
+            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+            if own.data_ptr() != chunk.data_ptr():
+                own.copy_(chunk)
+            if self.size == 1 or not chunk.numel():
+                continue
+            if self._point_to_point and full.device.type == "cpu":
+                flat = full.view(torch.uint8).chunk(self.size)
+                works += self._exchange([flat[self.rank]] * self.size, flat, self._group, wait.tag)
+            else:
+                works.append(_all_gather_into(full, own, self._group))
+        return works
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int) -> list[Any]:
+        """``sent[peer]`` to each peer, and what it sends into ``received[peer]``."""
+        works = [dist.irecv(received[peer], self.ranks[peer], group, tag) for peer in self._peers()]
+        return works + [dist.isend(sent[peer], self.ranks[peer], group, tag) for peer in self._peers()]
+
+    def reduce_scatter(self, full: torch.Tensor, key: str) -> Handle:
+        """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into its destination."""
+        n = full.numel() // self.size
+        own = full.narrow(0, self.rank * n, n)
+        wait = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
+        if self.size == 1:
+            return Handle([], self._watch, wait, [full])
+        self._ledger.note("reduce_scatter", key, full.nbytes)
+        if self._point_to_point and full.device.type == "cpu":
+            buffers = {peer: self._borrow(n, full.dtype, full.device) for peer in self._peers()}
+            raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
+            into = [buffers[peer].view(torch.uint8) if peer in buffers else own for peer in range(self.size)]
+            works = self._start(wait, lambda: self._exchange(raw, into, self._reduce_group, wait.tag))
+            received = list(buffers.values())
+            return Handle(works, self._watch, wait, [own, *received], lambda: self._give_back(received))
+        out = self._borrow(n, full.dtype, full.device)
+        works = self._start(wait, lambda: [_reduce_scatter_into(out, full, self._reduce_group)])
+        return Handle(works, self._watch, wait, [out], lambda: self._give_back([out]))
+
+    def all_reduce(self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False) -> Handle:
+        """Sum (or maximum) over the axis, in place. ``ordered``: no rank can be at another reduction (see the note)."""
+        wait = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
+        if self.size == 1:
+            return Handle([], self._watch, wait, [tensor])
+        self._ledger.note("all_reduce", key, tensor.nbytes)
+        if self._point_to_point and not ordered:
+            if tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES:
+                return self._all_reduce_small(tensor, wait, maximum)
+            meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
+        return Handle(works, self._watch, wait, [tensor])
+
+    def _all_reduce_small(self, tensor: torch.Tensor, wait: Wait, maximum: bool) -> Handle:
+        own = tensor.contiguous().clone()
+        parts = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
+        raw = [part.reshape(-1).view(torch.uint8) for part in parts]
+        works = self._start(wait, lambda: self._exchange([raw[self.rank]] * self.size, raw, self._reduce_group, wait.tag))
+
+        def finish() -> None:  # in the order of the ranks, so that all get the same bits
+            total = parts[0].clone()
+            for part in parts[1:]:
+                torch.maximum(total, part, out=total) if maximum else total.add_(part)
+            tensor.copy_(total)
+
+        return Handle(works, self._watch, wait, [tensor], finish=finish)
+
+    def close(self) -> None:
+        """Give the communicators and spare buffers back."""
+        self._spare.clear()
+        for group in (self._group, self._reduce_group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._reduce_group = None
+
+    def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        spare = self._spare.get((numel, dtype))
+        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+
+    def _give_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
+            if len(spare) < self.size:
+                spare.append(tensor)
+
+
+def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(full, own.clone() if dist.get_backend(group) == "threaded" else own, group=group, async_op=True)
+
+
+def _reduce_scatter_into(out: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(out, full, group=group, async_op=True)
+
+
+def meet(wait: Wait, ranks: Sequence[int], rank: int, group: Any, watch: Watch, source: int | None = None) -> list[Any]:
+    """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source`` count within ``ranks``.
+
+    The ``source`` of a broadcast waits for nobody: it gets the works to wait for once its values are sent.
+    """
+    peers = [peer for peer in range(len(ranks)) if peer != rank]
+    empty, tag = torch.zeros(1, dtype=torch.uint8), wait.tag
+    watch.check()
+    try:
+        sent = [dist.isend(empty, ranks[peer], group, tag) for peer in peers if source is None or rank == source]
+        came = [dist.irecv(empty.clone(), ranks[peer], group, tag) for peer in peers if source is None or peer == source]
+    except RuntimeError as error:
+        raise watch.explain(wait, error) from error
+    if rank == source:
+        return sent
+    Handle([*came, *sent], watch, wait).wait()
+    return []

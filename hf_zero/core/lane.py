@@ -1,0 +1,49 @@
+"""Lanes: what this rank has issued on each communicator, in order. The k-th collective of a rank meets the k-th of the others."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+RECENT = 32  # collectives of a lane that are remembered
+
+
+class Wait(NamedTuple):
+    """A collective that this rank has issued and waits for."""
+
+    what: str
+    lane: Lane | None = None
+    number: int = 0
+    needs: tuple[int, ...] = ()  # global ranks without which it cannot end
+    warns: bool = False  # who waits says so by himself
+
+    @property
+    def tag(self) -> int:
+        """For point-to-point messages: those of different collectives never meet, whatever their sizes are."""
+        return zlib.crc32(f"{self.number} {self.what}".encode()) & 0x7FFFFFFF
+
+    def __str__(self) -> str:
+        return f"{self.what} (number {self.number} of {self.lane.name})" if self.lane is not None else self.what
+
+
+class Lane:
+    """One communicator. ``break_off`` makes what waits in it raise; ``native``: the backend tells of peers that die."""
+
+    def __init__(self, name: str, ranks: Sequence[int], timeout: float, break_off: Callable[[], None] = lambda: None, native: bool = True):
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.timeout = timeout
+        self.break_off = break_off
+        self.native = native
+        self.issued = 0
+        self.recent: deque[str] = deque(maxlen=RECENT)
+        self.closed = ""  # why this rank will issue nothing more
+
+    def issue(self, what: str, needs: tuple[int, ...] | None = None) -> Wait:
+        """Count a collective. ``needs`` are the ranks without which it cannot end here, by default all."""
+        number = self.issued
+        self.issued = number + 1
+        self.recent.append(what)
+        return Wait(what, self, number, self.ranks if needs is None else needs)

@@ -1,0 +1,300 @@
+"""What ranks tell each other through the store while they wait, and when they end; and what that proves.
+
+[Note: proofs]
+A rank that has waited for a second posts for what, with the numbers of collectives that it has issued on each lane. Posts
+are never taken back, and need not be: each conclusion holds for an old post, too.
+
+- Two ranks whose collectives of one number on one lane differ have parted.
+- A rank that has ended, or closed the lane, before it issued a collective will never issue it.
+- A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it: had its wait ended
+  since its post, that other rank would have issued it. If what this rank waits for needs a stuck rank that has not issued
+  it, nobody will ever come.
+
+All else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.errors import RankMismatchError
+
+Post = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """Why a wait cannot end; ``cause`` is what the other ranks are told."""
+
+    text: str
+    cause: str
+
+
+PATIENCE_SECONDS = 5.0  # for the word of a rank whose connection was lost
+LINGER_SECONDS = 4.0  # that a rank which fails waits for the others to hear of it, and they for it to end first
+POLL_SECONDS = 0.05
+REMEDY = "Every rank must run the same forwards, backwards, steps, evaluations and saves in the same order"
+OVER = ("failed", "broken")  # states of a rank that ends all others that wait
+
+
+class Presence:
+    """One rank's entry in ``store``, and its view of the entries of the others. ``keeper``: the rank that hosts the store."""
+
+    def __init__(self, store: Any, rank: int, world: int, keeper: int | None = None):
+        self._store = store.clone() if hasattr(store, "clone") else store  # a client of its own: others block on theirs
+        self.rank = rank
+        self.world = world
+        self.keeper = keeper
+        self.lanes: dict[str, Lane] = {}
+        self.trouble = ""  # the exception that went through the engine last, if nothing has gone well since
+        self._state = "here"
+        self._posts: dict[int, Post] = {}
+        self._news = 0
+        self._people: dict[int, str] = {}
+        self._gone = False  # the store: torch writes a stack for every call that fails
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._set(f"who/{rank}", _identity(os.getpid()))
+
+    def lane(self, lane: Lane) -> Lane:
+        """Register a lane under its name."""
+        self.lanes[lane.name] = lane
+        return lane
+
+    # ---- telling ----
+
+    def say(self, state: str, why: str = "", wait: Wait | None = None) -> None:
+        """Post where this rank is. A rank that is over stays so."""
+        if self._state in OVER and state not in OVER:
+            return
+        self._state = state
+        self._set(str(self.rank), json.dumps(self.post(wait, why)))
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            if not self._gone:
+                self._store.set(key, value)
+                self._store.add("news", 1)
+        except RuntimeError:
+            self._gone = True  # nobody can read
+
+    def post(self, wait: Wait | None, why: str = "") -> Post:
+        lanes = {name: [lane.issued, list(lane.recent), lane.closed] for name, lane in list(self.lanes.items())}
+        post: Post = {"state": self._state, "why": why, "lanes": lanes}
+        if wait is not None and wait.lane is not None:
+            post["wait"] = [wait.lane.name, wait.number, wait.what, list(wait.needs)]
+        return post
+
+    # ---- reading ----
+
+    def _read(self) -> dict[int, Post] | None:
+        """The posts of the other ranks; None when the store is gone."""
+        with self._lock:
+            try:
+                news = self._news if self._gone else self._store.add("news", 0)
+                if news != self._news:
+                    for rank in range(self.world):
+                        if rank != self.rank and self._store.check([str(rank)]):
+                            self._posts[rank] = json.loads(self._store.get(str(rank)))
+                    self._news = news
+            except RuntimeError:
+                self._gone = True
+            return None if self._gone else dict(self._posts)
+
+    def knows(self, rank: int) -> bool:
+        """Learn on which host and in which process ``rank`` runs; False where it has not said so."""
+        try:
+            if rank not in self._people and not self._gone and self._store.check([f"who/{rank}"]):
+                self._people[rank] = self._store.get(f"who/{rank}").decode()
+        except RuntimeError:
+            self._gone = True
+        return rank in self._people
+
+    def _dead(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is known to be no more: it ran on this host."""
+        if not self.knows(rank):
+            return False
+        host, process, _ = self._people[rank].split()
+        return host != "?" and host == _identity(os.getpid()).split()[0] and _identity(int(process)) != self._people[rank]
+
+    def verdict(self, wait: Wait) -> Verdict | None:
+        """What proves that ``wait`` will never end; None if nothing does."""
+        lane = wait.lane
+        dead = [] if lane is None or lane.native else [rank for rank in wait.needs if rank != self.rank and self._dead(rank)]
+        posts = self._read()
+        if posts is None:
+            # A backend tells of a peer that is gone by itself, and what is on the wire may still come.
+            return Verdict(self._without_store(), self._without_store()) if lane is not None and not lane.native else None
+        for rank in dead:
+            if posts.get(rank, {}).get("state", "here") in ("here", "waits"):
+                posts[rank] = {"state": "dead", "lanes": posts.get(rank, {}).get("lanes", {}), "why": ""}
+        return judge(self.rank, self.post(wait), posts)
+
+    def _without_store(self) -> str:
+        if self.keeper is None or self.keeper == self.rank:
+            return "the launcher, which hosts the ranks' store, is gone"
+        how = "died or ended" if self._dead(self.keeper) else "cannot be reached"
+        return f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says why, if it could speak"
+
+    def cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
+        """Why a connection was lost: the rank that has failed, died or ended. None if nothing of the kind is known."""
+        limit = time.monotonic() + patience
+        while True:
+            dead = [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
+            posts = self._read()
+            text = _end_of(self._posts if posts is None else posts, [] if posts is None else dead)
+            if text is not None:
+                return text
+            if posts is None:
+                return self._without_store()
+            if time.monotonic() >= limit:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    # ---- the end ----
+
+    def leave(self) -> str | None:
+        """The interpreter ends. Returns what there is to tell about an end that others have caused."""
+        if os.getpid() != self._process:
+            return None  # a child that inherited this
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if self._state == "broken":  # a launcher calls the first that ends the reason
+            self._linger(lambda posts: all(self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"))
+        if self._state in OVER:
+            return None
+        told = None
+        if error is not None and "Connection" in str(error) and not isinstance(error, RankMismatchError):
+            told = self.cause()  # in a collective that is not hf-zero's
+        if told is not None:
+            self.say("broken", told)
+        elif error is not None:
+            self.say("failed", first_line(error))
+            # The launcher ends the others because of this rank's end: let them hear of it before.
+            self._linger(
+                lambda posts: all(
+                    posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)
+                    for rank in range(self.world)
+                    if rank != self.rank
+                )
+            )
+        elif self.keeper is None or self.keeper == self.rank or not self._dead(self.keeper):
+            self.say("ended", f"after {self.trouble}" if self.trouble else "its script is over, or its own output says why")
+        return told
+
+    def _linger(self, enough: Callable[[Mapping[int, Post]], bool]) -> None:
+        limit = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < limit:
+            posts = self._read()
+            if posts is None or enough(posts):
+                return
+            time.sleep(POLL_SECONDS)
+
+
+def first_line(error: BaseException) -> str:
+    """The class and the first line of what ``error`` says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _identity(process: int) -> str:
+    """The host (with its process name space), the process, and its start; "gone" where no such process runs."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"? {process} ?"  # no such thing on this system: nothing can be told from it
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return f"{host} {process} gone"
+    return f"{host} {process} {'gone' if fields[0] in 'ZX' else fields[19]}"
+
+
+def _end_of(posts: Mapping[int, Post], dead: list[int]) -> str | None:
+    """The worst that has happened to another rank."""
+    silent = [rank for rank in dead if posts.get(rank, {}).get("state", "here") in ("here", "waits", "dead")]
+    if silent:
+        names = ", ".join(map(str, silent))
+        return f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, or crashed in native code)"
+    for state in (*OVER, "ended"):
+        for rank, post in posts.items():
+            if post["state"] == state == "failed":
+                return f"rank {rank} has failed: {post['why']}"
+            if post["state"] == state == "broken":
+                return str(post["why"]) if post["why"].startswith("rank ") else f"rank {rank} gave up: {post['why']}"
+            if post["state"] == state:
+                return f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"
+    return None
+
+
+def _said(post: Post, lane: str, number: int) -> str | None:
+    """What the rank of ``post`` has issued as ``number`` on ``lane``; None where that is not known."""
+    issued, recent, _ = post["lanes"].get(lane, (0, [], ""))
+    at = number - (issued - len(recent))
+    return recent[at] if 0 <= at < len(recent) else None
+
+
+def _issued(post: Post, lane: str) -> int:
+    return int(post["lanes"].get(lane, (0, [], ""))[0])
+
+
+def judge(rank: int, own: Post, posts: Mapping[int, Post]) -> Verdict | None:
+    """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``."""
+    over = {each: post for each, post in posts.items() if post["state"] in OVER}
+    lane, number, what, needs = own.get("wait", ("", 0, "the others", ()))
+    if over:
+        cause = _end_of(over, []) or ""
+        return Verdict(
+            f"rank {rank} waits for {what}{f' (number {number} of {lane})' if lane else ''}, and will do so for ever: {cause}", cause
+        )
+    if not lane:
+        return None
+    said = _said(own, lane, number)
+    for each, post in posts.items():
+        other = _said(post, lane, number)
+        if said is not None and other is not None and other != said:
+            return _same(f"rank {rank} is at {said}, rank {each} at {other} (both number {number} of {lane}). {REMEDY}")
+    for each in needs:
+        if each == rank or each not in posts or _issued(posts[each], lane) > number:
+            continue
+        post = posts[each]
+        closed = post["lanes"].get(lane, (0, [], ""))[2]
+        if post["state"] == "dead":
+            cause = _end_of({each: post}, [each]) or ""
+            return Verdict(f"rank {rank} waits for {what} (number {number} of {lane}), and will do so for ever: {cause}", cause)
+        if post["state"] == "ended" or closed:
+            how = closed or f"ended ({post['why']})"
+            return _same(
+                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} will never join: it has {how}. {REMEDY}, and the "
+                "same number of them"
+            )
+    stuck = {rank: own}
+    while True:
+        more = {each: post for each, post in posts.items() if each not in stuck and post["state"] == "waits" and _lacks(post, stuck, each)}
+        if not more:
+            break
+        stuck.update(more)
+    for each in needs:
+        if each != rank and each in stuck and _issued(stuck[each], lane) <= number:
+            there, at, instead, _ = stuck[each]["wait"]
+            return _same(
+                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} has not issued: it waits for {instead} "
+                f"(number {at} of {there}). {REMEDY}"
+            )
+    return None
+
+
+def _same(text: str) -> Verdict:
+    return Verdict(text, text)
+
+
+def _lacks(post: Post, stuck: Mapping[int, Post], rank: int) -> bool:
+    """Whether what ``rank`` waits for needs a rank of ``stuck`` that has not issued it."""
+    lane, number, _, needs = post["wait"]
+    return any(each in stuck and each != rank and _issued(stuck[each], lane) <= number for each in needs)

@@ -1,0 +1,258 @@
+"""Ranks that part ways on real gloo processes: each ends with an error that says where both are, and none is aborted natively.
+
+The process group is made anew for each kind, so that one launch tries many.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import PartitionError, RankMismatchError
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Stack, features, seeded
+from tests.helpers.processes import run_processes, say
+from tests.helpers.stacks import squared
+from tests.helpers.training import At, Plan, plain_sgd
+
+ODD = 1  # the rank that parts
+LIMIT = 100  # seconds of the configuration's timeout: an error that comes by it names it
+
+
+class Burst(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("user's own backward")
+
+
+class Fragile(Stack):
+    """Its middle block can be made to raise, in the forward or in the backward."""
+
+    at = ""
+
+    def body(self, x):
+        for index, block in enumerate(self.blocks):
+            if index == 1 and self.at == "forward":
+                raise ArithmeticError("user's own forward")
+            if index == 1 and self.at == "backward":
+                x = Burst.apply(x)
+            x = block(x)
+        return x
+
+
+class Job:
+    """A training on one rank, and what its script may do at the wrong time."""
+
+    def __init__(self, rank: int, stage: int, accumulation: int = 1):
+        self.rank, self.model, self.at, self.accumulation = rank, seeded(Fragile), 0, accumulation
+        self.engine = start(self.model, plain_sgd(self.model), config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT))
+
+    def backward(self) -> None:
+        self.at += 1
+        self.engine.backward(squared(self.engine, At(self.at, 0, self.rank)))
+
+    def step(self) -> None:
+        for _ in range(self.accumulation):
+            self.backward()
+            self.engine.step()
+
+    def evaluate(self) -> None:
+        self.engine.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                self.engine(features(self.at, 0, self.rank))
+        self.engine.train()
+
+    def save(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.save_checkpoint(folder)
+
+    def raise_and_go_on(self, where: str) -> None:
+        self.model.at = where
+        with pytest.raises(ArithmeticError):
+            self.backward()
+        self.model.at = ""
+        self.engine.zero_grad()
+
+
+def more_micro_batches(job: Job) -> None:
+    job.backward()
+
+
+def fewer_micro_batches(job: Job) -> None:
+    job.engine.set_gradient_accumulation_boundary(True)
+    job.backward()
+    job.engine.step()
+    job.engine.set_gradient_accumulation_boundary(None)
+
+
+def evaluates(job: Job) -> None:
+    job.evaluate()
+
+
+def evaluates_then_saves(job: Job) -> None:
+    job.evaluate()
+    job.save()
+
+
+def saves(job: Job) -> None:
+    job.save()
+
+
+def takes_the_state_dict(job: Job) -> None:
+    job.engine.module.state_dict()
+
+
+def looks_at_a_weight(job: Job) -> None:
+    """The sum of a whole weight where the others sum one number: gloo aborts on that."""
+    job.backward()
+    for parameter in job.model.parameters():
+        hf_zero.safe_get_full_fp32_param(parameter)
+
+
+def sets_a_weight(job: Job) -> None:
+    with hf_zero.GatheredParameters([job.model.head.weight], modifier_rank=0):
+        pass
+
+
+def catches_an_error_in_forward(job: Job) -> None:
+    job.raise_and_go_on("forward")
+
+
+def catches_an_error_in_backward(job: Job) -> None:
+    job.raise_and_go_on("backward")
+
+
+def destroys_its_engine(job: Job) -> None:
+    job.engine.destroy()
+    time.sleep(4)  # and does not come back
+    raise RankMismatchError("over")
+
+
+def waits_elsewhere(job: Job) -> None:
+    hf_zero.core.comm.barrier()
+
+
+PARTED = [
+    (more_micro_batches, (0, 2, 3), 1),
+    (fewer_micro_batches, (0, 2, 3), 2),
+    (evaluates, (3,), 1),
+    (evaluates_then_saves, (0, 2), 1),
+    (saves, (0, 2, 3), 1),
+    (takes_the_state_dict, (3,), 1),
+    (looks_at_a_weight, (2, 3), 1),
+    (sets_a_weight, (0, 2, 3), 1),
+    (catches_an_error_in_forward, (3,), 1),
+    (catches_an_error_in_backward, (0, 2, 3), 1),
+    (destroys_its_engine, (0, 2, 3), 1),
+    (waits_elsewhere, (0, 2, 3), 1),
+]
+Case = tuple[str, int, int, int]  # function, stage, accumulation, steps before ODD parts
+
+
+def cases_of(steps: int) -> list[Case]:
+    return [(fn.__name__, stage, accumulation, steps) for fn, stages, accumulation in PARTED for stage in stages]
+
+
+def part(rank: int, cases: list[Case]) -> list[str]:
+    """What each case comes to on this rank: the text of its error."""
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    told = []
+    for number, (name, stage, accumulation, steps) in enumerate(cases):
+        say(f"{name} at stage {stage} after {steps} steps")
+        dist.destroy_process_group()
+        own = dist.PrefixStore(f"case {number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=200))
+        try:
+            job = Job(rank, stage, accumulation)
+            for _ in range(steps):
+                job.step()
+            if rank == ODD:
+                globals()[name](job)
+            for _ in range(3):
+                job.step()
+            told.append("nothing")
+        except (RankMismatchError, PartitionError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        del job
+    return told
+
+
+def check(ranks: int, cases: list[Case], timeout: float) -> None:
+    answers = run_processes(ranks, part, cases, timeout=timeout)
+    for number, (name, stage, _, steps) in enumerate(cases):
+        for rank in range(ranks):
+            text = answers[rank][number]
+            where = f"rank {rank} of {name} at stage {stage} after {steps} steps: {text}"
+            if text == "RankMismatchError: over":
+                continue
+            assert text.startswith("RankMismatchError"), where
+            assert "timeout" not in text, where
+            assert f"rank {ODD}" in text, where
+            collectives = r"all-gather|reduce-scatter|all-reduce|exchange|broadcast|barrier|gather of|state_dict|agreement|backward after"
+            assert len(re.findall(collectives, text)) >= (1 if "destroyed" in text else 2), where
+
+
+FAST = [
+    ("more_micro_batches", 2, 1, 2),
+    ("saves", 3, 1, 2),
+    ("looks_at_a_weight", 2, 1, 2),
+    ("catches_an_error_in_backward", 0, 1, 2),
+]
+
+
+def test_some_ranks_that_part():
+    check(2, FAST, timeout=200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ranks_that_part(steps):
+    check(2, [case for case in cases_of(steps) if case not in FAST], timeout=500)
+
+
+@pytest.mark.long
+def test_one_of_three_ranks_parts():
+    check(3, [case for case in cases_of(2) if case[1] != 0], timeout=500)
+
+
+def slow(rank: int) -> list[float]:
+    """A rank that is slow in its own code, one that is slow to save, and errors that a script gets over: all is well."""
+    found = []
+    for stage in (0, 2, 3):
+        job = Job(rank, stage)
+        job.step()
+        time.sleep(3.0 * rank)
+        job.step()
+        with pytest.raises(ZeroDivisionError):
+            1 / (0 * rank)
+        time.sleep(3.0 * (1 - rank))
+        job.save()
+        job.raise_and_go_on("backward")  # on all ranks alike
+        job.step()
+        found.append(job.engine.get_global_grad_norm())
+    return found
+
+
+@pytest.mark.long
+def test_slow_ranks_are_no_error():
+    one, other = run_processes(2, slow, timeout=200)
+    assert one == other and len(one) == 3
+
+
+Act = Callable[[Job], Any]

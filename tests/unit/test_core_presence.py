@@ -1,0 +1,236 @@
+"""What posts of waiting ranks prove, and what they do not; how a rank that ends is told of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.core import presence as module
+from hf_zero.core import watch as watching
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.presence import Post, Presence, judge
+from hf_zero.core.watch import Watch
+from hf_zero.errors import RankMismatchError
+
+WORLD = range(3)
+
+
+def post(wait: tuple[Any, ...] | None = None, state: str = "waits", why: str = "", closed: str = "", **issued: list[str]) -> Post:
+    """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number, needs)."""
+    lanes = {lane: [len(names), names, closed] for lane, names in issued.items()}
+    made: Post = {"state": state, "why": why, "lanes": lanes}
+    if wait is not None:
+        lane, number, *needs = wait
+        made["wait"] = [lane, number, issued[lane][number], list(needs[0] if needs else WORLD)]
+    return made
+
+
+OWN = post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])
+
+
+def test_silence_proves_nothing() -> None:
+    assert judge(0, OWN, {}) is None
+    assert judge(0, OWN, {1: post(None, "here", a=["gather 1"])}) is None, "it computes"
+
+
+def test_other_collectives_of_one_number_have_parted() -> None:
+    verdict = judge(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
+    assert verdict is not None and "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
+
+
+def test_the_same_collective_is_slow_and_no_proof() -> None:
+    assert judge(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])}) is None
+
+
+def test_two_that_wait_for_each_other_are_stuck() -> None:
+    verdict = judge(0, OWN, {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])})
+    assert verdict is not None
+    assert "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for sum 2 (number 1 of b)" in verdict.text
+
+
+def test_a_wait_that_has_ended_since_its_post_is_no_proof() -> None:
+    """Rank 1 waited for what rank 0 has issued by now: it has gone on, and may be computing."""
+    assert judge(0, OWN, {1: post(("b", 0), a=["gather 1"], b=["sum 1"])}) is None
+
+
+def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
+    own = post(("a", 0, (0, 1)), a=["x"])
+    second = post(("b", 0, (1, 2)), b=["y"])
+    third = post(("c", 0, (2, 0)), c=["z"])
+    verdict = judge(0, own, {1: second, 2: third})
+    assert verdict is not None and "which rank 1 has not issued: it waits for y" in verdict.text
+    assert judge(0, own, {1: second}) is None, "rank 2 may still come"
+    assert judge(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, "what rank 2 waits for needs nobody else"
+
+
+def test_a_rank_that_has_ended_will_not_come() -> None:
+    verdict = judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
+    assert verdict is not None and "which rank 1 will never join: it has ended (its script is over)" in verdict.text
+    assert judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])}) is None, "its part is on the wire"
+    assert judge(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")}) is None, "it is not needed"
+
+
+def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
+    verdict = judge(0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
+    assert verdict is not None and "rank 1 will never join: it has destroyed its engine" in verdict.text
+
+
+@pytest.mark.parametrize("wait", [("a", 1), None])
+def test_a_rank_that_has_failed_ends_all_that_wait(wait: Any) -> None:
+    own = post(wait, a=["gather 1", "gather 2"])
+    verdict = judge(0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")})
+    assert verdict is not None
+    assert verdict.text.startswith("rank 0 waits for") and verdict.text.endswith("rank 2 has failed: ValueError: bad batch")
+    assert verdict.cause == "rank 2 has failed: ValueError: bad batch"
+
+
+def test_the_first_cause_is_what_is_passed_on() -> None:
+    verdict = judge(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
+    assert verdict is not None and verdict.cause == "rank 2 died without a word"
+
+
+# ---- through a store, with the thread that looks ----
+
+
+class Rank:
+    """A rank on this thread: lanes that wait on an event in place of a backend."""
+
+    def __init__(self, store: Any, rank: int, timeout: float = 60.0):
+        self.presence = Presence(store, rank, 2)
+        self.watch = Watch(presence=self.presence)
+        self.broken = threading.Event()
+        self.lane = self.presence.lane(Lane("gathers", (0, 1), timeout, self.broken.set))
+
+    def wait(self, what: str) -> None:
+        wait = self.lane.issue(what)
+        try:
+            with self.watch.over(wait):
+                assert self.broken.wait(30), "nobody breaks it off"
+                raise RuntimeError("connection closed")
+        except RuntimeError as error:
+            raise self.watch.explain(wait, error) from error
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watching, "_take_time_to_speak", lambda: None)
+    store = dist.HashStore()
+    ranks = [Rank(store, 0), Rank(store, 1)]
+    yield ranks
+    for rank in ranks:
+        rank.watch.close()
+        watching._watches.discard(rank.watch)
+
+
+def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
+    texts: list[str] = []
+
+    def run(rank: Rank, what: str) -> None:
+        with pytest.raises(RankMismatchError) as caught:
+            rank.wait(what)
+        texts.append(str(caught.value))
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in zip(pair, ["gather of x", "gather of y"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(texts) == 2 and all("gather of x" in text and "gather of y" in text for text in texts)
+    assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
+    with pytest.raises(RankMismatchError, match="gather of"):
+        pair[0].watch.check()
+
+
+def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
+    pair[0].lane.timeout = 0.1
+    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs ranks 1"):
+        pair[0].wait("gather of x")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(sys, "last_exc", error, raising=False)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
+
+
+def test_an_exception_that_ends_a_rank_ends_the_other_by_its_first_line(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ValueError("bad batch\nof many lines"))
+    assert pair[1].presence.leave() is None
+    with pytest.raises(RankMismatchError, match=r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$"):
+        pair[0].wait("gather of x")
+
+
+def test_a_rank_that_fails_because_of_another_is_not_the_cause(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own collective, not hf-zero's, has lost the connection to a rank that failed before."""
+    failing(monkeypatch, ValueError("bad batch"))
+    pair[1].presence.leave()
+    failing(monkeypatch, RuntimeError("Connection closed by peer"))
+    assert pair[0].presence.leave() == "rank 1 has failed: ValueError: bad batch"
+    assert pair[1].presence._read()[0]["state"] == "broken"
+
+
+def test_a_rank_that_ends_well_says_so(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    pair[1].presence.leave()
+    with pytest.raises(RankMismatchError, match="rank 1 will never join: it has ended"):
+        pair[0].wait("gather of x")
+
+
+def test_an_exception_in_the_last_forward_is_remembered(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    pair[1].presence.trouble = "RuntimeError: shapes"
+    pair[1].presence.leave()
+    with pytest.raises(RankMismatchError, match=r"it has ended \(after RuntimeError: shapes\)"):
+        pair[0].wait("gather of x")
+
+
+def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    here = Presence(store, 0, 2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        store.set("who/1", module._identity(child.pid))
+        assert not here._dead(1)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as long as nobody asks for its end
+        assert here._dead(1)
+        assert here.cause(0.0) == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
+    store.set("who/0", "another-host 1 1")
+    elsewhere = Presence(store, 1, 2)
+    store.set("who/0", "another-host 1 1")
+    assert not elsewhere._dead(0), "nothing is known of other hosts"
+
+
+class Gone:
+    """A store whose host is dead."""
+
+    calls = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        raise RuntimeError("Connection reset by peer")
+
+    def add(self, key: str, amount: int) -> int:
+        raise AssertionError("asked again")
+
+    check = get = add
+
+
+def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
+    store = Gone()
+    presence = Presence(store, 1, 2, keeper=0)
+    presence.say("waits")
+    assert store.calls == 1
+    lane = Lane("agreements", (0, 1), 60.0, native=False)
+    verdict = presence.verdict(Wait("agreement", lane, 0, (0, 1)))
+    assert verdict is not None and verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
+    assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, "the backend tells of that"
+    assert Presence(store, 1, 2).cause(0.0) == "the launcher, which hosts the ranks' store, is gone"
