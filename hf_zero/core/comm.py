@@ -78,8 +78,19 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+_chosen: torch.device | None = None
+
+
+def choose_device(device: torch.device | None) -> None:
+    """Compute on ``device`` in this process, for a trainer that has decided it by itself; None: as the launcher says."""
+    global _chosen
+    _chosen = device
+
+
 def default_device() -> torch.device:
     """The device this rank computes on: its own GPU where the launcher has not forced the CPU, else the CPU."""
+    if _chosen is not None:
+        return _chosen
     forced = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     if torch.cuda.is_available() and not forced:
         return torch.device("cuda", get_local_rank() % torch.cuda.device_count())

@@ -29,11 +29,17 @@ def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
 
     Floating ones are cast to ``dtype``; torch.float32 takes the master weights where training keeps them.
     """
+    for _, slot, whole in _wholes(engine, dtype):
+        yield slot.name, _copy(whole, dtype)
+
+
+def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
+    """Every parameter whole on its device, one unit at a time; of the master weights where ``dtype`` is float32."""
     for unit in engine.units:
         masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and _has_own_master(flat)}
         for flat, slot, view in _gathered(engine, unit):
-            whole = masters.get(flat)
-            yield slot.name, _copy(view if whole is None else whole[slot.offset : slot.end].view(slot.shape), dtype)
+            master = masters.get(flat)
+            yield flat, slot, view if master is None else master[slot.offset : slot.end].view(slot.shape)
 
 
 def _has_own_master(flat: Flat) -> bool:
@@ -56,20 +62,19 @@ def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @torch.no_grad()
-def whole_state_dict(engine: Any, everywhere: bool = True, exclude_frozen: bool = False) -> dict[str, Any] | None:
+def whole_state_dict(
+    engine: Any, everywhere: bool = True, exclude_frozen: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, Any] | None:
     """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other than 0 unless ``everywhere``.
 
-    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train. Collective.
+    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train; ``dtype`` as in :func:`consolidated`.
+    Collective.
     """
     wanted = everywhere or engine.global_rank == 0
     values: dict[str, torch.Tensor] = {}
-    frozen: set[str] = set()
-    for unit in engine.units:
-        for flat, slot, view in _gathered(engine, unit):
-            if not flat.trainable:
-                frozen.add(slot.name)
-            if wanted and not (exclude_frozen and not flat.trainable):
-                values[slot.name] = _copy(view, None)
+    for flat, slot, whole in _wholes(engine, dtype):
+        if wanted and not (exclude_frozen and not flat.trainable):
+            values[slot.name] = _copy(whole, dtype)
     if not wanted:
         return None
     state: dict[str, Any] = {}

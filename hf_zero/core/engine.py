@@ -96,6 +96,7 @@ class Engine(Answers, Saving):
         self._syncs = True
         self._scaled_by = ""  # what put the loss scale into the backward under way: the "engine", or the model's "outputs"
         self._weight: float | None = None
+        self.max_norm = float(config.gradient_clipping or 0.0)  # to which the gradient is clipped; 0: not. It may change between steps
         self._norm: torch.Tensor | None = None
         self._applied = False
         self._destroyed = False
@@ -317,7 +318,7 @@ class Engine(Answers, Saving):
         assert self.bound is not None
         grads = [flat.grad for flat in self._training if flat.grad is not None]
         total = squared_norm(grads, self.comm, self.device)
-        scale, limit = self.scaler.scale, float(self.config.gradient_clipping or 0.0)
+        scale, limit = self.scaler.scale, self.max_norm
         self._norm = total.sqrt() / scale
         if self.config.precision == "fp16" and not bool(torch.isfinite(total)):
             return True

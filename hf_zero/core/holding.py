@@ -10,13 +10,13 @@ from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
 
 
-def hold(model: nn.Module, config: ZeroConfig) -> Engine:
-    """Shard ``model`` at stage 3 as it is: parameters keep their dtype, and may be frozen and unfrozen (collective).
+def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
+    """Shard ``model`` as it is, at stage 3 if not told otherwise: parameters keep their dtype, and may be frozen and unfrozen (collective).
 
     Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`; of others it takes rank
     0's values. The model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over.
     """
-    held = ZeroConfig(stage=3, replicate_size=config.replicate_size, timeout=config.timeout)
+    held = ZeroConfig(stage=stage, replicate_size=config.replicate_size, timeout=config.timeout)
     return Engine(model, held.resolve(comm.get_world_size(), require_batch_size=False, training=False), holds=True)
 
 

@@ -7,8 +7,8 @@ then each rank reads its own elements. So no rank ever holds the model. Models t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -150,11 +150,18 @@ def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
     shards = settings.stage == 3
     if shards and kwargs.get("device_map") is not None:
         raise ConfigError("from_pretrained(device_map=...) with zero stage 3: each rank keeps its shard on its own device; drop device_map")
+    with made_under(settings):
+        return cls.from_pretrained(path, **kwargs)
+
+
+@contextmanager
+def made_under(config: ZeroConfig) -> Iterator[None]:
+    """Transformers' models that are made inside come into being as ``config`` says: at stage 3, in shards."""
     finder.choose()  # the seams, also where the start of Python has not put them in
-    token = forced.set(settings)
+    token = forced.set(config)
     try:
         # Another default device would make transformers put the whole model there.
-        with torch.device("cpu") if shards else nullcontext():
-            return cls.from_pretrained(path, **kwargs)
+        with torch.device("cpu") if config.stage == 3 else nullcontext():
+            yield
     finally:
         forced.reset(token)

@@ -1,4 +1,4 @@
-"""Every symbol of Accelerate and Transformers that hf-zero wraps, in one list: what, why, and the signature relied on.
+"""Every symbol of Accelerate, Transformers and Lightning that hf-zero wraps, in one list: what, why, and the signature relied on.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called once with the
 original and returns the replacement; the module that holds it is imported while the target's package is still being
@@ -17,6 +17,8 @@ from typing import Any
 
 ACCELERATE = ">=1.12,<1.16"
 TRANSFORMERS = ">=5.17,<5.24"
+LIGHTNING = ">=2.5,<2.7"
+LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
 MARK = "__hf_zero_seam__"
 
 
@@ -227,6 +229,42 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.trainer_seams:save_untrained",
         versions=TRANSFORMERS,
         why="asks an engine that does not exist yet when nothing was trained",
+    ),
+    *(
+        Seam(f"{package}.{target}", signature, f"hf_zero.integrations.lightning_seams:{wrapper}", LIGHTNING, why)
+        for package in LIGHTNING_PACKAGES
+        for target, signature, wrapper, why in (
+            (
+                "strategies.deepspeed:DeepSpeedStrategy.register_strategies",
+                "(cls, strategy_registry)",
+                "register_stages",
+                "Trainer(strategy='zero_stage_3') is found without an import; the registry asks each class of Lightning for its names",
+            ),
+            (
+                "strategies.deepspeed:DeepSpeedStrategy.init_deepspeed",
+                "(self)",
+                "go_on_with_an_engine",
+                "the model of an engine is given to initialize again (test after fit, fit after validate), its hooks removed; windows cross epochs",
+            ),
+            (
+                "strategies.ddp:DDPStrategy.teardown",
+                "(self)",
+                "keep_engines_in_place",
+                "moves the module and the optimizer's state to the CPU, out of an engine that a later save still needs",
+            ),
+            (
+                "strategies.strategy:Strategy.lightning_module_state_dict",
+                "(self)",
+                "leave_weights_in_shards",
+                "makes the model whole on every rank for each checkpoint, and DeepSpeedStrategy then drops it",
+            ),
+            (
+                "trainer.connectors.accelerator_connector:_AcceleratorConnector._check_and_init_precision",
+                "(self)",
+                "choose_precision",
+                "knows the precision of its own strategies only, and turns fp16 on a CPU into bf16",
+            ),
+        )
     ),
 )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.opened import Checkpoint
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
@@ -28,3 +33,29 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
     if isinstance(item, (list, tuple)):
         return type(item)(_clone(value, device, copies) for value in item)
     return item
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO:
+    """What ``torch.load`` reads the client state and the counters from, for code that adds them to a consolidated state dict.
+
+    A checkpoint of hf-zero holds them in its manifest; this is a file in memory.
+    """
+    with Checkpoint(folders.find(checkpoint_dir)) as checkpoint:
+        manifest = checkpoint.manifest
+        counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
+        return _in_memory({**checkpoint.client_state(), **counters, "dp_world_size": manifest.world["size"]})
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO]:
+    """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO stage."""
+    with Checkpoint(folders.find(checkpoint_dir)) as checkpoint:
+        manifest = checkpoint.manifest
+        state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
+        return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]
+
+
+def _in_memory(content: dict[str, Any]) -> BinaryIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file

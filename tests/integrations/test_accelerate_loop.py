@@ -212,6 +212,10 @@ def test_whole_weights_out_of_a_saved_state(tmp_path: Path) -> None:
     train(accelerator, engine, data, optimizer)
     accelerator.save_state(str(tmp_path))
     whole = accelerator.get_state_dict(engine)
+    counted = torch.load(deepspeed.utils.zero_to_fp32.get_model_state_file(str(tmp_path), 3), weights_only=True)
+    ranks = [torch.load(file, weights_only=True) for file in deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))]
+    assert counted["dp_world_size"] == len(ranks) == 1 and counted["global_steps"] > 0
+    assert [rank["optimizer_state_dict"]["zero_stage"] for rank in ranks] == [3]
     loose = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     filled = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(small(8), str(tmp_path)).state_dict()
     for name, tensor in whole.items():

@@ -176,8 +176,6 @@ def test_classes_are_the_native_ones() -> None:
         ("utils.groups._get_sequence_parallel_group", ()),
         ("utils.groups._get_sequence_parallel_rank", ()),
         ("utils.groups._get_sequence_parallel_world_size", ()),
-        ("utils.zero_to_fp32.get_model_state_file", ("folder", 3)),
-        ("utils.zero_to_fp32.get_optim_files", ("folder",)),
         ("launcher.runner.main", ()),
     ],
 )

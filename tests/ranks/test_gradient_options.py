@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, engine_opener, full_grads, full_weights, start, train_on_threads
-from tests.helpers.models import seeded
+from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, plain_sgd
 from tests.helpers.ways_checkpointed import StackJob
@@ -113,3 +113,35 @@ def test_the_norm_is_a_float_everywhere(stage, precision):
     assert found[0] == pytest.approx(
         oracle.kept(PlainStack(), Plan(ranks=RANKS, steps=1)).norms[0], rel=2e-2 if precision == "bf16" else 5e-3
     )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_to_clip_to_may_change_between_steps(stage):
+    """A trainer of its own clips each step as it likes; the config gives the first value."""
+    limits = [0.5, 0.05, 0.0]
+
+    def by_hand_step(model, optimizer, step):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            (squared(model, At(step, 0, rank)) / RANKS).backward()
+        if limits[step]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limits[step])
+        optimizer.step()
+
+    model = seeded(Stack)
+    optimizer = plain_sgd(model)
+    for step in range(len(limits)):
+        by_hand_step(model, optimizer, step)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, gradient_clipping=limits[0]))
+        assert engine.max_norm == limits[0]
+        for step, limit in enumerate(limits):
+            engine.max_norm = limit
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)

@@ -48,6 +48,24 @@ def test_initialize_takes_a_held_model_over(stage):
         oracle.compare_tensors("weights", weights, want)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_held_model_of_any_stage_keeps_its_dtype_and_is_taken_over(stage):
+    """A model that is evaluated before its training: in 16 bits nothing of its fp32 values may be lost."""
+    want = {name: p.detach().clone() for name, p in stack().named_parameters()}
+
+    def run(rank, model):
+        engine = hold(model, ZeroConfig(stage=stage), stage)
+        assert (engine.stage, {p.dtype for p in model.parameters()}) == (stage, {torch.float32})
+        assert {type(p) is ReleasedParameter for p in model.parameters()} == {stage == 3}
+        with torch.no_grad():
+            assert torch.equal(squared(engine, At(0, 0, rank)), squared(stack(), At(0, 0, rank)))
+        trained = start(model, plain_sgd(model), config_of(stage, bf16={"enabled": True}))
+        return full_weights(trained)
+
+    for weights in on_ranks(RANKS, run):
+        assert all(torch.equal(weights[name], value) for name, value in want.items())
+
+
 def test_a_rank_that_still_looks_at_a_weight_hangs_nobody():
     """What one rank has gathered, or has views of, must not change what all do together."""
     want = {name: p.detach() for name, p in stack().named_parameters()}

@@ -232,3 +232,16 @@ def test_receive_buffers_are_used_again() -> None:
 def test_peers_start_with_the_next_rank() -> None:
     axis = Axis([4, 5, 6, 7], 6, None, None, "gloo", Ledger(), OFF)
     assert (axis.rank, axis.size, axis._peers()) == (2, 4, [3, 0, 1])
+
+
+def test_a_trainer_may_decide_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert comm.default_device() == torch.device("cuda", 1)
+    comm.choose_device(CPU)
+    try:
+        assert comm.default_device() == CPU
+    finally:
+        comm.choose_device(None)
+    assert comm.default_device() == torch.device("cuda", 1)

@@ -15,7 +15,19 @@ import tomllib
 import hf_zero
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ["transformers", "accelerate", "datasets", "triton", "peft", "pandas", "typer", "rich", "pydantic"]
+HEAVY = [
+    "transformers",
+    "accelerate",
+    "datasets",
+    "triton",
+    "peft",
+    "lightning",
+    "pytorch_lightning",
+    "pandas",
+    "typer",
+    "rich",
+    "pydantic",
+]
 
 
 def in_fresh_process(code: str) -> Any:

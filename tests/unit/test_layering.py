@@ -32,7 +32,7 @@ LAYERS = {
     "hf_zero.estimate": 5,
     "hf_zero.cli": 5,
 }
-HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft", "trl", "lightning", "deepspeed"}
+HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft", "trl", "lightning", "pytorch_lightning", "deepspeed"}
 
 
 def module_name(path: Path, root: Path) -> str:

@@ -1,0 +1,95 @@
+"""What is wrapped in Lightning: the names of our strategies, their precision, and DeepSpeedStrategy on our engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.core.engine import Engine
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.handing_back import hand_back
+from hf_zero.integrations.lightning_precision import PrecisionMethods
+from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
+
+
+def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``zero_stage_0`` … ``zero_stage_3`` beside DeepSpeed's names (``DeepSpeedStrategy.register_strategies``)."""
+
+    package = original.__module__.partition(".strategies.")[0]
+
+    def register_strategies(cls: Any, strategy_registry: Any) -> None:
+        original(cls, strategy_registry)
+        register(strategy_registry, functools.partial(_make, package))
+
+    return register_strategies
+
+
+def _make(package: str, **arguments: Any) -> Any:
+    # Imported when it is asked for: the library is in the middle of its own import when the names are registered.
+    home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
+    return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
+
+
+def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A ZeroStrategy gets its own precision, fp16 on CPUs too (``_AcceleratorConnector._check_and_init_precision``)."""
+
+    def _check_and_init_precision(self: Any) -> Any:
+        if not isinstance(self.strategy, StrategyMethods):
+            return original(self)
+        given = self._precision_plugin_flag
+        if given is not None and not isinstance(given, PrecisionMethods):
+            raise ConfigError(
+                f"{type(given).__name__} cannot drive a ZeRO engine, which has precision of its own; write Trainer(precision=...)"
+            )
+        return given or self.strategy.precision_class(self._precision_flag)
+
+    return _check_and_init_precision
+
+
+def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of a fit leaves the memory of an engine on its device (``DDPStrategy.teardown``)."""
+
+    def teardown(self: Any) -> None:
+        if isinstance(self.model, Engine) and self._lightning_module is not None:
+            with left_in_place(self):
+                original(self)
+        else:
+            original(self)
+
+    return teardown
+
+
+def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluate with the engine that has trained, train a model that was evaluated (``DeepSpeedStrategy.init_deepspeed``).
+
+    DeepSpeed carries a window that an epoch leaves open into the next one, where Lightning zeroes gradients first; so
+    ``zero_grad`` does nothing there, and the engine forgets gradients after its steps.
+    """
+
+    def init_deepspeed(self: Any) -> None:
+        engine = engine_of(self.lightning_module)
+        if engine is not None and not self.lightning_module.trainer.training:
+            self.model = engine
+            return
+        if engine is not None:
+            hand_back(engine)
+        original(self)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = _nothing
+
+    return init_deepspeed
+
+
+def _nothing(set_to_none: bool = True) -> None:
+    """What zeroing gradients does to a window of DeepSpeed's."""
+
+
+def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeedStrategy drops the weights from what it saves: they need not be made whole (``Strategy.lightning_module_state_dict``)."""
+
+    def lightning_module_state_dict(self: Any) -> dict[str, Any]:
+        return {} if isinstance(self.model, Engine) else original(self)
+
+    return lightning_module_state_dict

@@ -1,0 +1,291 @@
+"""ZeroStrategy: Lightning's Trainer on hf-zero's engine, written once for both packages that Lightning comes in.
+
+Nothing of Lightning is imported at the top: ``lightning.py`` and ``pytorch_lightning.py`` make the classes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.core import comm
+from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.core.engine import Engine
+from hf_zero.core.holding import hold, release_holders
+from hf_zero.core.parameter import owner_of
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.initialize import initialize
+from hf_zero.integrations import finder
+from hf_zero.integrations.building import Init
+from hf_zero.integrations.handing_back import hand_back
+from hf_zero.integrations.lightning_settings import read, settle
+from hf_zero.integrations.loading import made_under
+
+TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
+STAGES = (0, 1, 2, 3)
+
+
+def engine_of(module: torch.nn.Module) -> Engine | None:
+    """The engine that ``module``, and not a part of it, is under."""
+    for parameter in module.parameters():
+        flat = owner_of(parameter)
+        engine = flat.engine() if flat is not None and not flat.retired else None
+        if engine is not None and engine.module is module:
+            return engine
+    return None
+
+
+@contextmanager
+def left_in_place(strategy: Any) -> Iterator[None]:
+    """While Lightning tears down: it would move module and optimizer to the CPU, but an engine's memory stays where it is."""
+    module, optimizers = strategy._lightning_module, strategy.optimizers
+    strategy._lightning_module, strategy.optimizers = None, []
+    try:
+        yield
+    finally:
+        strategy._lightning_module, strategy.optimizers = module, optimizers
+
+
+class StrategyMethods:
+    """Trains with parameters, gradients and optimizer state in shards, on CPU ranks (gloo) or GPUs (nccl).
+
+    Args:
+        config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3"). Precision, clipping and
+            accumulation are the Trainer's; saying them in both places, and not alike, is an error.
+        stage: the ZeRO stage, 3 by default, where ``config`` is not given.
+        exclude_frozen_parameters: leave frozen parameters out of checkpoints.
+
+    The rest is what every strategy of Lightning takes. Raises ConfigError for what cannot be trained in this way: more than
+    one optimizer, clipping by value, averaged weights, a compiled LightningModule, configurations that contradict the Trainer.
+    """
+
+    package: str
+    precision_class: Any
+
+    def __init__(
+        self,
+        config: Any = None,
+        stage: int | None = None,
+        *,
+        exclude_frozen_parameters: bool = False,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Any = None,
+    ) -> None:
+        finder.choose()
+        self.zero_config = read(config, stage)
+        self.exclude_frozen_parameters = exclude_frozen_parameters
+        self.engine: Engine | None = None
+        super().__init__(  # type: ignore[call-arg]
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=self.zero_config.timeout if timeout is None else timeout,
+        )
+
+    def _library(self, module: str) -> Any:
+        return importlib.import_module(f"{self.package}.{module}")
+
+    # ---- ranks ----
+
+    def setup_distributed(self) -> None:
+        this: Any = self
+        self._library("strategies.ddp").reset_seed()
+        this.set_world_ranks()
+        comm.choose_device(this.root_device)
+        if comm.is_initialized() and comm.get_world_size() != this.world_size:
+            raise ConfigError(
+                f"a process group of {comm.get_world_size()} rank(s) exists and the Trainer wants {this.world_size}; something made it before the "
+                "Trainer started its ranks: load models in configure_model, or start the script with torchrun"
+            )
+        os.environ["MASTER_ADDR"] = this.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(this.cluster_environment.main_port)
+        if not comm.is_initialized():
+            atexit.register(comm.destroy_process_group)
+        comm.init_distributed(this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size)
+
+    # ---- the model ----
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        this: Any = self
+        if self.zero_config.stage < 3:
+            with super().tensor_init_context(empty_init):  # type: ignore[misc]
+                yield
+            return
+        with this.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around configure_model: at stage 3 models are read or built in shards."""
+        with made_under(self.zero_config), Init(config=self.zero_config):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        this: Any = self
+        module = this.lightning_module
+        this.accelerator.setup(trainer)
+        self._refuse(trainer, module)
+        this.precision_plugin.convert_module(module)
+        engine = engine_of(module)
+        if trainer.state.fn.value == "fit":
+            if this._layer_sync:
+                this._layer_sync.apply(module)
+            if engine is not None and not engine.holds:
+                hand_back(engine)
+            engine = self._start_training(trainer, module)
+        elif engine is None:
+            release_holders(module)
+            engine = hold(module, self.zero_config, self.zero_config.stage)
+        self.engine = this.precision_plugin.engine = engine
+        this.model = engine
+        module.to(this.root_device)
+        this.barrier()
+
+    def _refuse(self, trainer: Any, module: Any) -> None:
+        callbacks = self._library("callbacks")
+        for callback in trainer.callbacks:
+            if isinstance(callback, (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)):
+                raise ConfigError(
+                    f"{type(callback).__name__} keeps a copy of the whole model and is not built for ZeroStrategy; remove the callback"
+                )
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise ConfigError(
+                "a LightningModule compiled as a whole cannot gather its parameters; compile modules inside it with torch.compile"
+            )
+
+    def _start_training(self, trainer: Any, module: Any) -> Engine:
+        this: Any = self
+        core, types = self._library("core.optimizer"), self._library("utilities.types")
+        settings = settle(self.zero_config, trainer, this.world_size)
+        optimizer, schedulers = None, []
+        if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden("configure_optimizers", module):
+            optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
+            if len(optimizers) > 1:
+                raise ConfigError(
+                    f"configure_optimizers returned {len(optimizers)} optimizers, and a ZeRO engine has one; give one optimizer parameter groups, "
+                    "or train the parts in LightningModules of their own"
+                )
+            optimizer = None if isinstance(optimizers[0], core._MockOptimizer) else optimizers[0]
+        if schedulers and settings.scheduler is not None:
+            raise ConfigError(f"configure_optimizers returned a scheduler, and the config names {settings.scheduler.type!r}; keep one")
+        engine, made, _, scheduler = initialize(model=module, optimizer=optimizer, config=settings)
+        engine.lr_scheduler = None  # Lightning steps it
+        engine.set_gradient_accumulation_boundary(True)
+        this.optimizers = [core._MockOptimizer() if made is None else made]
+        for wrapped in this._lightning_optimizers:  # of the optimizer's own class: its zero_grad would not reach the engine
+            wrapped.zero_grad = wrapped.optimizer.zero_grad
+        this.lr_scheduler_configs = schedulers if scheduler is None else [types.LRSchedulerConfig(scheduler, interval="step")]
+        return engine
+
+    def teardown(self) -> None:
+        with left_in_place(self):
+            super().teardown()  # type: ignore[misc]
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        this: Any = self
+        if this.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        # Backwards and steps happen inside: this is no forward of the engine, the calls of modules in it are.
+        with this.precision_plugin.train_step_context():
+            return this.lightning_module.training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside do not end an accumulation window."""
+        assert self.engine is not None
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    # ---- checkpoints ----
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: weights go from the shards into the checkpoint, and no rank holds them all."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder with ``checkpoint/`` and ``latest``; with ``weights_only=True`` a file for ``load_from_checkpoint``. Collective."""
+        this: Any = self
+        assert self.engine is not None
+        filepath = this.broadcast(filepath)
+        if "optimizer_states" not in checkpoint:
+            self._save_weights(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ConfigError(
+                "save_checkpoint(storage_options=...) is not used for a sharded checkpoint, which all ranks write; leave it out"
+            )
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        self.engine.save_checkpoint(str(filepath), TAG, state, exclude_frozen_parameters=self.exclude_frozen_parameters)
+
+    def _save_weights(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        this: Any = self
+        assert self.engine is not None
+        checkpoint["state_dict"] = whole_state_dict(self.engine, everywhere=False, dtype=torch.float32)
+        if this.is_global_zero:
+            this.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Resume on any number of ranks and any stage. A file of whole weights can be evaluated, not resumed."""
+        this: Any = self
+        assert self.engine is not None
+        fitting = this.lightning_module.trainer.state.fn.value == "fit"
+        if Path(checkpoint_path).is_file():
+            if fitting:
+                raise CheckpointError(
+                    f"{checkpoint_path} is a file of whole weights, which training under ZeRO does not resume from; pass the folder that ZeroStrategy "
+                    "saved, or read the weights with load_from_checkpoint and start anew"
+                )
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        _, state = self.engine.load_checkpoint(
+            str(checkpoint_path),
+            load_module_strict=this.lightning_module.strict_loading,
+            load_optimizer_states=fitting,
+            load_lr_scheduler_states=False,
+            load_module_only=not fitting,
+        )
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if "state_dict" in checkpoint:  # of a file; a folder has been read into the shards
+            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: ``load_checkpoint`` has read it into the shards."""
+
+
+def register(registry: Any, strategy: Any) -> None:
+    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies."""
+    for stage in STAGES:
+        registry.register(f"zero_stage_{stage}", strategy, description=f"hf-zero, ZeRO stage {stage}", override=True, stage=stage)
