@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_zero.core.grads import GradientReducer, squared_norm
 from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.layout import Slot
+from hf_zero.core.losses import Losses
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.parameter import owner_of
 from hf_zero.core.policy import POLICIES
@@ -26,7 +27,7 @@ from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import give_back, refuse_strangers, take_over
-from hf_zero.core.tree import map_tensors, tensors_in
+from hf_zero.core.tree import map_tensors
 from hf_zero.core.unit import Flat, Unit
 from hf_zero.core.wrap import cut
 from hf_zero.errors import PartitionError
@@ -36,26 +37,7 @@ from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SCALED_ONCE = (
-    "this loss.backward() goes through more than one fp16 forward of the model, or through a part of it or its weights beside one, so that the loss "
-    "scale cannot be put in once; call engine.backward(loss)"
-)
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed to ``engine.backward``."""
-
-    @staticmethod
-    def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
-        ctx.factor = factor
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # not views, so that they may be changed in place (``loss *= n``)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        factor = ctx.factor()
-        return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
 
 
 class Engine(Answers, Saving):
@@ -94,8 +76,6 @@ class Engine(Answers, Saving):
         self._boundary: bool | None = None  # set from outside
         self._micro = 0  # micro-batches since the last step
         self._syncs = True
-        self._scaled_by = ""  # what put the loss scale into the backward under way: the "engine", or the model's "outputs"
-        self._weight: float | None = None
         self.max_norm = float(config.gradient_clipping or 0.0)  # to which the gradient is clipped; 0: not. It may change between steps
         self._norm: torch.Tensor | None = None
         self._applied = False
@@ -147,10 +127,11 @@ class Engine(Answers, Saving):
         scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
         wire = config.communication_data_type
         self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None)
-        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, self._backward_ends, self._part_joins)
+        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, lambda: self._losses.part_joins())
+        self._losses = Losses(self.global_rank, self.scaler, config.precision == "fp16", self._training, self._hooks.is_in_backward)
         self._guards = ModuleGuards(model, self.units, self.schedule)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
-        self._scaling_hook = model.register_forward_hook(Attached(self._scale_outputs)) if config.precision == "fp16" else None
+        self._scaling_hook = model.register_forward_hook(Attached(self._losses.scale_outputs)) if config.precision == "fp16" else None
         if optimizer is not None:
             take_over(optimizer, self)
             self._publish_scale()
@@ -168,28 +149,6 @@ class Engine(Answers, Saving):
             args, kwargs = map_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         return self.module(*args, **kwargs)
 
-    def _scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not tensors or not torch.is_grad_enabled() or self._hooks.in_backward:
-            return None
-        if self._scaled_by == "outputs":
-            self._scaled_by = ""  # of a backward that broke before any unit
-        wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)
-        replaced = dict(zip(map(id, tensors), wrapped))
-        return map_tensors(output, lambda tensor: replaced.get(id(tensor), tensor))
-
-    def _missing_scale(self) -> float:
-        if self._scaled_by == "engine":
-            return 1.0
-        if self._scaled_by or self._hooks.in_backward:
-            raise PartitionError(SCALED_ONCE)
-        self._scaled_by = "outputs"
-        return self.scaler.scale
-
-    def _part_joins(self) -> None:
-        if self._scaled_by == "outputs":
-            raise PartitionError(SCALED_ONCE)
-
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate the loss of a micro-batch: a scalar, unscaled.
 
@@ -197,27 +156,13 @@ class Engine(Answers, Saving):
         """
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
-        if loss.dtype == torch.float16 and not self.scaler.dynamic and self.scaler.scale > torch.finfo(torch.float16).max:
-            raise PartitionError(
-                f"an fp16 loss cannot carry a loss_scale of {self.scaler.scale:g}; compute the loss in fp32 (logits.float()), or choose a smaller scale"
-            )
-        self._weight = None if scale_wrt_gas else 1.0
-        self._scaled_by = "engine"
-        try:
-            (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
-        finally:
-            self._weight, self._scaled_by = None, ""
+        with self._losses.carrying(loss.dtype, None if scale_wrt_gas else 1.0) as scale:
+            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss
 
     def _backward_begins(self) -> None:
-        weight = 1.0 / self._accumulation if self._weight is None else self._weight
-        # Where only parts of the model were called, nothing has scaled the loss, and the gradients are scaled as they come.
-        self._reducer.weight = weight if self._scaled_by else weight * self.scaler.scale
+        self._reducer.weight = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
-
-    def _backward_ends(self) -> None:
-        if self._scaled_by == "outputs":
-            self._scaled_by = ""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -293,18 +238,18 @@ class Engine(Answers, Saving):
         overflow = self._update()
         self.schedule.meet()
         self._reducer.clear()
-        self.scaler.update(overflow)
+        scaler = self._losses.settle(overflow)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         self._publish_scale()
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
         self._applied = not overflow
-        if overflow and self.scaler.at_floor:
+        if overflow and scaler.at_floor:
             logger.warning(
                 "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss or the learning rate has diverged",
                 self.global_steps,
-                self.scaler.scale,
+                scaler.scale,
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
@@ -313,14 +258,22 @@ class Engine(Answers, Saving):
         self.counters.micro_steps += 1
         self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
+        self._reducer.reduce_windows()
+        return float(self._squared_norm().sqrt()) / self.scaler.scale if any(flat.reduced for flat in self._training) else 0.0
+
+    def _squared_norm(self) -> torch.Tensor:
+        return squared_norm([flat.grad for flat in self._training if flat.grad is not None], self.comm, self.device)
+
     def _update(self) -> bool:
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
         assert self.bound is not None
-        grads = [flat.grad for flat in self._training if flat.grad is not None]
-        total = squared_norm(grads, self.comm, self.device)
+        total = self._squared_norm()
         scale, limit = self.scaler.scale, self.max_norm
         self._norm = total.sqrt() / scale
-        if self.config.precision == "fp16" and not bool(torch.isfinite(total)):
+        if self._losses.may_overflow and not bool(torch.isfinite(total)):
             return True
         divisor = None
         if limit > 0.0:
@@ -355,6 +308,7 @@ class Engine(Answers, Saving):
         """Forget all gradients, those of the accumulation window too."""
         self._hooks.reset()
         self._reducer.clear()
+        self._losses.forget()
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
         """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
@@ -384,6 +338,7 @@ class Engine(Answers, Saving):
             elif unit.sharded:
                 unit.release(keep_views=True)  # on every rank, whatever is still here on this one
         self._hooks.remove()
+        self._losses.close()
         self._guards.remove()
         if self._scaling_hook is not None:
             self._scaling_hook.remove()

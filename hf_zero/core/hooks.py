@@ -64,6 +64,13 @@ def _mark(inputs: Sequence[torch.Tensor], over: Callable[[], None]) -> Sequence[
     return [view]
 
 
+def _accumulated(hooks: weakref.ref[Hooks], parameter: torch.Tensor) -> None:
+    """A gradient has come that no unit's hook need have announced: that of a penalty on the weights, say."""
+    alive = hooks()
+    if alive is not None:
+        alive._enter_backward()
+
+
 def _keep(unit: Unit, outer: OuterCall) -> None:
     outer.reads.add(unit)
     unit.stays.add(outer)
@@ -79,10 +86,9 @@ class Hooks:
         schedule: Schedule,
         reducer: GradientReducer,
         on_begin: Callable[[], None],
-        on_end: Callable[[], None],
         on_part: Callable[[], None],
     ):
-        """``on_begin`` and ``on_end`` are called around a backward, ``on_part`` where it reaches a part of the model that was called alone."""
+        """``on_begin`` is called before a backward, ``on_part`` where it reaches a part of the model that was called alone."""
         self._model = model
         self._units = list(units)
         self._schedule = schedule
@@ -96,7 +102,7 @@ class Hooks:
         self._reached: set[OuterCall] = set()  # forwards that the backward under way goes back through
         self._untracked: list[OuterCall] = []  # forwards that no hook tells of: any backward may be theirs
         self._removable: list[Any] = []
-        self._on_begin, self._on_end, self._on_part = on_begin, on_end, on_part
+        self._on_begin, self._on_part = on_begin, on_part
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -118,23 +124,20 @@ class Hooks:
                 module.register_forward_hook(Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True),
             ]
 
+        # Weakly, because Python's collector does not see these hooks: a cycle through one would never be freed.
+        accumulated = partial(_accumulated, weakref.ref(self))
         for each in self._units:
             for flat in each.trainable:
                 for parameter, _ in flat.items:
-                    self._removable.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A gradient has come that no unit's hook need have announced: that of a penalty on the weights, say."""
-        self._enter_backward()
+                    self._removable.append(parameter.register_post_accumulate_grad_hook(accumulated))
 
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()
         self._removable = []
 
-    @property
-    def in_backward(self) -> bool:
-        return bool(self._tasks)
+    def is_in_backward(self) -> bool:
+        return bool(self._tasks) and self._tasks[0][1]() is not None  # None: an exception has ended it
 
     def _enter(self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside = _graph_task() != -1
@@ -291,7 +294,6 @@ class Hooks:
         # Gathers first: while the order is recorded, another rank may still need this one to join them.
         self._schedule.end(keep_last=False)
         self._reducer.finish()
-        self._on_end()
 
     def notice_broken(self) -> None:
         """Called from outside forward and backward: put away what an exception there has left open."""
@@ -315,7 +317,6 @@ class Hooks:
         self._forget_calls()
         self._reducer.abandon()
         self._schedule.abandon()
-        self._on_end()
 
     def _forget_calls(self) -> None:
         for unit in self._units:

@@ -9,6 +9,7 @@ from torch import nn
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
+WHOLE = "_z3_leaf"  # the field's name for a module that somebody wants gathered as a whole
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
 
 
@@ -97,6 +98,7 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
+    A module marked :data:`WHOLE` is a unit if it lies in none, whatever blocks it holds.
     A parameter that two units reach belongs once, to the root: their lowest common ancestor, since units do not nest.
     """
     first_name: dict[int, str] = {}
@@ -126,7 +128,8 @@ def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
         and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }
-    wrapped = _outermost(model, leaves | {id(block) for _, block in blocks})
+    whole = _with_parameters(m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m))
+    wrapped = _outermost(model, leaves | whole | {id(block) for _, block in blocks})
 
     reached: dict[int, set[int]] = {}
     for index, (_, module) in enumerate(wrapped):

@@ -79,6 +79,25 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_state_dict
 
 
+def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What Accelerate and TRL expect of an engine, beside others and alone (``Accelerator._prepare_deepspeed``)."""
+
+    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+        result = original(self, *args)
+        if finder.chosen():
+            from hf_zero.core.engine import Engine
+            from hf_zero.integrations.offload_names import offer_offload_names
+            from hf_zero.integrations.several import join
+
+            for engine in result:
+                if isinstance(engine, Engine) and engine.optimizer is not None:
+                    offer_offload_names(engine)
+            join(self)
+        return result
+
+    return _prepare_deepspeed
+
+
 def _launched() -> bool:
     return int(os.environ.get("LOCAL_RANK", -1)) != -1
 

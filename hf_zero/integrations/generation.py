@@ -1,17 +1,14 @@
-"""Generation at stage 3: how often a model is gathered for it, and what TRL handles around it.
+"""Generation at stage 3: how often a model is gathered for it.
 
 Every token is a forward, and every forward gathers each unit once. Where the whole model fits beside what is there already,
 ``generate`` gathers it once for all tokens; ranks then end when their own sequences do. Else they keep together
 (``synced_gpus``), whatever configuration is alive in transformers.
-
-TRL takes the engine's hooks off inside GatheredParameters, and puts them back. hf-zero's may stay: a unit that is gathered
-already is neither gathered again nor released under them. So the names are there, with nothing behind them to take off.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +17,6 @@ from torch import nn
 from hf_zero.core.engine import Engine
 from hf_zero.core.gathered import summon_full_params
 from hf_zero.core.parameter import owner_of
-from hf_zero.integrations import finder
 from hf_zero.memory import free_bytes
 
 FREE_SHARE = 0.5  # of the free memory that the gathered model may take: caches and activations need the rest
@@ -67,46 +63,3 @@ def _fits(model: nn.Module, engine: Engine) -> bool:
     if limit is not None and sum(parameter.numel() for parameter in model.parameters()) > limit:
         fits = False
     return engine.schedule.agree("generate", int(not fits)) == 0
-
-
-class ParameterCoordinator:
-    """Keeps no trace of a forward pass that generation could make stale: an order that changes is recorded anew."""
-
-    def is_invalid_trace(self) -> bool:
-        return False
-
-    def _invalidate_trace(self) -> None:
-        """There is no trace to drop."""
-
-
-class ParameterOffload:
-    """``engine.optimizer.parameter_offload``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-        self.param_coordinator = ParameterCoordinator()
-
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """The hooks were never off."""
-
-
-def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.ds_external_parameters()``: a unit gathers what its modules use, wherever it is owned."""
-    return iter(())
-
-
-def offer_offload_names(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Engines that Accelerate makes carry the names that TRL handles (``Accelerator._prepare_deepspeed``)."""
-
-    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
-        result = original(self, *args)
-        if finder.chosen():
-            for engine in result:
-                if isinstance(engine, Engine) and engine.optimizer is not None:
-                    engine.optimizer.parameter_offload = ParameterOffload(engine.module)
-                    engine.module.ds_external_parameters = no_external_parameters  # type: ignore[assignment]
-        return result
-
-    return _prepare_deepspeed

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from hf_zero.core.wrap import WHOLE
 from hf_zero.errors import ConfigError
-
-_MARK = "_z3_leaf"
 
 
 def _mark(model: nn.Module, leaf_classes: Iterable[type | str], value: bool, raise_if_not_found: bool) -> list[nn.Module]:
@@ -19,15 +18,15 @@ def _mark(model: nn.Module, leaf_classes: Iterable[type | str], value: bool, rai
     if raise_if_not_found and not found:
         raise ConfigError(f"no module of {type(model).__name__} is one of {sorted(names)}; name classes of modules inside the model")
     for module in found:
-        setattr(module, _MARK, value)
+        setattr(module, WHOLE, value)
     return found
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True) -> list[nn.Module]:
-    """Mark the modules of these classes and return them.
+    """Mark the modules of these classes, before ``initialize``, and return them.
 
-    A unit is a whole transformer block and is gathered at once whatever runs inside it, so the mark changes nothing
-    for modules inside blocks; it is kept for scripts that ask for it again.
+    A block of a model is gathered at once whatever runs inside it, so the mark changes nothing for modules inside blocks.
+    One that holds blocks, or lies outside them, becomes a unit: experts that would be gathered one by one come together.
     """
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -42,4 +41,4 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    return bool(getattr(module, _MARK, False))
+    return bool(getattr(module, WHOLE, False))

@@ -102,9 +102,16 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",
         signature="(self, *args)",
-        wrapper="hf_zero.integrations.generation:offer_offload_names",
+        wrapper="hf_zero.integrations.accelerate:prepare_engines",
         versions=ACCELERATE,
-        why="TRL takes hooks off `engine.optimizer.parameter_offload` around generation at stage 3",
+        why="TRL handles names of engines at stage 3; of several models that train, one Accelerator steps the first whatever the loss is",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.clip_grad_norm_",
+        signature="(self, parameters, max_norm, norm_type=2)",
+        wrapper="hf_zero.integrations.several:clip_by_the_engine",
+        versions=ACCELERATE,
+        why="drops max_norm in silence, and knows the norm of one engine alone",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",

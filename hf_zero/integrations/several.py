@@ -1,0 +1,107 @@
+"""Several models of one script under Accelerate: which of them step, whose gradients are forgotten, what is clipped.
+
+[Note: who steps]
+Accelerate gives every loss to the first engine that an Accelerator has prepared, which steps at once; ``step()`` and
+``zero_grad()`` of its optimizers do nothing. With one model that trains this comes to what the script says. With two
+(a generator and its critic) the wrong one is trained. So as soon as a second engine trains, optimizers do what they are
+told: a backward leaves gradients in every engine it goes through, ``optimizer.step()`` steps its own engine, and
+``optimizer.zero_grad()`` forgets. Two Accelerators with an engine each keep the rule that a backward through one of them
+steps its engine, and forget what it has left in the other where the script says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.core.engine import Engine
+from hf_zero.core.parameter import owner_of
+from hf_zero.integrations import finder
+from hf_zero.logs import log_rank0
+
+_training: weakref.WeakSet[Engine] = weakref.WeakSet()
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs
+_told: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class SeveralEngines:
+    """In place of the one engine that ``accelerator.backward`` knows: all that train under this Accelerator."""
+
+    def __init__(self, engines: list[Engine]):
+        self.engines = engines
+
+    @property
+    def engine(self) -> SeveralEngines:
+        """What ``accelerator.free_memory`` destroys."""
+        return self
+
+    def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Leave the gradients of ``loss`` in the engines it goes through; none of them steps."""
+        for engine in self.engines:
+            engine.set_gradient_accumulation_boundary(sync_gradients)
+        self.engines[0].backward(loss, **kwargs)
+
+    def destroy(self) -> None:
+        for engine in self.engines:
+            engine.destroy()
+
+
+def join(accelerator: Any) -> None:
+    """An engine has been prepared: from the second on that trains, optimizers step by themselves."""
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+
+    here = [model for model in accelerator._models if isinstance(model, Engine) and model.bound is not None]
+    if len(here) == 1:  # one that was prepared before it, such as a teacher, cannot step
+        accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(here[0])
+    elif here:
+        accelerator.deepspeed_engine_wrapped = SeveralEngines(here)
+    _training.update(here)
+    _optimizers.update(accelerator._optimizers)
+    if sum(engine.bound is not None for engine in _training) > 1:
+        for optimizer in _optimizers:
+            optimizer.zero_grad = _when_gradients_are_whole(optimizer, "zero_grad")
+    if len(here) > 1:
+        for optimizer in accelerator._optimizers:
+            optimizer.step = _when_gradients_are_whole(optimizer, "step")
+
+
+def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
+    """A method of the optimizer inside ``wrapped``, called where Accelerate says that a window is over."""
+    own, state = wrapped.optimizer, wrapped.gradient_state
+
+    def method(*args: Any, **kwargs: Any) -> None:
+        if state.sync_gradients:
+            getattr(own, name)()
+
+    return method
+
+
+def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm is that of the model whose parameters are given; another limit than the engine's is told (``Accelerator.clip_grad_norm_``)."""
+
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        given = [parameters] if hasattr(parameters, "numel") else list(parameters)
+        owner = next((flat for flat in map(owner_of, given) if flat is not None), None) if finder.chosen() else None
+        engine = owner.engine() if owner is not None else None
+        if engine is None:
+            return original(self, given, max_norm, norm_type)
+        _tell_limit(engine, float(max_norm))
+        if isinstance(self.deepspeed_engine_wrapped, SeveralEngines):
+            return engine.gradient_norm() if self.sync_gradients else None
+        return original(self, given, max_norm, norm_type)
+
+    return clip_grad_norm_
+
+
+def _tell_limit(engine: Engine, max_norm: float) -> None:
+    limit = float(engine.config.gradient_clipping or 0.0)
+    if limit != max_norm and engine not in _told:
+        _told.add(engine)
+        log_rank0(
+            f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the engine clips in its step, "
+            + (f"at gradient_clipping = {limit:g} of the configuration" if limit else "and its configuration has no gradient_clipping")
+            + f"; write gradient_clipping: {max_norm:g} there",
+            logging.WARNING,
+        )

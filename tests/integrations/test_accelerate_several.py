@@ -1,0 +1,118 @@
+"""What Accelerate's objects do once a second model trains, and what ``clip_grad_norm_`` says; in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from torch import nn
+
+from hf_zero.core.engine import Engine
+from hf_zero.integrations.several import SeveralEngines
+from tests.helpers.models import features
+from tests.helpers.stacks import stack
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+
+def accelerator_with(clip: float = 1.0) -> Accelerator:
+    config = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": clip,
+        "gradient_accumulation_steps": "auto",
+    }
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+def prepared(accelerator: Accelerator) -> tuple[Engine, torch.optim.Optimizer]:
+    model = stack()
+    engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return engine, optimizer
+
+
+def loss_of(*engines: nn.Module) -> torch.Tensor:
+    return torch.stack([engine(features(0, 0, 0)).pow(2).mean() for engine in engines]).sum()
+
+
+def test_one_model_is_stepped_by_its_backward_as_ever() -> None:
+    accelerator = accelerator_with()
+    engine, optimizer = prepared(accelerator)
+    assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
+    accelerator.backward(loss_of(engine))
+    assert engine.global_steps == 1
+    optimizer.step()
+    assert engine.global_steps == 1
+
+
+def test_the_second_of_two_models_trains_where_the_first_is_a_teacher() -> None:
+    accelerator = accelerator_with()
+    teacher = accelerator.prepare(stack().requires_grad_(False))
+    engine, _ = prepared(accelerator)
+    accelerator.backward((engine(features(0, 0, 0)) - teacher(features(0, 0, 1))).pow(2).mean())
+    assert (engine.global_steps, teacher.global_steps) == (1, 0)
+
+
+def test_two_models_step_and_forget_when_their_optimizers_are_told() -> None:
+    accelerator = accelerator_with()
+    (one, of_one), (two, of_two) = prepared(accelerator), prepared(accelerator)
+    assert isinstance(accelerator.deepspeed_engine_wrapped, SeveralEngines)
+    accelerator.backward(loss_of(one, two))
+    assert (one.global_steps, two.global_steps) == (0, 0)
+    assert one.gradient_norm() == two.gradient_norm() > 0.0
+    of_two.step()
+    assert (one.global_steps, two.global_steps) == (0, 1)
+    of_one.zero_grad()
+    assert one.gradient_norm() == 0.0
+    accelerator.backward(loss_of(one))
+    of_one.step()
+    assert (one.global_steps, two.global_steps) == (1, 1)
+
+
+def test_inside_a_window_nothing_steps_and_nothing_is_forgotten() -> None:
+    accelerator = accelerator_with()
+    (one, of_one), (two, of_two) = prepared(accelerator), prepared(accelerator)
+    norms = []
+    for micro in range(2):
+        with accelerator.accumulate(one, two):
+            accelerator.backward(loss_of(one, two))
+            norms.append(accelerator.clip_grad_norm_(two.parameters(), 1.0))
+            for optimizer in (of_one, of_two):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [engine.global_steps for engine in (one, two)] == [micro, micro]
+    alone = stack()
+    loss_of(alone).backward()
+    assert norms == [None, pytest.approx(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)))]
+
+
+def test_free_memory_ends_all_of_them() -> None:
+    accelerator = accelerator_with()
+    engines = [prepared(accelerator)[0] for _ in range(2)]
+    accelerator.free_memory()
+    assert all(engine.bound is None for engine in engines) and accelerator.deepspeed_engine_wrapped is None
+    engine, _ = prepared(accelerator)
+    assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
+    accelerator.backward(loss_of(engine))
+    assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("clip", "expected"), [(1.0, "at gradient_clipping = 1 of the configuration"), (0.0, "has no gradient_clipping"), (0.5, "")]
+)
+def test_a_limit_that_the_engine_does_not_use_is_told_once(clip: float, expected: str, heard: list[str]) -> None:
+    accelerator = accelerator_with(clip)
+    engine, _ = prepared(accelerator)
+    for _ in range(2):
+        accelerator.backward(loss_of(engine))
+        assert accelerator.clip_grad_norm_(engine.parameters(), 0.5) == engine.get_global_grad_norm()
+    told = [message for message in heard if "clip_grad_norm_" in message]
+    assert len(told) == bool(expected)
+    assert all(expected in message and "write gradient_clipping: 0.5" in message for message in told)
+
+
+def test_parameters_of_no_engine_are_clipped_by_nobody() -> None:
+    accelerator = accelerator_with()
+    assert accelerator.clip_grad_norm_(stack().parameters(), 0.5) is None

@@ -1,0 +1,54 @@
+"""Scripts with several models under Accelerate, on two CPU ranks: what they do plainly in one process, they do under ZeRO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.launched import accelerate_launch, alone, torchrun
+
+SCRIPT = Path(__file__).parent / "scripts" / "several_models.py"
+CASES = ("adversarial", "distilled", "two_halves")
+WITH_PLUGINS = ("a_plugin_each", "an_accelerator_each")
+PLUGINS = ("2,3", "3,2", "0,3", "3,3", "2,2")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("alone")
+    return out, alone(SCRIPT, out, "--cases", *CASES, *WITH_PLUGINS)
+
+
+def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
+    assert found["type"].endswith("DEEPSPEED") and want["type"].endswith("NO")
+    for key, values in want.items():
+        if key not in ("type", "stages"):
+            assert found[key] == pytest.approx(values, rel=1e-5), f"{case}: {key}"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+def test_several_models_train_as_they_do_plainly(stage: int, plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    reports = accelerate_launch(SCRIPT, tmp_path, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=2)
+    place, want = plain
+    for case in CASES:
+        for report in reports:
+            compare(report[case], want[case], case)
+        files = sorted(file.name for file in place.glob(f"{case}-*.pt"))
+        assert len(files) == 2 and files == sorted(file.name for file in tmp_path.glob(f"{case}-*.pt"))
+        for file in files:
+            oracle.compare_tensors(file, torch.load(tmp_path / file), torch.load(place / file))
+
+
+def test_a_plugin_for_each_model(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own, in one Accelerator and in two."""
+    cases = [f"{name}:{stages}" for stages in PLUGINS for name in WITH_PLUGINS]
+    reports = torchrun(SCRIPT, tmp_path, "--cases", *cases)
+    for case in cases:
+        name, stages = case.split(":")
+        for report in reports:
+            assert report[case]["stages"] == list(map(int, stages.split(",")))
+            compare(report[case], plain[1][name], case)

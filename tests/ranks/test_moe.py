@@ -1,0 +1,190 @@
+"""Mixtures of experts: ranks and steps that use different experts, or none of some, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_zero.core.wrap import cut
+from hf_zero.integrations.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
+from tests.helpers import oracle
+from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
+from tests.helpers.models import HIDDEN, features, seeded, tokens
+from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+from tests.loading.zoo import GQA, LATENT, TEXT
+from tests.ranks.test_architectures import make_exact
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LAYOUT = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", "MixtralSparseMoeBlock", {**GQA, **ROUTED, "num_local_experts": 6}),
+    "qwen2_moe": ("Qwen2Moe", "Qwen2MoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3MoE", {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS}),
+    "gpt_oss": ("GptOss", "GptOssMLP", {**GQA, **ROUTED, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+}
+
+
+class Routed(Job):
+    """A model of transformers whose router sends the tokens of each rank and step elsewhere; the loss has its own term for that."""
+
+    def __init__(self, name: str, leaf: bool = False) -> None:
+        self.name, self.leaf = f"{name}, a leaf" if leaf else name, leaf
+        self.prefix, self.block, self.options = MODELS[name]
+
+    def build(self) -> nn.Module:
+        config = getattr(transformers, f"{self.prefix}Config")(**self.options)
+        make_exact(config)
+        model = seeded(lambda: getattr(transformers, f"{self.prefix}ForCausalLM")(config))
+        if self.leaf:
+            marked = set_z3_leaf_modules(model, [self.block])
+            assert marked and get_z3_leaf_modules(model) == marked
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return plain_sgd(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        ids = tokens(at.step, at.micro, at.rank)
+        output = net(input_ids=ids, labels=ids)
+        if "router_aux_loss_coef" in self.options:
+            assert output.aux_loss > 0.0 and len(output.router_logits) == self.options["num_hidden_layers"]
+        return output.loss
+
+
+def sessions(stage: int, **more: Any) -> Callable[..., OnEngine]:
+    return lambda model, optimizer, plan: OnEngine(start(model, optimizer, config_of(stage, plan, **more)), plan)
+
+
+@pytest.mark.parametrize("leaf", [False, True], ids=["as it is", "a leaf"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_models_of_transformers(stage: int, name: str, leaf: bool) -> None:
+    plan = Plan(ranks=2, steps=3, accumulation=2)
+    oracle.compare(
+        train_on_threads(Routed(name, leaf), plan, sessions(stage)), oracle.kept(Routed(name), plan), weight_floor=oracle.ROUNDING
+    )
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """A ModuleList of experts, each called with its own rows and not at all without any. ``chosen``: [rows] of expert numbers."""
+
+    def __init__(self, count: int = 5) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, count)
+        self.experts = nn.ModuleList(Expert() for _ in range(count))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        weight = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero()[:, 0]
+            if len(mine):
+                out = out.index_add(0, mine, weight[mine, number, None] * expert(x[mine]))
+        return x + out
+
+
+class Layered(nn.Module):
+    """Layers that hold experts: a layer is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, HIDDEN)
+        self.layers = nn.ModuleList(Mixture() for _ in range(3))
+        self.head = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return self.head(x)
+
+
+class Flat(nn.Module):
+    """One mixture in the model itself: each expert is a unit, and ranks call different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, HIDDEN)
+        self.mixture = Mixture()
+        self.head = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mixture(self.enter(x), chosen))
+
+
+# Per step and rank, the experts that get rows.
+PATTERNS = {
+    "others on other ranks": lambda step, rank: [0, 1] if rank == 0 else [2, 3],
+    "others in other steps": lambda step, rank: [step % 5, (step + rank + 1) % 5],
+    "one nobody ever calls": lambda step, rank: [0, 1, 2, 3],
+    "none at all in one step": lambda step, rank: [] if step == 1 else [0, 2, 4],
+    "none on one rank in one step": lambda step, rank: [] if step == 1 and rank == 1 else [1, 3],
+    "first one, then all": lambda step, rank: [0] if step == 0 else [0, 1, 2, 3, 4],
+    "in step 2 as never before": lambda step, rank: [4] if step == 2 and rank == 1 else [0, 1],
+}
+
+
+class Patterned(Job):
+    def __init__(self, model: type[nn.Module], pattern: str, leaf: bool = False) -> None:
+        self.model, self.pattern, self.leaf = model, PATTERNS[pattern], leaf
+        self.name = f"{model.__name__}: {pattern}"
+
+    def build(self) -> nn.Module:
+        model = seeded(self.model)
+        if self.leaf:
+            set_z3_leaf_modules(model, [Mixture])
+        return model
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        called = self.pattern(at.step, at.rank)
+        chosen = torch.tensor([called[row % len(called)] if called else -1 for row in range(6)])
+        return net(features(at.step, at.micro, at.rank, 6), chosen).pow(2).mean()
+
+
+PLAN = Plan(ranks=2, steps=4, accumulation=2)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("model", [Layered, Flat])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_without_tokens(stage: int, model: type[nn.Module], pattern: str) -> None:
+    job = Patterned(model, pattern)
+    oracle.compare(train_on_threads(job, PLAN, sessions(stage)), oracle.kept(job, PLAN))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern: str, heard: list[str]) -> None:
+    job = Patterned(Flat, pattern, leaf=True)
+    oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(Patterned(Flat, pattern), PLAN))
+    assert not any("outside the recorded order" in message for message in heard)
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_what_a_leaf_changes(leaf: bool) -> None:
+    units = {model: [unit.name for unit in cut(Patterned(model, "others on other ranks", leaf).build())[0]] for model in (Flat, Layered)}
+    experts = [f"mixture.experts.{number}" for number in range(5)]
+    assert units[Flat] == ["", *(["mixture"] if leaf else experts)]
+    assert units[Layered] == ["", *(f"layers.{number}" for number in range(3))]
+
+
+def test_without_the_mark_a_rank_that_calls_another_expert_says_so(heard: list[str]) -> None:
+    job = Patterned(Flat, "in step 2 as never before")
+    oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(job, PLAN))
+    assert any("mixture.experts.4 is needed here outside the recorded order" in message for message in heard)
