@@ -16,7 +16,7 @@ from hf_zero.core import comm as comms
 from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.comm import Comm
 from hf_zero.core.grads import GradientReducer, squared_norm
-from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step
+from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step, refuse_switched
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.layout import Slot
 from hf_zero.core.losses import Losses
@@ -161,6 +161,8 @@ class Engine(Answers, Saving):
         return loss
 
     def _backward_begins(self) -> None:
+        if self.bound is not None:
+            refuse_switched(self.flats)
         self._reducer.weight = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.unit import Unit
+from hf_zero.core.unit import Flat, Unit
 from hf_zero.errors import PartitionError
 
 
@@ -174,6 +174,17 @@ class ModuleGuards:
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
         return module
+
+
+def refuse_switched(flats: Sequence[Flat]) -> None:
+    """Raise if a parameter goes into a backward with another requires_grad than the one it was laid out with."""
+    for flat in flats:
+        for name in sorted(flat.switched):
+            now = flat.parameters[name].requires_grad
+            raise PartitionError(
+                f"requires_grad of {name} is {now} in this backward and was {not now} at hf_zero.initialize, where it was settled what trains; set it "
+                "back after forwards that need it otherwise, or destroy() the engine and initialize again"
+            )
 
 
 def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

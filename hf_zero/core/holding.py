@@ -21,9 +21,13 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 
 
 def release_holders(model: nn.Module) -> None:
-    """Take the engines that only hold ``model`` off it; its parameters stay sharded, for another engine."""
+    """Take the engines that train nothing off ``model``; its parameters stay as they are laid out, for another engine.
+
+    These are the ones that only hold it, and those initialized without an optimizer: a model may serve, say to compute a
+    reference, before it is trained.
+    """
     flats = [owner_of(parameter) for parameter in model.parameters()]
     holders = {id(flat.engine()): flat.engine() for flat in flats if flat is not None and flat.engine() is not None}
     for engine in holders.values():
-        if engine.holds:
+        if engine.bound is None:
             engine.destroy()

@@ -98,7 +98,7 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
-        """Whether the parameter trains, as it was at initialize. Setting another value raises."""
+        """Whether operations on the parameter are recorded. What trains was laid out at initialize."""
         with torch._C.DisableTorchFunctionSubclass():
             return _requires_grad.__get__(self)
 
@@ -107,16 +107,11 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Refuse a change once training is configured: what is trainable was laid out at initialize."""
+        """Adapters are switched off and on again around the forward of a reference; a backward refuses what stays switched."""
         if requires_grad != self.requires_grad:
-            engine = self.__dict__["_hf_zero_flat"].engine()
-            if engine is not None and engine.holds:
-                with torch._C.DisableTorchFunctionSubclass():
-                    _requires_grad.__set__(self, requires_grad)
-                return self
-            raise PartitionError(
-                f"requires_grad of {name_of(self)} cannot change after hf_zero.initialize; set it before, or destroy() the engine and initialize again"
-            )
+            with torch._C.DisableTorchFunctionSubclass():
+                _requires_grad.__set__(self, requires_grad)
+            self.__dict__["_hf_zero_flat"].switched ^= {name_of(self)}
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -67,7 +67,8 @@ class Schedule:
             self._kept = []
             self._release_unused()
             if all(unit.pins for unit in self._units if unit.sharded):
-                self._key = None  # nothing to gather and so nothing to agree on: ranks may run different numbers of such forwards
+                # Nothing to gather and so nothing to agree on: ranks may run different numbers of such forwards.
+                self._key, self._plan = None, None
                 return
         self._key = (*kind, self.resident)
         self._plan = self._plans.get(self._key)

@@ -61,6 +61,7 @@ class Flat:
         self.filled = False  # ``window`` holds gradients that are not reduced yet
         self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
         self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
+        self.switched: set[str] = set()  # parameters whose requires_grad is another one than at initialize
         self.unit: Unit
         self.comm: Any = None
         self.engine_flats: list[Flat] = [self]
@@ -175,9 +176,11 @@ class Flat:
                 if self.sharded:
                     _set_data(parameter, self.views[slot.name].clone())
                 forget(parameter)
+        if not self.sharded:
+            self.drop()  # the parameters alone keep the memory from now on
 
     def drop(self) -> None:
-        """Free this rank's shard: the parameters belong to another flat by now."""
+        """Let go of this rank's memory: the parameters belong to another flat by now, or to themselves."""
         self._storage, self.views, self._placeholders = None, {}, {}
         self.full = self.full.new_empty(0)
 

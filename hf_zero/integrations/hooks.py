@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_zero.integrations.facade import NAME, FacadeFinder, facade_spec
 
-WATCHED = ("accelerate", "transformers", "lightning", "pytorch_lightning")
+WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
 """Top-level packages that have seams: the table itself is read when one of them is first imported."""
 
 

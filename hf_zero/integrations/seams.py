@@ -1,4 +1,4 @@
-"""Every symbol of Accelerate, Transformers and Lightning that hf-zero wraps, in one list: what, why, and the signature relied on.
+"""Every symbol of Accelerate, Transformers, PEFT and Lightning that hf-zero wraps, in one list: what, why, and the signature relied on.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called once with the
 original and returns the replacement; the module that holds it is imported while the target's package is still being
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 ACCELERATE = ">=1.12,<1.16"
+PEFT = ">=0.21,<0.22"
 TRANSFORMERS = ">=5.17,<5.24"
 LIGHTNING = ">=2.5,<2.7"
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
@@ -235,7 +236,14 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, output_dir=None, _internal_call=False)",
         wrapper="hf_zero.integrations.trainer_seams:save_untrained",
         versions=TRANSFORMERS,
-        why="asks an engine that does not exist yet when nothing was trained",
+        why="asks an engine that does not exist yet when nothing was trained; leaves out adapters that do not train",
+    ),
+    Seam(
+        target="peft.utils.other:ModulesToSaveWrapper.adapter_state_dict",
+        signature="(self, adapter_name, state_dict)",
+        wrapper="hf_zero.integrations.adapter_files:name_without_gathering",
+        versions=PEFT,
+        why="the one rank that writes gathers a module for its names, and waits for the others",
     ),
     *(
         Seam(f"{package}.{target}", signature, f"hf_zero.integrations.lightning_seams:{wrapper}", LIGHTNING, why)

@@ -13,11 +13,12 @@ model too. So the evaluation loop runs as if ZeRO were off, and training finds e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.adapter_files import all_adapters
 from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
 from hf_zero.logs import logger
 
@@ -165,13 +166,20 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
-    """A model that was never trained is saved as any other (``Trainer.save_model``)."""
+    """A model that was never trained is saved as any other, and a PEFT model with all its adapters (``Trainer.save_model``)."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not under_zero(self) or self.deepspeed is not None:
+        if not under_zero(self):
             original(self, output_dir, _internal_call)
             return
-        with _as_if_plain(self):
+        saving: AbstractContextManager[Any]
+        if self.deepspeed is None:
+            saving = _as_if_plain(self)
+        elif self.deepspeed.zero_optimization_stage() == 3:
+            saving = all_adapters(self.deepspeed, self.model)
+        else:
+            saving = nullcontext()
+        with saving:
             original(self, output_dir, _internal_call)
 
     return save_model

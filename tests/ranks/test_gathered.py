@@ -246,6 +246,26 @@ def test_weights_read_by_other_modules_are_there_for_every_backward(stage, way, 
         oracle.compare_tensors("gradients", grads, want)
 
 
+def test_ranks_may_run_forwards_apart_while_everything_is_gathered():
+    """One rank samples, or samples longer than another: nothing is to be gathered, so nobody waits."""
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(3))
+        for step in range(2):
+            with hf_zero.GatheredParameters(model.parameters()), torch.no_grad():
+                before = dict(engine.comm.ledger.counts)
+                answers = [squared(engine, At(step, 0, rank)) for _ in range(3 * rank)]
+                assert dict(engine.comm.ledger.counts) == before
+            assert all(torch.equal(answer, answers[0]) for answer in answers)
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
 RECORDED = {
     "the weight": lambda w, x: (w * w).sum() + (w * x).sum(),
     "a view of it": lambda w, x: (w.t() @ x).pow(2).sum(),

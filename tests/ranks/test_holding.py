@@ -66,6 +66,31 @@ def test_a_held_model_of_any_stage_keeps_its_dtype_and_is_taken_over(stage):
         assert all(torch.equal(weights[name], value) for name, value in want.items())
 
 
+@pytest.mark.parametrize("serving, training", [(3, 3), (0, 2), (3, 1), (0, 3)])
+def test_a_model_that_has_served_is_trained(serving, training):
+    """Without an optimizer an engine computes, a reference say; the next one takes the model over, and the first still answers."""
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+
+    def run(rank, model):
+        served = start(model, None, config_of(serving))
+        optimizer = plain_sgd(model)
+        with torch.no_grad():
+            before = squared(served, At(0, 0, rank))
+        engine = start(model, optimizer, config_of(training))
+        with torch.no_grad():
+            assert torch.equal(squared(served, At(0, 0, rank)), before)
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        with torch.no_grad():
+            assert torch.equal(squared(served, At(0, 0, rank)), squared(engine, At(0, 0, rank)))
+        assert all(flat.full.untyped_storage().nbytes() == 0 and flat._storage is None for flat in served.flats), "its memory is kept"
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
 def test_a_rank_that_still_looks_at_a_weight_hangs_nobody():
     """What one rank has gathered, or has views of, must not change what all do together."""
     want = {name: p.detach() for name, p in stack().named_parameters()}

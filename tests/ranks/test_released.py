@@ -134,22 +134,6 @@ def test_moving_to_where_it_is_does_nothing(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_requires_grad_after_initialize(stage):
-    def run(rank, model):
-        start(model, adamw(model), config_of(stage))
-        model.blocks[0].up.weight.requires_grad_(True)
-        with pytest.raises(PartitionError, match=NAME):
-            model.blocks[0].up.weight.requires_grad_(False)
-        with pytest.raises(PartitionError, match=NAME):
-            model.blocks[0].up.weight.requires_grad = False
-        with pytest.raises(PartitionError):
-            model.requires_grad_(False)
-        assert model.blocks[0].up.weight.requires_grad
-
-    on_ranks(RANKS, run)
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_add_param_group_after_initialize(stage):
     def run(rank, model):
         optimizer = adamw(model)

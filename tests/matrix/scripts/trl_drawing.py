@@ -1,0 +1,66 @@
+"""A model whose samples, and a reward whose values, hang on what is said alone.
+
+Ranks draw other random numbers than one process, so what is sampled must not hang on the state of a generator: this model
+draws every token from what its row says so far. Completions then have many lengths, and are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM, LogitsProcessor
+from trl_run import Run
+
+GROUP = 2  # completions of a prompt
+ENDS = 4.0  # how much likelier the end is than the model believes
+
+
+class Drawn(LogitsProcessor):
+    """A draw from the model's distribution: its noise comes from the tokens of the row and its number in the group."""
+
+    def __init__(self, pad: int, end: int, halves: bool):
+        self.pad, self.end, self.halves = pad, end, halves
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        drawn = torch.full_like(scores, -torch.inf)
+        for number, (row, score) in enumerate(zip(input_ids, scores)):
+            member = number * GROUP // len(scores) if self.halves else number % GROUP
+            said = [member, *(token for token in row.tolist() if token != self.pad)]
+            generator = torch.Generator().manual_seed(zlib.crc32(str(said).encode()))
+            noise = -torch.empty(score.shape).exponential_(generator=generator).log()
+            noise[self.end] += ENDS
+            drawn[number, (score + noise).argmax()] = 0.0
+        return drawn
+
+
+class DrawingLlama(LlamaForCausalLM):
+    halves = False  # whether the completions of a prompt lie half a batch apart, and not side by side
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        processors.append(Drawn(self.config.pad_token_id, self.config.eos_token_id, self.halves))
+        return processors
+
+
+class Letters:
+    """Rewards vowels, and keeps what it was shown."""
+
+    __name__ = "letters"
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        self.seen.append(list(completions))
+        return [sum(letter in "aeiou" for letter in text) / 10 for text in completions]
+
+
+def prompts(run: Run) -> Dataset:
+    return run.rows().select_columns("prompt").map(lambda row: {"prompt": " ".join(row["prompt"].split()[:5])})
+
+
+def model(run: Run) -> DrawingLlama:
+    return DrawingLlama.from_pretrained(run.model("untied"))

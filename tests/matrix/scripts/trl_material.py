@@ -1,0 +1,78 @@
+"""What the TRL scripts read: a tokenizer trained on Python's own help texts, rows of that text, and tiny models in folders.
+
+Run once, plainly, before anything is trained: the scripts then load all of it from disk, as users do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+
+VOCAB = 512
+ROWS = 24
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def sentences() -> list[str]:
+    """Sentences of the help texts, each of five to thirty words."""
+    text = re.sub(r"\s+", " ", " ".join(topics.topics[name] for name in sorted(topics.topics)))
+    return [sentence for sentence in re.split(r"(?<=[.:]) ", text) if 5 <= len(sentence.split()) <= 30]
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bare.train_from_iterator(sentences(), trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
+    made.save_pretrained(folder)
+
+
+def save_models(folder: Path) -> None:
+    """Causal models, one with a tied head and two without, and one that rewards; their values are large enough to tell runs apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
+    }  # fmt: skip
+    torch.manual_seed(11)
+    for name, made in (
+        ("tied", Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))),
+        ("untied", LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))),
+        ("reference", LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))),
+        ("judge", LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1))),
+    ):
+        save_tokenizer(folder / name)
+        made.save_pretrained(folder / name)
+
+
+def save_rows(folder: Path) -> None:
+    """One row a line: a prompt, what may follow it, and what may not."""
+    said = sentences()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "rows.jsonl", "w") as file:
+        for prompt, chosen, rejected in zip(said[:ROWS], said[ROWS : 2 * ROWS], said[2 * ROWS : 3 * ROWS]):
+            file.write(json.dumps({"prompt": prompt, "chosen": " " + chosen, "rejected": " " + rejected}) + "\n")
+
+
+if __name__ == "__main__":
+    save_models(Path(sys.argv[1]))
+    save_rows(Path(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""TRL's trainers on two ranks: what they log and what they save are those of the same script in one plain process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.helpers import launched, oracle
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT = 600
+OFTEN = (
+    "sft.plain", "sft.assistant", "sft.adapters", "dpo.implied", "dpo.precomputed", "dpo.adapters", "dpo.resumed",
+    "grpo.gathered", "grpo.sharded",
+)  # fmt: skip
+SELDOM = (
+    "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.synchronised", "dpo.adapters_precomputed",
+    "dpo.adapters_given", "reward.plain", "reward.adapters", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
+    "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.online", "more.distilled",
+)  # fmt: skip
+RELATIVE = 1e-5
+# Differences of large numbers (sums of log probabilities), and losses that are zero but for rounding, are compared with what they are made of.
+ROUNDING = {"loss": 1e-6, "rewards/margins": 2e-5, "kl": 1e-6}
+# TRL's mean over micro-batches of their means: which rows meet in a micro-batch hangs on the number of ranks.
+OWN_TO_A_RANK = {"grpo.windows": {"entropy"}}
+FACTS = ("stage", "saved", "completions", "loaded", "loaded_here")
+
+Report = dict[str, Any]
+
+
+class Started:
+    """The reports of all ranks of one launch, and those of the plain process over the same cases."""
+
+    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int):
+        self.stage = stage
+        arguments = ("--material", str(material), "--cases", ",".join(cases))
+        self.plain = launched.alone(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT)
+        self.ranks = launched.accelerate_launch(SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT)
+
+    def compare(self, case: str) -> None:
+        want = self.plain[case]
+        numbers = [key for key in want if key not in FACTS]
+        assert {"loss", "grad_norm"} <= set(numbers)
+        for rank in self.ranks:
+            got = rank[case]
+            assert got["stage"] == self.stage
+            assert got["loaded_here"] * 2 == got["loaded"] and bool(got["loaded"]) == (self.stage == 3), "not loaded in shards"
+            for key in set(numbers) - OWN_TO_A_RANK.get(case, set()):
+                assert got[key] == pytest.approx(want[key], rel=RELATIVE, abs=ROUNDING.get(key, 0.0)), f"{case}: {key}"
+        if "completions" in want:
+            for at, said in enumerate(want["completions"]):
+                assert sorted(text for rank in self.ranks for text in rank[case]["completions"][at]) == sorted(said)
+        self.compare_files(Path(self.ranks[0][case]["saved"]), Path(want["saved"]))
+
+    def compare_files(self, got: Path, want: Path) -> None:
+        names = [file.relative_to(want) for file in want.rglob("*.safetensors")]
+        assert names, "nothing was saved"
+        for name in names:
+            oracle.compare_tensors(str(name), load_file(got / name), load_file(want / name))
+        ids = torch.arange(24).view(2, 12) + 40
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(got)(ids).logits, loaded(want)(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def loaded(folder: Path) -> Any:
+    """The model in ``folder``, by the class that its users load it with."""
+    rewards = "reward" in folder.name
+    if (folder / "adapter_config.json").exists():
+        return (AutoPeftModelForSequenceClassification if rewards else AutoPeftModelForCausalLM).from_pretrained(folder).eval()
+    kind = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    subprocess.run([sys.executable, str(SCRIPTS / "trl_material.py"), str(folder)], env=launched.environment(), check=True, timeout=TIMEOUT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def often(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    return Started(material, tmp_path_factory.mktemp("often"), OFTEN, stage=3)
+
+
+@pytest.mark.parametrize("case", OFTEN)
+def test_as_in_one_process(case: str, often: Started) -> None:
+    often.compare(case)
+
+
+def test_ranks_end_their_sequences_at_different_steps(often: Started) -> None:
+    for case in ("grpo.gathered", "grpo.sharded"):
+        first, second = ([max(map(len, said)) for said in rank[case]["completions"]] for rank in often.ranks)
+        assert first != second
+
+
+@pytest.fixture(scope="module")
+def seldom(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    return Started(material, tmp_path_factory.mktemp("seldom"), SELDOM, stage=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", SELDOM)
+def test_the_rest_as_in_one_process(case: str, seldom: Started) -> None:
+    seldom.compare(case)
+
+
+@pytest.fixture(scope="module")
+def below(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    return Started(material, tmp_path_factory.mktemp("below"), OFTEN + SELDOM, stage=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", OFTEN + SELDOM)
+def test_at_stage_2_as_in_one_process(case: str, below: Started) -> None:
+    below.compare(case)
