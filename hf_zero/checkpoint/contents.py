@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from hf_zero.checkpoint.contract import Bound, Engine, Flat
 from hf_zero.checkpoint.manifest import MASTER, SHARD, Export
+from hf_zero.core.consolidate import belongs, written
 
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
 BUFFER, RNG = "buffer::", "rng::"
 
 
@@ -33,14 +35,22 @@ def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, torch.Tensor]:
     return held
 
 
-def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` has, under every name that it gives them."""
+def persistent_buffers(module: torch.nn.Module, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """The tensors beside parameters that ``state_dict`` has, under every name that it gives them: buffers, the state of quantised weights.
+
+    ``without`` leaves out what stands beside the parameters of these names.
+    """
     held = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                held[f"{prefix}.{name}" if prefix else name] = buffer
-    return held
+        for name, value in written(child).items():
+            if name not in child._parameters and name != EXTRA_STATE and isinstance(value, torch.Tensor):
+                held[f"{prefix}.{name}" if prefix else name] = value
+    return {name: value for name, value in held.items() if not belongs(name, without)}
+
+
+def frozen(engine: Engine) -> set[str]:
+    """Names of the parameters that are not trained."""
+    return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
 
 
 def rng_states() -> dict[str, torch.Tensor]:

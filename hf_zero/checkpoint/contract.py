@@ -22,6 +22,10 @@ class Flat(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     @property
+    def raw(self) -> bool:
+        """Whether the values are bytes that only their module can read: never cast."""
+
+    @property
     def owned(self) -> tuple[int, int]: ...
     @property
     def master(self) -> torch.Tensor | None:

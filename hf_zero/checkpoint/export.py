@@ -193,7 +193,7 @@ def _dominant(chosen: list[Output]) -> str | None:
     """The dtype most of the floating-point parameters are in."""
     sizes: dict[torch.dtype, int] = {}
     for output in chosen:
-        if output.dtype.is_floating_point and not output.is_buffer:
+        if output.dtype.is_floating_point and not output.is_buffer and not output.raw:
             sizes[output.dtype] = sizes.get(output.dtype, 0) + output.numel
     return dtype_name(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 

@@ -62,6 +62,8 @@ class FlatEntry:
     dtype: torch.dtype
     layout: FlatLayout
     chunks: tuple[Chunk, ...]
+    raw: bool = False
+    """Bytes that only their module can read: never cast."""
 
     @property
     def weights(self) -> str:
@@ -89,6 +91,7 @@ class FlatEntry:
             "key": self.key,
             "trainable": self.trainable,
             "dtype": dtype_name(self.dtype),
+            "raw": self.raw,
             "layout": self.layout.to_json(),
             "chunks": chunks,
         }
@@ -257,7 +260,12 @@ def _flat(data: dict[str, Any]) -> FlatEntry:
         _get(slot, "name", str), _size(slot, "offset"), _items(slot, "shape", int)
     _size(layout, "shards")
     return FlatEntry(
-        _get(data, "key", str), _get(data, "trainable", bool), dtype_of(_get(data, "dtype", str)), FlatLayout.from_json(layout), chunks
+        _get(data, "key", str),
+        _get(data, "trainable", bool),
+        dtype_of(_get(data, "dtype", str)),
+        FlatLayout.from_json(layout),
+        chunks,
+        _typed(data.get("raw", False), bool, "raw"),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hf_zero.checkpoint.contents import class_name, persistent_buffers
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.manifest import Manifest, OptimizerEntry
+from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
 
 _SHOWN = 8
@@ -35,7 +36,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side has. Frozen
     parameters that the checkpoint left out on request are not missing.
     """
-    held, missing, wrong = {}, [], []
+    held, missing, wrong, cast = {}, [], [], []
     also: dict[str, list[str]] = {}
     for tied, own in engine.aliases.items():
         also.setdefault(own, []).append(tied)
@@ -48,6 +49,8 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
                     missing.append(slot.name)
             elif manifest.slots[name][1].shape != slot.shape:
                 wrong.append(f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, model {list(slot.shape)})")
+            elif (flat.raw or manifest.slots[name][0].raw) and manifest.slots[name][0].dtype != flat.dtype:
+                cast.append(f"{slot.name} (checkpoint {manifest.slots[name][0].dtype}, model {flat.dtype})")
             else:
                 held[slot.name] = name
     buffers = persistent_buffers(engine.module)
@@ -58,7 +61,12 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
         raise CheckpointError(
             f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with the configuration it was saved with"
         )
-    missing += [name for name in buffers if name not in manifest.buffers]
+    if cast:
+        raise CheckpointError(
+            f"{where} has quantised weights of another kind, which are bytes and are not cast: {listed(cast)}; quantise the model as it was at the save"
+        )
+    excluded = frozenset(manifest.excluded)
+    missing += [name for name in buffers if name not in manifest.buffers and not belongs(name, excluded)]
     used = set(held.values())
     unexpected = [name for name in manifest.parameters if name not in used] + [name for name in manifest.buffers if name not in buffers]
     if strict and (missing or unexpected):

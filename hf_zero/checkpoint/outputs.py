@@ -41,6 +41,7 @@ class Output:
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_buffer: bool = False
+    raw: bool = False
 
     @property
     def numel(self) -> int:
@@ -106,12 +107,13 @@ def outputs(manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen
     """Parameters in the model's order, then buffers, under the names by which the checkpoint holds them.
 
     ``dtype`` None gives each parameter the dtype it had when it was handed to training. Only floating-point parameters
-    are cast; buffers keep theirs, as they do in training.
+    that are not raw are cast; buffers keep theirs, as they do in training.
     """
     made = []
     for name, own in manifest.parameters.items():
         flat, slot = manifest.slots[name]
         if exclude_frozen and not flat.trainable:
             continue
-        made.append(Output(name, name, dtype if dtype is not None and own.is_floating_point else own, slot.shape))
+        given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
+        made.append(Output(name, name, given, slot.shape, raw=flat.raw))
     return made + [Output(name, name, own, shape, is_buffer=True) for name, (own, shape) in manifest.buffers.items()]

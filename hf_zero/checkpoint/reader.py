@@ -12,10 +12,11 @@ import torch
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
 from hf_zero.checkpoint.contract import Engine, Flat
-from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, match
+from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.checkpoint.reshard import Run, runs
 from hf_zero.checkpoint.together import together
+from hf_zero.errors import CheckpointError
 from hf_zero.logs import log_rank0
 
 
@@ -108,12 +109,7 @@ class _Load:
                 flat.store_shard(values)
             if self.optimizer and flat.trainable:
                 self._load_states(flat, found)
-        buffers = persistent_buffers(self.engine.module)
-        for name in self.match.buffers:
-            value = self.checkpoint.buffer(name)
-            # An expanded constant cannot be written, and need not be.
-            if not torch.equal(buffers[name].cpu(), value):
-                buffers[name].copy_(value)
+        self._load_buffers()
         if self.optimizer:
             self._load_groups()
         if self.scheduler is not None:
@@ -124,6 +120,22 @@ class _Load:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
         if rng:
             self._load_rng()
+
+    def _load_buffers(self) -> None:
+        buffers = persistent_buffers(self.engine.module)
+        changed = {}
+        for name in self.match.buffers:
+            value = self.checkpoint.buffer(name)
+            # An expanded constant cannot be written, and need not be.
+            if not torch.equal(buffers[name].cpu(), value):
+                buffers[name].copy_(value)
+                changed[name] = value
+        after = persistent_buffers(self.engine.module) if changed else {}
+        kept = [name for name, value in changed.items() if not torch.equal(after[name].cpu(), value)]
+        if kept:  # a module makes them anew for every state dict
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model cannot take; build and quantise it as it was at the save"
+            )
 
     def _forget_unsaved(self) -> None:
         """An optimizer that had not stepped when it was saved has not stepped after the load either."""

@@ -87,5 +87,6 @@ def _plan(engine: Engine, exclude_frozen: bool) -> tuple[Plan, dict[str, str]]:
     }
     saved_as = {name: export.names.get(name, name) for name in contents.model_order(engine.module, engine.aliases, held)}
     tensors = [(saved_as[name], *held[name]) for name in saved_as]
-    tensors += [(name, b.dtype, tuple(b.shape)) for name, b in contents.persistent_buffers(engine.module).items()]
+    buffers = contents.persistent_buffers(engine.module, contents.frozen(engine) if exclude_frozen else ())
+    tensors += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
     return plan_file([tensor for tensor in tensors if tensor[0] not in export.skip], {"format": "pt"}), saved_as

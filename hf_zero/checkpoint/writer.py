@@ -120,7 +120,8 @@ def _write_rank(engine: Engine, path: Path, save_id: str, exclude_frozen: bool) 
         tensors |= {f"{flat.key}::{name}": tensor for name, tensor in held.items()}
         chunks[flat.key] = (*flat.owned, tuple(held))
     if engine.global_rank == 0:
-        tensors |= {contents.BUFFER + name: buffer for name, buffer in contents.persistent_buffers(engine.module).items()}
+        buffers = contents.persistent_buffers(engine.module, contents.frozen(engine) if exclude_frozen else ())
+        tensors |= {contents.BUFFER + name: buffer for name, buffer in buffers.items()}
     tensors |= contents.rng_states()
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}
     plan = plan_file([(name, tensor.dtype, [tensor.numel()]) for name, tensor in tensors.items()], metadata, DATA_ALIGNMENT)
@@ -151,7 +152,7 @@ def _describe(engine: Engine, tag: str, save_id: str, written: list[Written], ex
             (report.chunks[flat.key][0], file, report.chunks[flat.key]) for file, report in enumerate(written) if flat.key in report.chunks
         )
         chunks = tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
-        flats.append(FlatEntry(flat.key, flat.trainable, flat.dtype, flat.layout, chunks))
+        flats.append(FlatEntry(flat.key, flat.trainable, flat.dtype, flat.layout, chunks, flat.raw))
         dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in names}
     return Manifest(
         save_id=save_id,
@@ -162,7 +163,7 @@ def _describe(engine: Engine, tag: str, save_id: str, written: list[Written], ex
         files=tuple(report.file for report in written),
         flats=tuple(flats),
         parameters={name: dtypes[name] for name in contents.model_order(engine.module, engine.aliases, dtypes)},
-        buffers={name: (b.dtype, tuple(b.shape)) for name, b in contents.persistent_buffers(engine.module).items()},
+        buffers={name: (b.dtype, tuple(b.shape)) for name, b in contents.persistent_buffers(engine.module, frozenset(excluded)).items()},
         aliases=dict(engine.aliases),
         excluded=tuple(excluded),
         export=contents.export_of(engine.module, engine.aliases),

@@ -5,7 +5,8 @@ While an order is recorded, every rank asks before every gather (:meth:`Agreemen
 agreed. Later a rank may need a unit that the order does not hold while the others go on by theirs. It must not issue a
 collective that nobody joins: it fetches the others' chunks through the store, from a thread that each rank keeps for
 that (:meth:`Agreement.fetch`). That is slow and right. Hosts may be steps apart, so each answers with the step it is at;
-the orders are recorded anew after the latest of them.
+the orders are recorded anew after the latest of them. A rank that is told to stop lets the others know in the same way,
+and all stop after that step.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SLICE_SECONDS = 1.0  # between looks at who is gone
 IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
 WARN_SECONDS = 60.0
 ENDED = "destroyed its engine or ended"
+STOP = -1  # in place of a unit: nothing is fetched
 Wish = tuple[int, int]
 
 
@@ -48,6 +50,9 @@ class Agreement:
         self._step = 0
         self._heard: set[int] = set()  # fetches of other ranks, as long as this one has not learned when to record anew
         self._renewals: set[int] = set()  # steps at whose end orders are recorded anew
+        self._stops: set[int] = set()  # steps at whose end all ranks stop
+        self._asked = False  # this rank was told to stop and has not told the others
+        self.stopped = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -133,26 +138,8 @@ class Agreement:
             "%s is needed here outside the recorded order of gathers: fetched through the store, which is slow. "
             "It is recorded anew after the next step", label,
         )  # fmt: skip
-        number = self._store.add("fetch/n", 1)
-        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, self.epoch, *peers))))
-        steps = [self._step]
-        try:
-            for rank in range(self._world):
-                if rank == self._rank:
-                    continue
-                key = f"fetch/{number}/ack/{rank}"  # also of those that serve nothing: all must know of it
-                self._await(key, {rank: key}, f"serve {label}")
-                answer = self._store.get(key).decode()
-                self._store.delete_key(key)
-                if answer.startswith("!"):
-                    raise RankMismatchError(f"rank {rank} could not serve {label}: {answer[1:]}; its log says where")
-                steps.append(int(answer))
-        except RankMismatchError as error:
-            self._store.set(f"fetch/{number}/renew", f"!rank {self._rank} could not get {label}: {error}")
-            raise
-        # No rank is past the latest of these steps, and none passes the one it is at before it has read this.
-        self._store.set(f"fetch/{number}/renew", str(max(steps)))
-        self._renewals.add(max(steps))
+        number, step = self._tell(unit, self.epoch, peers, f"serve {label}")
+        self._renewals.add(step)
         got: dict[int, bytes] = {}
         for peer in peers:
             parts = []
@@ -162,6 +149,33 @@ class Agreement:
                 self._store.delete_key(key)
             got[peer] = b"".join(parts)
         return got
+
+    def _tell(self, unit: int, epoch: int, peers: Sequence[int], what: str) -> tuple[int, int]:
+        """Let every rank know of a request; returns its number and the step at whose end all act on it."""
+        number = self._store.add("fetch/n", 1)
+        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, epoch, *peers))))
+        steps = [self._step]
+        try:
+            for rank in range(self._world):
+                if rank == self._rank:
+                    continue
+                key = f"fetch/{number}/ack/{rank}"  # also of those that serve nothing: all must know of it
+                self._await(key, {rank: key}, what)
+                answer = self._store.get(key).decode()
+                self._store.delete_key(key)
+                if answer.startswith("!"):
+                    raise RankMismatchError(f"rank {rank} could not {what}: {answer[1:]}; its log says where")
+                steps.append(int(answer))
+        except RankMismatchError as error:
+            self._store.set(f"fetch/{number}/renew", f"!rank {self._rank} could not make the others {what}: {error}")
+            raise
+        # No rank is past the latest of these steps, and none passes the one it is at before it has read this.
+        self._store.set(f"fetch/{number}/renew", str(max(steps)))
+        return number, max(steps)
+
+    def ask_to_stop(self) -> None:
+        """Tell the other ranks, at the end of this rank's step, that all are to stop; signal handlers may call it."""
+        self._asked = True
 
     def serve(self, read: Callable[[int, int], bytes]) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own.
@@ -190,10 +204,13 @@ class Agreement:
             self.epoch += 1
 
     def departed(self) -> bool:
-        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks.
+        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks, as is :attr:`stopped`.
 
-        A rank that has heard of a fetch learns here from which step on, before that step is over for it.
+        A rank that has heard of a request learns here from which step on, before that step is over for it.
         """
+        if self._asked and not self._stops and not self.stopped:
+            # Not at once: a rank that waits here for the answer may be one that the step of this rank still needs.
+            self._stops.add(self._tell(STOP, 0, (), "hear that the job is to stop")[1])
         while True:
             with self._lock:
                 heard, self._heard = self._heard, set()
@@ -202,12 +219,15 @@ class Agreement:
                     break
             for number in heard:
                 key = f"fetch/{number}/renew"
-                asking = int(self._store.get(f"fetch/{number}").decode().partition("|")[0])
-                self._await(key, {asking: key}, "say from when on orders are recorded anew")
+                asking, unit = map(int, self._store.get(f"fetch/{number}").decode().split("|")[:2])
+                self._await(
+                    key, {asking: key}, "say after which step all stop" if unit == STOP else "say from when on orders are recorded anew"
+                )
                 answer = self._store.get(key).decode()
                 if answer.startswith("!"):
                     raise RankMismatchError(answer[1:])
-                self._renewals.add(int(answer))
+                (self._stops if unit == STOP else self._renewals).add(int(answer))
+        self.stopped = self.stopped or step in self._stops
         renewed = step in self._renewals
         self._renewals = {each for each in self._renewals if each > step}
         return renewed

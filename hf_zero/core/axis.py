@@ -264,6 +264,7 @@ class Axis:
 
 
 def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    full, own = full.view(torch.uint8), own.view(torch.uint8)  # not every backend knows every dtype
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, own.clone() if dist.get_backend(group) == "threaded" else own, group=group, async_op=True)
 

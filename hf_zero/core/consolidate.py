@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.core.layout import Slot
 from hf_zero.core.unit import Flat, Unit
@@ -27,10 +28,10 @@ def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tenso
 def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(first name, whole tensor on the CPU) of every parameter. Collective.
 
-    Floating ones are cast to ``dtype``; torch.float32 takes the master weights where training keeps them.
+    Those that are not raw are cast to ``dtype``; torch.float32 takes the master weights where training keeps them.
     """
-    for _, slot, whole in _wholes(engine, dtype):
-        yield slot.name, _copy(whole, dtype)
+    for flat, slot, whole in _wholes(engine, dtype):
+        yield slot.name, _copy(whole, None if flat.raw else dtype)
 
 
 def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
@@ -57,8 +58,7 @@ def _whole_master(flat: Flat) -> torch.Tensor:
 
 
 def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    kind = dtype if dtype is not None and view.is_floating_point() else view.dtype
-    return torch.empty(view.shape, dtype=kind).copy_(view)
+    return torch.empty(view.shape, dtype=dtype or view.dtype).copy_(view)
 
 
 @torch.no_grad()
@@ -67,24 +67,41 @@ def whole_state_dict(
 ) -> dict[str, Any] | None:
     """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other than 0 unless ``everywhere``.
 
-    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train; ``dtype`` as in :func:`consolidated`.
+    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train, but for ``engine.kept_when_frozen``;
+    ``dtype`` as in :func:`consolidated`.
     Collective.
     """
     wanted = everywhere or engine.global_rank == 0
     values: dict[str, torch.Tensor] = {}
+    frozen: set[str] = set()
     for flat, slot, whole in _wholes(engine, dtype):
-        if wanted and not (exclude_frozen and not flat.trainable):
-            values[slot.name] = _copy(whole, dtype)
+        if not flat.trainable and slot.name not in engine.kept_when_frozen:
+            frozen.add(slot.name)
+        if wanted and not (exclude_frozen and slot.name in frozen):
+            values[slot.name] = _copy(whole, None if flat.raw else dtype)
     if not wanted:
         return None
     state: dict[str, Any] = {}
     for prefix, module in engine.module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
+        for name, value in written(module).items():
             first = engine.aliases.get(dot + name, dot + name)
-            if parameter is not None and first in values:
-                state[dot + name] = values[first]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[dot + name] = buffer.detach().to("cpu")
+            if module._parameters.get(name) is not None:
+                if first in values:
+                    state[dot + name] = values[first]
+            elif not (exclude_frozen and belongs(dot + name, frozen)):
+                state[dot + name] = value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
     return state
+
+
+def written(module: nn.Module) -> dict[str, Any]:
+    """What ``module`` itself writes into a state dict, by its own names; of a released parameter there is no more than the shape."""
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, "", False)
+    return state
+
+
+def belongs(name: str, parameters: Collection[str]) -> bool:
+    """Whether ``name`` is that of a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside ``layer.weight``."""
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

@@ -26,6 +26,7 @@ from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
+from hf_zero.core.stopping import Stopping
 from hf_zero.core.takeover import give_back, refuse_strangers, take_over
 from hf_zero.core.tree import map_tensors
 from hf_zero.core.unit import Flat, Unit
@@ -40,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-class Engine(Answers, Saving):
+class Engine(Answers, Stopping, Saving):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
@@ -60,6 +61,7 @@ class Engine(Answers, Saving):
         self.module = model
         self.config = config
         self.holds = holds  # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
+        self.kept_when_frozen: frozenset[str] = frozenset()  # names that whole state dicts without frozen parameters have all the same
         self.stage = config.stage
         self.device = device or comms.default_device()
         if self.device.type == "cuda":
@@ -95,7 +97,7 @@ class Engine(Answers, Saving):
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         config = self.config
         cuts, self.aliases = cut(model)
-        check_parameters(cuts)
+        check_parameters(cuts, self.device)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
         self.param_dtypes = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()}
         groups: dict[int, int] = {}
@@ -239,6 +241,7 @@ class Engine(Answers, Saving):
         self._micro = 0
         overflow = self._update()
         self.schedule.meet()
+        self._meet_to_stop()
         self._reducer.clear()
         scaler = self._losses.settle(overflow)
         if self.optimizer is not None:
@@ -334,6 +337,7 @@ class Engine(Answers, Saving):
         if self._destroyed:
             return
         self._destroyed = True
+        self._give_signals_back()
         for unit in self.units:
             if unit.sharded and gather:
                 self.schedule.pin(unit)

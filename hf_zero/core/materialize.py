@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_zero.core import attributes
 from hf_zero.core.comm import Comm, agreed
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of, source_of
 from hf_zero.core.policy import Policy
-from hf_zero.core.precision import compute_dtype
+from hf_zero.core.precision import CASTABLE, compute_dtype, is_raw
 from hf_zero.core.storage import open_storage
 from hf_zero.core.unit import Flat, State, Unit
 from hf_zero.core.wrap import Cut
@@ -84,6 +85,7 @@ def partition(
     if reads:
         with agreed("read its part of the model"):
             former.raise_error()
+    attributes.share((parameter for cut in cuts for _, parameter in cut.parameters), comm)
     _place_buffers(model, device, comm)
     return units
 
@@ -96,8 +98,8 @@ def _needs_master(flat: Flat) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16)
 
 
-def check_parameters(cuts: Sequence[Cut]) -> None:
-    """Raise PartitionError for a parameter that cannot be laid out: without values, of another engine, of a special class.
+def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
+    """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values, of another engine, of a special class.
 
     Also for a buffer without values. ``cuts`` start with the root, whose module is the whole model.
     """
@@ -113,19 +115,17 @@ def check_parameters(cuts: Sequence[Cut]) -> None:
                 raise PartitionError(
                     f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize"
                 )
-            if parameter.requires_grad and not parameter.is_floating_point():
-                raise PartitionError(
-                    f"parameter {name} is {parameter.dtype}; train it as real numbers (torch.view_as_real), or set requires_grad=False"
-                )
+            if parameter.requires_grad and parameter.dtype not in CASTABLE:
+                remedy = "as real numbers (torch.view_as_real)" if parameter.is_complex() else "in a wider dtype"
+                raise PartitionError(f"parameter {name} is {parameter.dtype}; train it {remedy}, or set requires_grad=False")
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
                 raise PartitionError(
                     f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once"
                 )
-            if type(parameter) is not nn.Parameter and owner is None:
-                raise PartitionError(
-                    f"parameter {name} is a {type(parameter).__name__}, whose memory cannot be laid out flat; pass a model of plain nn.Parameters"
-                )
+            refused = attributes.refusal(parameter, device) if owner is None else None
+            if refused is not None:
+                raise PartitionError(f"parameter {name} {refused}")
 
 
 def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -> None:
@@ -133,7 +133,7 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
     if comm.world == 1:
         return
     lines = [
-        f"{name} {tuple(parameter.shape)} {parameter.dtype} group {group_of.get(name)} in unit {cut.name or '(root)'}"
+        f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group {group_of.get(name)} in unit {cut.name or '(root)'}"
         for cut in cuts
         for name, parameter in cut.parameters
     ]
@@ -150,19 +150,19 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
 def _plan_unit(
     index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str | None
 ) -> Unit:
-    kinds: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that the others start aligned.
     for name, parameter in sorted(cut.parameters, key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0)):
         dtype = parameter.dtype if precision is None else compute_dtype(name, parameter, precision, model)
-        kind = (name in group_of, dtype)
+        kind = (name in group_of, dtype, is_raw(parameter))
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
-    for (trainable, dtype), parameters in kinds.items():
+    for (trainable, dtype, raw), parameters in kinds.items():
         shards = comm.shard.size if trainable else policy.parameter_shards(comm.shard.size)
         layout = FlatLayout.build([(name, tuple(p.shape)) for name, p in parameters.items()], shards)
         writes = comm.replicate.rank == 0 and (shards > 1 or comm.shard.rank == 0)
-        key = f"{cut.name}|{'trainable' if trainable else 'frozen'}|{str(dtype).removeprefix('torch.')}"
-        flats.append(Flat(0, key, layout, parameters, trainable, dtype, policy.shards_parameters, comm.shard, writes))
+        key = f"{cut.name}|{'trainable' if trainable else 'frozen'}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        flats.append(Flat(0, key, layout, parameters, trainable, dtype, raw, policy.shards_parameters, comm.shard, writes))
     return Unit(index, cut.name, cut.module, flats)
 
 

@@ -5,10 +5,16 @@ A released parameter keeps its identity, hash, shape and dtype; its memory is on
 such a tensor would lose the write in silence, and saved it would store garbage. So its class becomes
 :class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and raises on everything else. Autograd's saved
 references are to the tensor, not to its Python class, and survive the change.
+
+[Note: parameters of a class of their own]
+Quantised weights are often a subclass of ``nn.Parameter`` whose attributes tell how to read the bytes. Such a parameter keeps its
+class, its attributes and the name of its class: while an engine owns it, its class is made of the engine's and its own.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -75,10 +81,37 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         _grad.__set__(parameter, value)
 
 
+def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
+    """The class ``parameter`` has, or had before an engine owned it."""
+    return parameter.given if isinstance(parameter, OwnedParameter) else type(parameter)  # type: ignore[return-value]
+
+
+@functools.cache
+def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[OwnedParameter]:
+    """``kind`` for a parameter that was a ``given``. Raises TypeError where the two classes cannot be one."""
+    if given is nn.Parameter:
+        return kind
+    return type(
+        given.__name__,  # others tell such a class by its name, too
+        (kind, given),
+        {
+            "given": given,
+            "__module__": given.__module__,
+            "__qualname__": given.__qualname__,
+            "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),  # what its own methods make, no engine owns
+        },
+    )
+
+
+def become(parameter: torch.Tensor, kind: type[OwnedParameter]) -> None:
+    """Give ``parameter`` the class of a state, and leave it the class it came with."""
+    parameter.__class__ = owned_class(kind, given_class(parameter))
+
+
 class OwnedParameter(nn.Parameter):
     """A parameter whose memory is a view of its unit's flat buffer."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    given: type[nn.Parameter] = nn.Parameter
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
@@ -114,13 +147,21 @@ class OwnedParameter(nn.Parameter):
             self.__dict__["_hf_zero_flat"].switched ^= {name_of(self)}
         return self
 
+    def _bare(self) -> nn.Parameter:
+        """A copy of the values as the parameter that was given, with the attributes it had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.Tensor._make_subclass(self.given, self.detach().clone(), self.requires_grad)
+        if self.given is not nn.Parameter:
+            made.__dict__.update((name, value) for name, value in self.__dict__.items() if not name.startswith("_hf_zero_"))
+        return made  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = copied
+        made = self._bare()
+        memo[id(self)] = copied = made if self.given is nn.Parameter else copy.deepcopy(made, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        return self._bare().__reduce_ex__(protocol)
 
 
 class _Stage3Facts:
@@ -185,8 +226,7 @@ class WatchedParameter(LiveParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            answer = func(*args, **(kwargs or {}))
+        answer = super().__torch_function__(func, types, args, kwargs or {})
         made = list(tensors_in(answer))
         nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
         if made:

@@ -10,17 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.parameter import given_class
 from hf_zero.errors import ConfigError
 
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # smaller floats are quantised weights: bytes to us
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def is_raw(parameter: torch.Tensor) -> bool:
+    """Whether the values of ``parameter`` are bytes that only their module can read, whatever their dtype: never cast."""
+    return parameter.dtype not in CASTABLE or (given_class(parameter) is not nn.Parameter and not parameter.requires_grad)
+
+
 def compute_dtype(name: str, parameter: torch.Tensor, precision: str, model: nn.Module) -> torch.dtype:
-    """The dtype ``parameter`` trains in: the configured one, fp32 where the model keeps it, its own if not floating.
+    """The dtype ``parameter`` trains in: the configured one, fp32 where the model keeps it, its own if it is quantised.
 
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish without a master copy.
     """
-    if not parameter.is_floating_point():
+    if is_raw(parameter):
         return parameter.dtype
     if precision == "fp32":
         if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.requires_grad:

@@ -205,9 +205,7 @@ class Schedule:
 
     def meet(self) -> None:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
-        if self._comm.agreement is None or not self.gathers:
-            return
-        if self._comm.agreement.departed():
+        if self._comm.agreement is not None and self._comm.agreement.departed():
             self._plans.clear()
 
     def _issue_planned(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.core.axis import Axis, Handle
 from hf_zero.core.layout import FlatLayout, Slot
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, WatchedParameter
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, WatchedParameter, become, given_class, owned_class
 from hf_zero.core.storage import Storage
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -43,6 +43,7 @@ class Flat:
         parameters: dict[str, nn.Parameter],
         trainable: bool,
         dtype: torch.dtype,
+        raw: bool,
         sharded: bool,
         axis: Axis,
         writes: bool,
@@ -53,6 +54,7 @@ class Flat:
         self.parameters = parameters
         self.trainable = trainable
         self.dtype = dtype
+        self.raw = raw  # bytes that only their module can read: never cast
         self.sharded = sharded
         self.axis = axis
         self.owned = layout.rank_range(axis.rank if layout.shards > 1 else 0)
@@ -142,10 +144,10 @@ class Flat:
         kind = LiveParameter if self.sharded else OwnedParameter
         self._lay(full)
         for number, (parameter, slot) in enumerate(self.items):
-            # One element, expanded: true shape and dtype, no memory. NaN, so that a leak of it cannot pass for a weight.
-            filler = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=full.device)
-            self._placeholders[slot.name] = filler.expand(slot.shape)
-            parameter.__class__ = kind  # type: ignore[assignment]
+            # One element, expanded: true shape and dtype, no memory. In floats all bits set are NaN: a leak cannot pass for a weight.
+            bits = torch.full((self.dtype.itemsize,), 255 if self.dtype.is_floating_point else 0, dtype=torch.uint8, device=full.device)
+            self._placeholders[slot.name] = bits.view(self.dtype).view(()).expand(slot.shape)
+            become(parameter, kind)
             parameter.__dict__.update(_hf_zero_flat=self, _hf_zero_name=slot.name, _hf_zero_id=self.number * 1_000_000 + number)
             _set_data(parameter, self.views[slot.name])
 
@@ -155,7 +157,7 @@ class Flat:
 
     def point_at_full(self) -> None:
         for parameter, slot in self.items:
-            parameter.__class__ = LiveParameter  # type: ignore[assignment]
+            become(parameter, LiveParameter)
             _set_data(parameter, self.views[slot.name])
 
     def leave_storage(self) -> None:
@@ -165,7 +167,7 @@ class Flat:
     def point_at_nothing(self) -> None:
         for parameter, slot in self.items:
             _set_data(parameter, self._placeholders[slot.name])
-            parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
+            become(parameter, ReleasedParameter)
 
     def retire(self) -> None:
         """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""
@@ -192,10 +194,10 @@ class Flat:
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` a plain one, with the data it has."""
+    """Make ``parameter`` what it was when it was given, with the data it has."""
     for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
         parameter.__dict__.pop(key, None)
-    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.__class__ = given_class(parameter)
 
 
 class OuterCall:
@@ -280,11 +282,11 @@ class Unit:
         """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
         self._shared = True
 
-    def _become(self, before: type, after: type) -> None:
+    def _become(self, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
         for flat in self.sharded:
             for parameter, _ in flat.items:
-                if type(parameter) is before:
-                    parameter.__class__ = after
+                if type(parameter) is owned_class(before, given_class(parameter)):
+                    become(parameter, after)
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage."""

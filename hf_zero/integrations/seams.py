@@ -236,14 +236,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, output_dir=None, _internal_call=False)",
         wrapper="hf_zero.integrations.trainer_seams:save_untrained",
         versions=TRANSFORMERS,
-        why="asks an engine that does not exist yet when nothing was trained; leaves out adapters that do not train",
-    ),
-    Seam(
-        target="peft.utils.other:ModulesToSaveWrapper.adapter_state_dict",
-        signature="(self, adapter_name, state_dict)",
-        wrapper="hf_zero.integrations.adapter_files:name_without_gathering",
-        versions=PEFT,
-        why="the one rank that writes gathers a module for its names, and waits for the others",
+        why="asks an engine that does not exist yet when nothing was trained",
     ),
     *(
         Seam(f"{package}.{target}", signature, f"hf_zero.integrations.lightning_seams:{wrapper}", LIGHTNING, why)
@@ -280,6 +273,37 @@ SEAMS: tuple[Seam, ...] = (
                 "knows the precision of its own strategies only, and turns fp16 on a CPU into bf16",
             ),
         )
+    ),
+    Seam(
+        target="transformers.trainer_jit_checkpoint:JITCheckpointCallback.set_trainer",
+        signature="(self, trainer)",
+        wrapper="hf_zero.integrations.preemption:agree_to_stop",
+        versions=TRANSFORMERS,
+        why="ranks that get SIGTERM at different moments save at different steps, or wait for a rank that got none",
+    ),
+    Seam(
+        target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
+        signature="(self, weight, rows, embed_dim)",
+        wrapper="hf_zero.integrations.adapters:read_token_rows",
+        versions=PEFT,
+        why="asks torch for the current CUDA device under ZeRO-3, and sends rows that every rank has",
+    ),
+    Seam(
+        target="peft.utils.save_and_load:get_peft_model_state_dict",
+        signature="(model, state_dict=None, adapter_name='default', unwrap_compiled=False, save_embedding_layers='auto')",
+        wrapper="hf_zero.integrations.adapters:read_state_dict",
+        versions=PEFT,
+        why="rank 0 saves alone, and would gather modules that are saved whole and prompt encoders; other ranks look up keys in {}",
+    ),
+    Seam(
+        target="peft.peft_model:PeftModel.save_pretrained",
+        signature=(
+            "(self, save_directory, safe_serialization=True, selected_adapters=None, save_embedding_layers='auto', is_main_process=True, "
+            "path_initial_model_for_weight_conversion=None, **kwargs)"
+        ),
+        wrapper="hf_zero.integrations.adapters:leave_files_to_rank_0",
+        versions=PEFT,
+        why="ranks without the weights would write an empty adapter over that of rank 0",
     ),
 )
 

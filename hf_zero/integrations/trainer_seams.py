@@ -13,12 +13,11 @@ model too. So the evaluation loop runs as if ZeRO were off, and training finds e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.adapter_files import all_adapters
 from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
 from hf_zero.logs import logger
 
@@ -95,6 +94,9 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of hf-zero's engine and would train unsharded; "
                 "pass the plain model to Trainer, without DataParallel or another wrapper around it"
             )
+        from hf_zero.integrations.adapters import keep_what_is_written
+
+        keep_what_is_written(self.deepspeed)
         return result
 
     return _prepare_for_training
@@ -166,43 +168,13 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
-    """A model that was never trained is saved as any other, and a PEFT model with all its adapters (``Trainer.save_model``)."""
+    """A model that was never trained is saved as any other (``Trainer.save_model``)."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not under_zero(self):
+        if not under_zero(self) or self.deepspeed is not None:
             original(self, output_dir, _internal_call)
             return
-        saving: AbstractContextManager[Any]
-        if self.deepspeed is None:
-            saving = _as_if_plain(self)
-        elif self.deepspeed.zero_optimization_stage() == 3:
-            saving = all_adapters(self.deepspeed, self.model)
-        else:
-            saving = nullcontext()
-        with saving:
+        with _as_if_plain(self):
             original(self, output_dir, _internal_call)
 
     return save_model
-
-
-@contextmanager
-def _as_if_plain(trainer: Any) -> Iterator[None]:
-    """Let the stock code treat the raw model as it treats a model without ZeRO."""
-    trainer.is_deepspeed_enabled = False
-    try:
-        yield
-    finally:
-        trainer.is_deepspeed_enabled = True
-
-
-@contextmanager
-def _answering_zero3(trainer: Any) -> Iterator[None]:
-    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether ranks must stay together."""
-    from transformers.integrations import deepspeed as theirs
-
-    before = theirs._hf_deepspeed_config_weak_ref
-    theirs.set_hf_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config)
-    try:
-        yield
-    finally:
-        theirs._hf_deepspeed_config_weak_ref = before

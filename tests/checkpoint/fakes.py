@@ -49,6 +49,7 @@ class Flat:
     master: torch.Tensor | None = None
     shard: torch.Tensor | None = None
     grad: torch.Tensor | None = None
+    raw: bool = False
 
     def store_shard(self, values: torch.Tensor) -> None:
         assert self.shard is not None

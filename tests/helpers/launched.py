@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,12 @@ def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> R
 
 def torchrun(script: Path, out: Path, *arguments: str, ranks: int = 2, timeout: float = 300.0) -> list[Report]:
     """The reports of all ranks under torchrun."""
+    return _reports(torchrun_command(script, ranks), out, arguments, ranks, timeout)
+
+
+def torchrun_command(script: Path, ranks: int = 2) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:0", "--local-addr", HOST, str(script)]
-    return _reports(command, out, arguments, ranks, timeout)
+    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:0", "--local-addr", HOST, str(script)]
 
 
 def accelerate_launch(
@@ -47,6 +52,11 @@ def accelerate_launch(
     **keys: Any,
 ) -> list[Report]:
     """The reports of all ranks under ``accelerate launch --config``. ``keys`` go below ``deepspeed_config``, ``top`` beside it."""
+    return _reports(accelerate_command(script, out, stage, ranks, top, **keys), out, arguments, ranks, timeout)
+
+
+def accelerate_command(script: Path, out: Path, stage: int, ranks: int = 2, top: dict[str, Any] | None = None, **keys: Any) -> list[str]:
+    """Writes the configuration below ``out``, too."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "zero.yaml"
     content = {
@@ -66,8 +76,7 @@ def accelerate_launch(
         **(top or {}),
     }
     file.write_text(yaml.safe_dump(content))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(file), str(script)]
-    return _reports(command, out, arguments, ranks, timeout)
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config", str(file), str(script)]
 
 
 def environment() -> dict[str, str]:
@@ -86,10 +95,11 @@ def end_group(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _reports(command: list[str], out: Path, arguments: tuple[str, ...], ranks: int, timeout: float) -> list[Report]:
+@contextmanager
+def started(command: list[str], out: Path, arguments: Iterable[str] = ()) -> Iterator[subprocess.Popen[Any]]:
+    """``command --out out arguments`` at work, its output in ``out/log.txt``; whatever is left of it at the end is killed."""
     out.mkdir(parents=True, exist_ok=True)
-    log = out / "log.txt"
-    with open(log, "w") as file:
+    with open(out / "log.txt", "w") as file:
         process = subprocess.Popen(
             [*command, "--out", str(out), *arguments],
             cwd=out,
@@ -100,10 +110,25 @@ def _reports(command: list[str], out: Path, arguments: tuple[str, ...], ranks: i
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
+            yield process
         finally:
             end_group(process)
-    assert code == 0, f"ended with {code} (None: after {timeout} s)\n{log.read_text()[-8000:]}"
+
+
+def ended(process: subprocess.Popen[Any], timeout: float) -> int | None:
+    """The exit code of ``process``; None if it has none after ``timeout`` seconds."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def reports(out: Path, ranks: int) -> list[Report]:
     return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _reports(command: list[str], out: Path, arguments: tuple[str, ...], ranks: int, timeout: float) -> list[Report]:
+    with started(command, out, arguments) as process:
+        code = ended(process, timeout)
+    assert code == 0, f"ended with {code} (None: after {timeout} s)\n{(out / 'log.txt').read_text()[-8000:]}"
+    return reports(out, ranks)

@@ -320,7 +320,8 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(quick: None, caplo
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
         asking.fetch(3, "layer.3", [2, 1], 4)
     with pytest.raises(
-        RankMismatchError, match=r"rank 0 could not get layer\.3: rank 1 could not serve layer\.3: ValueError: no such shard"
+        RankMismatchError,
+        match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: ValueError: no such shard",
     ):
         breaking.departed()
     for each in (breaking, listening):

@@ -1,0 +1,145 @@
+"""PEFT where its own code for ZeRO-3 knows GPUs alone, or gathers on one rank. Imported in the middle of ``import peft``.
+
+Rank 0 saves adapters from the consolidated state dict that it was given, often alone. But modules that are saved whole are
+asked for a state dict of their own, and prompt encoders are called: both would gather, and nobody would join. So that code
+meets copies of these modules, which hold what the state dict has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.integrations import finder
+
+ASKED = ("modules_to_save", "prompt_encoder")  # attributes that hold modules by the name of their adapter
+
+
+def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The rows of an embedding that are to be trained, on any device (``TrainableTokensLayer._collect_token_weights``).
+
+    Inside GatheredParameters every rank has them, so that nothing is left to send.
+    """
+
+    def _collect_token_weights(self: Any, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int) -> torch.Tensor:
+        if not finder.chosen():
+            return original(self, weight, rows, embed_dim)
+        from hf_zero.core.gathered import GatheredParameters
+
+        with GatheredParameters([weight]):
+            return weight[rows].detach().clone()
+
+    return _collect_token_weights
+
+
+def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The adapter out of a state dict, without a gather; nothing out of the empty one of other ranks (``get_peft_model_state_dict``)."""
+
+    def get_peft_model_state_dict(
+        model: Any,
+        state_dict: Any = None,
+        adapter_name: str = "default",
+        unwrap_compiled: bool = False,
+        save_embedding_layers: Any = "auto",
+    ) -> Any:
+        rest = (adapter_name, unwrap_compiled, save_embedding_layers)
+        if state_dict is None or not finder.chosen():
+            return original(model, state_dict, *rest)
+        if not state_dict:
+            return {}
+        with _whole_copies(getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict):
+            return original(model, state_dict, *rest)
+
+    return get_peft_model_state_dict
+
+
+def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
+    """Ranks with the empty state dict write nothing over what rank 0 writes (``PeftModel.save_pretrained``)."""
+
+    def save_pretrained(
+        self: Any,
+        save_directory: str,
+        safe_serialization: bool = True,
+        selected_adapters: Any = None,
+        save_embedding_layers: Any = "auto",
+        is_main_process: bool = True,
+        path_initial_model_for_weight_conversion: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        state = kwargs.get("state_dict")
+        writes = is_main_process and not (state is not None and not state and finder.chosen())
+        more = (path_initial_model_for_weight_conversion,)
+        original(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, writes, *more, **kwargs)
+
+    return save_pretrained
+
+
+@contextmanager
+def _whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Sharded modules that PEFT asks while it saves are copies with values of ``state`` inside."""
+    replaced: list[tuple[nn.ModuleDict, str, nn.Module]] = []
+    try:
+        for prefix, module in model.named_modules():
+            for attribute in ASKED:
+                held = module._modules.get(attribute)
+                for name, asked in list(held.items()) if isinstance(held, nn.ModuleDict) else ():
+                    path = ".".join(filter(None, (prefix, attribute, name)))
+                    if isinstance(held, nn.ModuleDict) and _is_sharded(asked) and _is_in(asked, path, state):
+                        replaced.append((held, name, asked))
+                        held[name] = _copy(asked, path, state)
+        yield
+    finally:
+        for held, name, asked in replaced:
+            held[name] = asked
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    from hf_zero.core.parameter import owner_of
+
+    return any(flat is not None and flat.sharded for flat in map(owner_of, module.parameters()))
+
+
+def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
+    return all(f"{path}.{name}" in state for name, _ in module.named_parameters())
+
+
+def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
+    values = {id(own): nn.Parameter(state[f"{path}.{name}"], requires_grad=False) for name, own in module.named_parameters()}
+    return copy.deepcopy(module, dict(values))
+
+
+def keep_what_is_written(engine: Any) -> None:
+    """Let the state dict that the Trainer saves adapters from have all that PEFT may write, although it is frozen.
+
+    That is every adapter, trained or not (a reference beside the one in training), and the embeddings, where they were resized or
+    have adapters of their own.
+    """
+    from hf_zero.core.parameter import name_of
+
+    model = engine.module
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings")):
+        return
+    whole = [model.get_input_embeddings(), model.get_output_embeddings()]
+    whole += [module.modules_to_save for module in model.modules() if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)]
+    kept = {name_of(own) for module in whole if module is not None for own in module.parameters()}
+    for adapter, config in model.peft_config.items():
+        if not config.is_prompt_learning:  # learned prompts are not taken from a state dict
+            kept |= _names_of(adapter, model)
+    engine.kept_when_frozen = frozenset(kept)
+
+
+def _names_of(adapter: str, model: nn.Module) -> set[str]:
+    """Names of the parameters that make up ``adapter``: PEFT is asked, with tensors without values."""
+    from peft import get_peft_model_state_dict
+
+    shells = {
+        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    chosen = {id(value) for value in get_peft_model_state_dict(model, shells, adapter, save_embedding_layers=False).values()}
+    return {name for name, shell in shells.items() if id(shell) in chosen}

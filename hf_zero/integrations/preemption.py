@@ -1,0 +1,67 @@
+"""``TrainingArguments(enable_jit_checkpoint=True)``: a Trainer that gets SIGTERM saves and ends, with all its ranks.
+
+The stock callback looks at a flag of its own process, at four places of a step: ranks would save at different ones, or some
+not at all, and wait for each other. Where it saves before ``global_step`` is counted, the engine has stepped already. Under
+ZeRO the ranks agree on the end of one step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.integrations.trainer_seams import under_zero
+from hf_zero.logs import log_rank0
+
+SENTINEL = "checkpoint-is-incomplete.txt"
+
+
+def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """The callback of a ZeRO Trainer acts as :class:`AgreedStop` says (``JITCheckpointCallback.set_trainer``)."""
+
+    def set_trainer(self: Any, trainer: Any) -> None:
+        if not (under_zero(trainer) and trainer.args.enable_jit_checkpoint):
+            original(self, trainer)
+            return
+        self.trainer = trainer  # and no manager: the stock events find nothing to do
+        agreed = AgreedStop(trainer)
+        self.on_train_begin, self.on_step_end, self.on_train_end = agreed.on_train_begin, agreed.on_step_end, agreed.on_train_end
+
+    return set_trainer
+
+
+class AgreedStop:
+    """The events of a callback that saves one checkpoint when the job is told to end, and stops training."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.deepspeed.stop_on(signal.SIGTERM)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.deepspeed.stop_requested:
+            control.should_save, control.should_training_stop = False, True
+            self._save(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.deepspeed.stop_on()
+
+    def _save(self, step: int) -> None:
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+        from hf_zero.core import comm
+
+        folder = os.path.join(self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        log_rank0(f"told to end: saving {folder} and stopping")
+        sentinel = os.path.join(folder, SENTINEL)
+        if comm.get_rank() == 0:
+            os.makedirs(folder, exist_ok=True)
+            with open(sentinel, "w", encoding="utf-8") as file:
+                file.write(f"Checkpoint started at step {step} and in progress...")
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+        comm.barrier()
+        if comm.get_rank() == 0:
+            os.remove(sentinel)

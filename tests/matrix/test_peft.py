@@ -1,0 +1,100 @@
+"""PEFT over models that are held in shards, on two ranks: the numbers, the files and the merged weights of one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import launched, oracle
+from tests.matrix.scripts import peft_base
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LOOP, TRAINER = SCRIPTS / "peft_loop.py", SCRIPTS / "peft_trainer.py"
+MERGED = [case for case in peft_base.CASES if case != "prompt"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    peft_base.make_base(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_loop(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("plain")
+    return out, launched.alone(LOOP, out, "--base", str(base))
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same_files(got: Path, want: Path) -> None:
+    """The adapter's tensors, none of them empty."""
+    assert all(value.numel() for value in adapter(got).values())
+    oracle.compare_tensors(str(got), adapter(got), adapter(want))
+
+
+def flat(pairs: list[list[float]]) -> list[float]:
+    return [number for pair in pairs for number in pair]
+
+
+def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> None:
+    """The base is sharded at stage 3 and whole below, never reduced; only adapters have optimizer state."""
+    trained, frozen, held, moved = seen["trained"], seen["frozen"], seen["held"], seen["moved"]
+    padding = ranks * 8 * seen["flats"]  # elements
+    assert 8 * trained / ranks <= held["optimizer"] <= 8 * (trained / ranks + padding)
+    assert 4 * trained * seen["steps"] <= moved["reduce_scatter"] <= 4 * (trained + padding) * seen["steps"]
+    share = ranks if stage == 3 else 1
+    assert 4 * frozen / share <= held["parameters"] <= 4 * (frozen / share + trained + padding)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
+def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, want = plain_loop
+    reports = launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0)
+    for rank, got in enumerate(reports):
+        assert got["type"] == "DistributedType.DEEPSPEED"
+        for case in peft_base.CASES:
+            for part in ("first", "resumed", "again"):
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (case, part)
+            only_adapters_travel(got[case]["account"], stage)
+        for case in MERGED:
+            oracle.compare_tensors(f"merged {case}", torch.load(tmp_path / case / f"merged-{rank}.pt"), merged_plain(folder, case))
+    for case in peft_base.CASES:
+        same_files(tmp_path / case / "adapter", folder / case / "adapter")
+    for case in MERGED:
+        same_files(tmp_path / case / "again", folder / case / "again")
+        loaded = peft.PeftModel.from_pretrained(peft_base.base(base), tmp_path / case / "adapter").merge_and_unload()
+        oracle.compare_tensors(f"loaded and merged {case}", loaded.state_dict(), merged_plain(folder, case))
+
+
+def merged_plain(folder: Path, case: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / case / "merged-0.pt")
+
+
+@pytest.fixture(scope="module")
+def plain_trainer(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("plain_trainer")
+    return out, launched.alone(TRAINER, out, "--base", str(base))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [3, 2])
+def test_trainers(stage: int, base: Path, plain_trainer: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, want = plain_trainer
+    for got in launched.torchrun(TRAINER, tmp_path, "--base", str(base), "--stage", str(stage)):
+        for case in peft_base.CASES:
+            for part in ("first", "again"):
+                # The Trainer rounds what it logs.
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-4), (case, part)
+            only_adapters_travel(got[case]["account"], stage)
+    for case in peft_base.CASES:
+        for place in ("last", "again", "checkpoint-2", "checkpoint-4"):
+            same_files(tmp_path / case / place, folder / case / place)

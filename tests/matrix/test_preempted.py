@@ -1,0 +1,95 @@
+"""Jobs that get SIGTERM in the middle of training: all ranks save one checkpoint at one step and end; resumed, they go on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import launched
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LOOP, ACCELERATE, TRAINER = SCRIPTS / "preempted_loop.py", SCRIPTS / "preempted_accelerate.py", SCRIPTS / "preempted_trainer.py"
+PATIENCE = 300.0
+
+
+def begun(out: Path, rank: int) -> int:
+    """Steps that ``rank`` has begun."""
+    file = out / f"begun-{rank}"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def tell(process: Any, out: Path, whom: str) -> None:
+    """SIGTERM in the third step or after: to one rank, to both some steps apart, to the launcher."""
+    until = time.monotonic() + PATIENCE
+    while begun(out, 0) < 3 or begun(out, 1) < 3:
+        assert process.poll() is None, (out / "log.txt").read_text()[-8000:]
+        assert time.monotonic() < until, "training does not begin"
+        time.sleep(0.05)
+    if whom == "launcher":
+        os.kill(process.pid, signal.SIGTERM)
+        return
+    pids = [int((out / f"pid-{rank}").read_text()) for rank in range(2)]
+    os.kill(pids[1], signal.SIGTERM)
+    if whom == "both":
+        time.sleep(0.3)
+        os.kill(pids[0], signal.SIGTERM)
+
+
+def interrupted(command: list[str], out: Path, whom: str, *arguments: str) -> list[dict[str, Any]]:
+    """Reports of the ranks of a job that is told to end. torchrun itself ends with an error if it got the signal, its ranks never."""
+    with launched.started(command, out, arguments) as process:
+        tell(process, out, whom)
+        code = launched.ended(process, PATIENCE)
+    log = (out / "log.txt").read_text()[-8000:]
+    assert code is not None, f"did not end\n{log}"
+    assert (code == 0) == (whom != "launcher"), log
+    seen = launched.reports(out, 2)
+    assert all(each["stopped"] for each in seen)
+    assert len({len(each["losses"]) for each in seen}) == 1, "ranks stopped after different steps"
+    for rank in range(2):
+        (out / f"report-{rank}.json").unlink()
+    return seen
+
+
+def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], want: list[list[float]]) -> None:
+    """The losses of both parts are those of an uninterrupted run: [step][rank]."""
+    steps = len(before[0]["losses"])
+    assert 0 < steps < len(want), "it was interrupted in the middle"
+    for rank, (one, other) in enumerate(zip(before, after)):
+        assert other["first"] == steps and not other["stopped"]
+        assert one["losses"] + other["losses"] == pytest.approx([step[rank] for step in want], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "whom"),
+    [(2, "one rank"), *(pytest.param(*each, marks=pytest.mark.long) for each in [(3, "both"), (3, "launcher"), (0, "launcher")])],
+)
+def test_a_loop_of_its_own(tmp_path, stage, whom):
+    want = launched.alone(LOOP, tmp_path / "plain", "--plain")["losses"]
+    before = interrupted(launched.torchrun_command(LOOP), tmp_path / "run", whom, "--stage", str(stage))
+    goes_on(before, launched.torchrun(LOOP, tmp_path / "run", "--stage", str(stage)), want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "whom"), [(2, "both"), (3, "launcher")])
+def test_a_loop_for_accelerate(tmp_path, stage, whom):
+    want = [[loss] * 2 for loss in launched.alone(ACCELERATE, tmp_path / "plain")["losses"]]
+    out = tmp_path / "run"
+    before = interrupted(launched.accelerate_command(ACCELERATE, out, stage, gradient_accumulation_steps=2), out, whom)
+    goes_on(before, launched.accelerate_launch(ACCELERATE, out, stage=stage, gradient_accumulation_steps=2), want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "whom"), [(2, "one rank"), (3, "both"), (3, "launcher")])
+def test_a_trainer(tmp_path, stage, whom):
+    """With stock arguments and ``enable_jit_checkpoint=True``."""
+    want = [[loss] * 2 for loss in launched.alone(TRAINER, tmp_path / "plain")["losses"]]
+    out = tmp_path / "run"
+    before = interrupted(launched.torchrun_command(TRAINER), out, whom, "--stage", str(stage))
+    assert all(each["saved"] == [f"checkpoint-{len(each['losses'])}"] and not each["incomplete"] for each in before)
+    goes_on(before, launched.torchrun(TRAINER, out, "--stage", str(stage)), want)

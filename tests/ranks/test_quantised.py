@@ -1,0 +1,273 @@
+"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class and attributes stay."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.core import comm
+from hf_zero.core.attributes import refusal
+from hf_zero.core.parameter import OwnedParameter, ReleasedParameter
+from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import HIDDEN, Stack
+from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, dequantise, quantise
+from tests.helpers.ranks import RankFailed
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan
+
+RANKS, STEPS = 2, 3
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    yield
+    comm.destroy_process_group()
+
+
+PACKED = [f"blocks.{number}.up.base_layer.weight" for number in range(3)]
+
+
+def base(storage=torch.uint8, width=HIDDEN):
+    """A stack of 4-bit, int8 and fp8 layers and a plain one."""
+    model = Stack(width=width)
+    for block, dtype in zip(model.blocks, (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)):
+        block.up, block.down = Linear4bit.of(block.up, storage), LinearOfBytes(block.down, dtype)
+    return model
+
+
+def adapted(storage=torch.uint8, width=HIDDEN):
+    """LoRA by the real library over :func:`base`; its B is not zero, so that every adapter has a gradient from the first step."""
+    model = peft.get_peft_model(
+        base(storage, width), peft.LoraConfig(r=4, target_modules=["up", "head"], init_lora_weights=False)
+    ).base_model.model
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
+    return model
+
+
+def build(storage=torch.uint8, width=HIDDEN):
+    def made():
+        with torch.random.fork_rng():  # helpers.models.seeded would cast the bytes
+            torch.manual_seed(1234)
+            return adapted(storage, width)
+
+    return made
+
+
+def adam(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
+
+
+def adapters(weights):
+    return {name: value for name, value in weights.items() if "lora_" in name}
+
+
+def alike(one, other):
+    return one.dtype == other.dtype and torch.equal(*(tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_numbers_are_those_of_one_process(stage, storage):
+    want, norms = by_hand(adam, [[(1.0, 0)]] * STEPS, RANKS, build=build(storage))
+    given = build(storage)()
+
+    def run(rank, model):
+        engine = start(model, adam(model), config_of(stage))
+        got = []
+        for step in range(STEPS):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            got.append(engine.get_global_grad_norm())
+        with hf_zero.GatheredParameters(list(model.parameters())):
+            frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        return full_weights(engine), got, frozen
+
+    for weights, got, frozen in on_ranks(RANKS, run, build=build(storage)):
+        oracle.compare_tensors("weights", adapters(weights), adapters(want))
+        assert got == pytest.approx(norms, rel=1e-5)
+        assert all(alike(value, given.get_parameter(name)) for name, value in frozen.items()), "frozen bytes have changed"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float16], ids=str)
+def test_no_precision_casts_quantised_weights(storage, precision):
+    given = build(storage)()
+
+    def run(rank, model):
+        plan = Plan(precision=precision)
+        engine = start(model, adam(model), config_of(3, plan))
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
+            engine.step()
+        assert engine.module.enter.weight.dtype == plan.dtype
+        return {name: value.clone() for name, value in model.state_dict().items() if name in PACKED or "down.weight" in name}
+
+    for state in on_ranks(RANKS, run, build=build(storage)):
+        assert len(state) == 6
+        assert all(alike(value, given.get_parameter(name)) for name, value in state.items())
+
+
+def test_class_name_and_attributes_are_there_in_every_state():
+    def run(rank, model):
+        weight = model.get_parameter(PACKED[0])
+        values, state = weight.detach().clone(), weight.quant_state
+        engine = start(model, adam(model), config_of(3))
+        assert isinstance(weight, ReleasedParameter) and isinstance(weight, Params4bit)
+        assert (type(weight).__name__, type(weight).__module__) == ("Params4bit", "tests.helpers.packed")
+        assert weight.quant_state is state and weight.bnb_quantized and weight.module is model.blocks[0].up.base_layer
+        assert not isinstance(model.enter.weight, Params4bit)
+        with pytest.raises(ReleasedParameterError, match=r"t on blocks\.0\.up\.base_layer\.weight"):
+            weight.t()
+        with hf_zero.GatheredParameters(weight):
+            assert isinstance(weight, Params4bit) and torch.equal(weight, values)
+            parts = torch.chunk(weight, 2)  # its own __torch_function__
+            assert {type(part) for part in parts} == {Params4bit} and parts[0].quant_state is state
+            copied = copy.deepcopy(weight)
+            loaded = pickle.loads(pickle.dumps(torch.nn.Parameter(weight.detach().clone(), requires_grad=False)))
+        assert type(copied) is Params4bit and torch.equal(copied, values) and torch.equal(loaded, values)
+        assert copied.quant_state is not state and torch.equal(copied.quant_state.absmax, state.absmax)
+        engine.destroy(gather=True)
+        assert type(weight) is Params4bit and torch.equal(weight, values) and weight.quant_state is state
+        assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
+
+    on_ranks(RANKS, run, build=build())
+
+
+def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
+    """At stage 3 a rank keeps half of the frozen bytes; only adapters are reduced and have moments."""
+
+    def run(rank, model):
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        engine = start(model, adam(model), config_of(3))
+        for step in range(2):
+            engine.comm.ledger.bytes.clear()
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        padding = 2 * RANKS * 8 * 8 * len(engine.flats)
+        held = engine.state_bytes()
+        assert (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
+        assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, "two moments of half the adapters"
+        moved = engine.comm.ledger.bytes
+        assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
+        assert moved["all_gather"] >= frozen
+        assert {flat.dtype for flat in engine.flats if not flat.trainable} == {
+            torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+        }  # fmt: skip
+        assert engine.optimizer.state and all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+    on_ranks(RANKS, run, build=build(width=128))
+
+
+def test_ranks_that_differ_take_rank_0s_bytes_and_scales():
+    def run(rank, model):
+        weight = model.get_parameter(PACKED[1])
+        other = weight.data.clone()
+        want = dequantise(other, weight.quant_state)
+        if rank == 1:
+            weight.data = torch.zeros_like(other)
+            weight.quant_state.absmax = weight.quant_state.absmax * 2
+        start(model, adam(model), config_of(3))
+        with hf_zero.GatheredParameters(weight):
+            assert torch.equal(dequantise(weight, weight.quant_state), want)
+
+    on_ranks(RANKS, run, build=build())
+
+
+def test_ranks_with_other_scales_are_told():
+    def run(rank, model):
+        if rank == 1:
+            model.get_parameter(PACKED[1]).quant_state.absmax = torch.ones(3)
+        start(model, adam(model), config_of(3))
+
+    with pytest.raises(RankFailed, match=r"hold different models.*blocks\.1\.up\.base_layer\.weight Params4bit with .*absmax") as caught:
+        on_ranks(RANKS, run, build=build())
+    assert isinstance(caught.value.__cause__, RankMismatchError)
+
+
+def test_a_released_quantised_model_may_be_held_frozen_and_taken_over():
+    """As when a quantised model is sharded once, destroyed and trained by another engine."""
+    want, _ = by_hand(adam, [[(1.0, 0)]], RANKS, build=build())
+
+    def run(rank, model):
+        start(model, adam(model), config_of(3)).destroy()
+        engine = start(model, adam(model), config_of(3))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        assert type(model.get_parameter(PACKED[0])).__name__ == "Params4bit"
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run, build=build()):
+        oracle.compare_tensors("weights", adapters(weights), adapters(want))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_state_dicts_have_what_the_layers_write_beside_their_weights(stage):
+    given = build()().state_dict()
+
+    def run(rank, model):
+        engine = start(model, adam(model), config_of(stage))
+        return engine._zero3_consolidated_16bit_state_dict(), engine.state_dict()
+
+    (whole, each), (nothing, other) = on_ranks(RANKS, run, build=build())
+    assert nothing is None
+    for state in (whole, each, other):
+        assert list(state) == list(given) and "blocks.0.up.base_layer.weight.absmax" in state
+        assert all(alike(value, given[name]) for name, value in state.items())
+
+
+class Closed(nn.Parameter):
+    def __init_subclass__(cls, **options):
+        raise TypeError("final")
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Wrapped(args[0])
+
+
+def test_classes_that_cannot_be_laid_out():
+    cpu = torch.device("cpu")
+    for parameter in (nn.Parameter(Wrapped(torch.zeros(2))), nn.UninitializedParameter(), Closed(torch.zeros(2))):
+        assert f"is a {type(parameter).__name__}, whose memory cannot be laid out flat" in refusal(parameter, cpu)
+    packed, state = quantise(torch.randn(64, 2), torch.uint8)
+    assert refusal(Params4bit(packed, False, state), cpu) is None
+    assert "is a Params4bit on cpu, and the engine computes on cuda; move the model there before" in refusal(
+        Params4bit(packed, False, state), torch.device("cuda")
+    )
+
+
+def test_an_attribute_that_keeps_the_whole_memory():
+    """As bitsandbytes' 8-bit weights have it: sharding would save nothing."""
+    model = stack()
+    model.head.weight = Params4bit(model.head.weight.detach(), False)
+    model.head.weight.CB = model.head.weight.data
+    with pytest.raises(
+        PartitionError, match=r"parameter head\.weight is a Params4bit whose attribute CB keeps its whole memory alive; delete"
+    ):
+        start(model, None, config_of(3))
+    assert not any(isinstance(p, OwnedParameter) for p in model.parameters())
+
+
+def test_a_float8_parameter_that_trains():
+    model = stack()
+    model.head.weight = nn.Parameter(model.head.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(PartitionError, match=r"parameter head\.weight is torch\.float8_e4m3fn; train it in a wider dtype, or set"):
+        start(model, None, config_of(2))
+    assert Counter(map(type, model.parameters())) == {nn.Parameter: len(list(model.parameters()))}

@@ -1,0 +1,226 @@
+"""A job that is told to end: all ranks stop after the same step, whoever was told and when, and no other step pays for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from hf_zero.core import agreement as agreeing
+from hf_zero.core import comm
+from hf_zero.core.stopping import _Handler
+from hf_zero.errors import PartitionError, RankMismatchError
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.ranks import RankFailed
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan, plain_sgd
+
+LIMIT = 50  # steps after which nobody waits any longer
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(agreeing, "IDLE_SECONDS", 0.02)
+
+
+@pytest.fixture
+def one_process():
+    yield
+    comm.destroy_process_group()
+
+
+def train(engine, rank, number, told=()):
+    """One step; ``told`` is when in it this rank is told to stop."""
+    loss = squared(engine, At(number, 0, rank))
+    if "forward" in told:
+        engine.request_stop()
+    engine.backward(loss)
+    if "backward" in told:
+        engine.request_stop()
+    engine.step()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "before"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
+    """One rank is told in its third step; others may be in the next by then. The weights are those of that many steps."""
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        engine.stop_on()
+        for number in range(LIMIT):
+            told = number == 2 and rank == ranks - 1
+            if told and when == "before":
+                engine.request_stop()
+            assert not engine.stop_requested, "it changes in a step, and nowhere else"
+            train(engine, rank, number, [when] if told else ())
+            if engine.stop_requested:
+                return number + 1, full_weights(engine)
+        raise AssertionError("nobody stopped")
+
+    answers = on_ranks(ranks, run)
+    (steps,) = {steps for steps, _ in answers}
+    assert steps == 3 if ranks == 1 else steps in (3, 4)
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * steps, ranks)
+    for _, weights in answers:
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("told", [(0, 0, 0, 0), (3, 0, 2, 1), (0, 1, 1, LIMIT), (2, 2, LIMIT, LIMIT)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_many_are_told_at_different_times_and_again(quick, stage, told):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        engine.stop_on()
+        seen = []
+        for number in range(6):
+            for micro in range(2):
+                if number >= told[rank]:
+                    engine.request_stop()
+                engine.backward(squared(engine, At(number, micro, rank)))
+                engine.step()
+                seen.append(engine.stop_requested)
+        return seen
+
+    answers = on_ranks(4, run)
+    assert answers[1:] == answers[:-1]
+    first = answers[0].index(True)
+    assert first in (2 * min(told) + 1, 2 * min(told) + 3), "at the end of the accumulation window in which somebody was told, or the next"
+    assert all(answers[0][first:])
+
+
+def test_steps_in_which_nobody_is_told_cost_nothing(quick):
+    """The same collectives as without listening, and nothing in the store."""
+
+    def run(rank, model, listen):
+        engine = start(model, plain_sgd(model), config_of(3))
+        if listen:
+            engine.stop_on()
+        engine.comm.ledger.record = True
+        for number in range(3):
+            train(engine, rank, number)
+        return list(engine.comm.ledger.log), engine.comm.agreement._store.check(["fetch/n"])
+
+    plain, listening = on_ranks(2, run, False), on_ranks(2, run, True)
+    assert plain == listening and not listening[0][1]
+
+
+def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
+    """Without sharded parameters nothing keeps hosts together between steps but the sums; the latest step counts."""
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(1))
+        engine.stop_on()
+        for number in range(LIMIT):
+            if rank == 0 and number == 1:
+                time.sleep(0.2)
+                engine.request_stop()
+            train(engine, rank, number)
+            if engine.stop_requested:
+                return number
+
+    assert len(set(on_ranks(2, run))) == 1
+
+
+def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(1))
+        engine.comm.agreement._timeout = 0.3
+        if rank == 0:
+            engine.stop_on()
+            engine.request_stop()
+        train(engine, rank, 0)
+
+    with pytest.raises(RankFailed, match=r"rank 0 has waited .* for ranks 1 to hear that the job is to stop; they never came") as caught:
+        on_ranks(2, run)
+    assert isinstance(caught.value.__cause__, RankMismatchError)
+
+
+def test_who_does_not_listen_cannot_ask(one_process):
+    engine = start(stack(), None, config_of(1))
+    with pytest.raises(PartitionError, match=r"request_stop\(\) reaches only ranks that listen; call engine\.stop_on\(\) on every rank"):
+        engine.request_stop()
+
+
+def test_signals_need_the_main_thread():
+    def run(rank, model):
+        engine = start(model, None, config_of(1))
+        with pytest.raises(PartitionError, match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler"):
+            engine.stop_on(signal.SIGTERM)
+
+    on_ranks(2, run)
+
+
+@pytest.fixture
+def heard_before():
+    """A handler that the program has already."""
+    heard = []
+
+    def handler(number, frame):
+        heard.append(number)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield heard, handler
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("end", ["destroy", "stop_on"])
+def test_a_signal_is_seen_after_the_step_and_handlers_come_back(one_process, heard_before, end):
+    heard, handler = heard_before
+    model = stack()
+    engine = start(model, plain_sgd(model), config_of(2))
+    engine.stop_on(signal.SIGUSR1)
+    train(engine, 0, 0)
+    assert not engine.stop_requested
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] * 2 and not engine.stop_requested
+    train(engine, 0, 1)
+    assert engine.stop_requested
+    engine.destroy() if end == "destroy" else engine.stop_on()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_handler_outlives_no_engine(heard_before):
+    class Engine:
+        def request_stop(self):
+            raise AssertionError
+
+    heard, handler = heard_before
+    engine = Engine()
+    _Handler(signal.SIGUSR1, engine.request_stop)
+    del engine
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_child_that_was_forked_ends_as_it_would(one_process):
+    model = stack()
+    engine = start(model, plain_sgd(model), config_of(2))
+    engine.stop_on(signal.SIGTERM)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reading, 1)  # a signal that comes while Python forks is lost
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    train(engine, 0, 0)
+    assert not engine.stop_requested
+    engine.destroy()
+
+
+def test_a_handler_that_was_put_over_ours_stays(one_process, heard_before):
+    model = stack()
+    engine = start(model, plain_sgd(model), config_of(2))
+    engine.stop_on(signal.SIGUSR1)
+    above = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    engine.destroy()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, above)
