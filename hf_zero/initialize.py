@@ -15,7 +15,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.core.mpu import check_mpu
+from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
 from hf_zero.optim.build import build_optimizer
@@ -45,32 +46,32 @@ def initialize(
             the config's. It comes back as the same object, its groups live.
         model_parameters: parameters or groups for an optimizer made here; default: all that require grad.
         training_data: a dataset; the loader gives each rank its share in micro-batches (an IterableDataset
-            must split itself: it is iterated whole on every rank).
+            must split itself: it is iterated whole on every rank). Its order is that of the epoch given to
+            ``loader.data_sampler.set_epoch``, as with any DistributedSampler.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
             steps it.
         distributed_port: where ranks meet if the launcher sets no MASTER_PORT.
-        mpu: a Megatron-style model-parallel object; model parallelism above 1 is not built.
+        mpu: a Megatron-style model-parallel unit that describes data parallelism over all ranks; any other is refused.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
         ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
+        NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
     """
     _refuse_other_deepspeed()
     if model is None:
         raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
-    if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
-        raise NotBuiltError(
-            "initialize(mpu=...) with model parallelism above 1 is not built in this version; run with model-parallel size 1"
-        )
     settings = _config(args, config, config_params)
     if dist_init_required is False and not comm.is_initialized():
         raise ConfigError(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
         )
     comm.join(settings, distributed_port)
+    if mpu is not None:
+        check_mpu(mpu, comm.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler {settings.scheduler.type!r} are given; keep one"
@@ -82,6 +83,7 @@ def initialize(
     loader = _loader(training_data, collate_fn, settings)
     release_holders(model)
     engine = Engine(model, settings, made)
+    engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
     except BaseException:
@@ -171,4 +173,6 @@ def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConf
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
     sampler: DistributedSampler[Any] = DistributedSampler(data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0))
-    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=bool(config.dataloader_drop_last))
+    loader = DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=bool(config.dataloader_drop_last))
+    loader.data_sampler = sampler  # type: ignore[attr-defined]  # DeepSpeed's name for it
+    return loader

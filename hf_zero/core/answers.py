@@ -32,6 +32,7 @@ class Answers:
     optimizer: Any
     bound: Any
     flats: Sequence[Flat]
+    scaler: Any
     _accumulation: int
     _norm: torch.Tensor | None
     _applied: bool
@@ -45,6 +46,14 @@ class Answers:
     def train_batch_size(self) -> int:
         return self.config.train_batch_size or self.world_size
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._accumulation
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0.0: never."""
+        return float(self.config.gradient_clipping or 0.0)
+
     def get_global_grad_norm(self) -> float:
         """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step."""
         return 0.0 if self._norm is None else float(self._norm)
@@ -52,9 +61,21 @@ class Answers:
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """Each group's momentum or betas, whichever its optimizer has; None for neither."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
     def was_step_applied(self) -> bool:
         """Whether the last step() changed the weights: False between boundaries and after an overflow."""
         return self._applied
+
+    def loss_scale(self) -> float:
+        """What an fp16 loss is multiplied by now; 1.0 in other precisions."""
+        return float(self.scaler.scale)
+
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.scaler.dynamic)
 
     def fp16_enabled(self) -> bool:
         return self.config.precision == "fp16"
@@ -67,6 +88,12 @@ class Answers:
 
     def zero_optimization_stage(self) -> int:
         return self.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.stage == 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return bool(self.config.zero.gather_16bit_weights_on_model_save)

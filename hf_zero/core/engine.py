@@ -68,6 +68,7 @@ class Engine(Answers, Stopping, Saving):
             torch.cuda.set_device(self.device)
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
+        self.training_dataloader: Any = None
         self.counters = Counters()
         self.scaler = LossScaler.from_config(config)
         self._policy = POLICIES[config.stage]

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from hf_zero.config import ZeroConfig
+from hf_zero.core import comm
+from hf_zero.core.mpu import check_mpu
 from hf_zero.integrations.not_built import refuse
 
-_OPTIONS = ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu")
 _configured = False
 
 
@@ -23,10 +25,17 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accept DeepSpeed's settings. Those that would change where activations lie raise NotBuiltError when they are true."""
+    """Accept DeepSpeed's settings; which of them act, the section ``activation_checkpointing`` of the configuration says, too.
+
+    Activations are divided among model-parallel ranks, of which there is one, so the options of that change nothing. Raises
+    NotBuiltError for ``checkpoint_in_cpu`` and ``profile``, and for an ``mpu_`` that splits the model.
+    """
     global _configured
-    asked = dict(zip(_OPTIONS, (partition_activations, contiguous_checkpointing, checkpoint_in_cpu)))
-    for name, value in asked.items():
+    if mpu_ is not None:
+        check_mpu(mpu_, comm.get_world_size())
+    if deepspeed_config is not None:
+        ZeroConfig.coerce(deepspeed_config, allow_auto=True)
+    for name, value in (("checkpoint_in_cpu", checkpoint_in_cpu), ("profile", profile)):
         if value:
             refuse(f"deepspeed.checkpointing.configure({name}=True)", "leave it out: activations are recomputed, and stay on the device")
     _configured = True
@@ -40,6 +49,14 @@ def reset() -> None:
     """Between passes there is nothing to forget: no activation buffers are kept."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run ``function(*args)`` and recompute it in backward."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+def set_num_layers(nlayers: int) -> None:
+    """The number of checkpoints: it sizes DeepSpeed's buffers for divided activations, which are not needed here."""
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Whether to divide activations among the model-parallel ranks, of which there is one."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``function(*args, **kwargs)`` and recompute it in backward."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)

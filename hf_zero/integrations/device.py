@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from hf_zero.core.comm import default_device
+from hf_zero.integrations import cpu_device
 
 
 class Device:
-    """CPU or CUDA, whichever the engine uses here. Whatever is not listed is asked of ``torch.cpu`` or ``torch.cuda``."""
+    """CPU or CUDA, whichever the engine uses here. Whatever is not listed is asked of ``torch.cuda``, or of ``cpu_device``."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -40,12 +41,27 @@ class Device:
     def is_fp16_supported(self) -> bool:
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float, *([torch.half] if self.is_fp16_supported() else []), *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor.pin_memory() if self._name == "cuda" else tensor
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(self.mem_get_info(device_index)[1])
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return int(self.mem_get_info(device_index)[0])
+
     def empty_cache(self) -> None:
         if self._name == "cuda":
             torch.cuda.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda if self._name == "cuda" else torch.cpu, name)
+        return getattr(torch.cuda if self._name == "cuda" else cpu_device, name)
 
 
 @functools.cache

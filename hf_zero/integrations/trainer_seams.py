@@ -178,3 +178,26 @@ def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
             original(self, output_dir, _internal_call)
 
     return save_model
+
+
+@contextmanager
+def _as_if_plain(trainer: Any) -> Iterator[None]:
+    """Let the stock code treat the raw model as it treats a model without ZeRO."""
+    trainer.is_deepspeed_enabled = False
+    try:
+        yield
+    finally:
+        trainer.is_deepspeed_enabled = True
+
+
+@contextmanager
+def _answering_zero3(trainer: Any) -> Iterator[None]:
+    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether ranks must stay together."""
+    from transformers.integrations import deepspeed as theirs
+
+    before = theirs._hf_deepspeed_config_weak_ref
+    theirs.set_hf_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config)
+    try:
+        yield
+    finally:
+        theirs._hf_deepspeed_config_weak_ref = before

@@ -177,6 +177,12 @@ def test_classes_are_the_native_ones() -> None:
         ("utils.groups._get_sequence_parallel_rank", ()),
         ("utils.groups._get_sequence_parallel_world_size", ()),
         ("launcher.runner.main", ()),
+        ("zero.TiledLinear", (2, 2)),
+        ("PipelineModule", ()),
+        ("pipe.LayerSpec", ()),
+        ("pipe.TiedLayerSpec", ()),
+        *((f"runtime.zero.stage3.estimate_zero3_model_states_mem_needs{end}", ()) for end in ("", "_all_live", "_all_cold")),
+        *((f"runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs{end}", ()) for end in ("", "_all_live", "_all_cold")),
     ],
 )
 def test_what_is_not_built_says_so_by_name(name: str, arguments: tuple[Any, ...]) -> None:
@@ -216,14 +222,17 @@ def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
         deepspeed.comm.destroy_process_group()
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_arguments_of_scripts(own: bool) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_arguments_of_scripts(before: bool) -> None:
+    """--local_rank is the script's, which may add it on either side of the call, as under DeepSpeed."""
     parser = argparse.ArgumentParser()
-    if own:
+    if before:
         parser.add_argument("--local_rank", type=int, default=7)
     assert deepspeed.add_config_arguments(parser) is parser
+    if not before:
+        parser.add_argument("--local_rank", type=int, default=7)
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "zero.json"])
-    assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, "zero.json", 7 if own else -1)
+    assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, "zero.json", 7)
     assert parser.parse_args([]).deepspeed is False
 
 

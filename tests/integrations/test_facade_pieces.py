@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,13 @@ def test_the_cpu_under_the_names_of_deepspeed() -> None:
     assert cpu.is_available() and cpu.is_bf16_supported() and cpu.is_fp16_supported()
     cpu.empty_cache()
     cpu.synchronize()
+    cpu.reset_peak_memory_stats()
     assert cpu.device_count() == 1
+    assert cpu.supported_dtypes() == [torch.float, torch.half, torch.bfloat16]
+    tensor = torch.ones(2)
+    assert cpu.on_accelerator(tensor) and cpu.pin_memory(tensor) is tensor
+    assert 0 < cpu.memory_allocated() <= cpu.max_memory_allocated() < cpu.total_memory()
+    assert 0 < cpu.available_memory() < cpu.total_memory()
 
 
 def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +55,9 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu.is_available() and not gpu.is_bf16_supported()
     gpu.empty_cache()
     assert emptied == [1]
-    assert gpu.memory_allocated is torch.cuda.memory_allocated
+    assert gpu.memory_allocated is torch.cuda.memory_allocated and gpu.manual_seed_all is torch.cuda.manual_seed_all
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=None: (5, 9))
+    assert (gpu.available_memory(), gpu.total_memory(0)) == (5, 9)
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------------
@@ -62,9 +71,11 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
         calls.append(scale)
         return torch.tanh(layer(a)) * scale
 
-    checkpointing.configure(None, partition_activations=False, synchronize=True)
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2, synchronize=True)
+    checkpointing.set_num_layers(2)
+    checkpointing.partition_activations_in_checkpoint(True)
     assert checkpointing.is_configured()
-    checkpointing.checkpoint(block, x, 2).sum().backward()
+    checkpointing.checkpoint(block, x, scale=2).sum().backward()
     assert calls == [2, 2]
     again = layer.weight.grad
     layer.weight.grad = None
@@ -73,10 +84,17 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
     checkpointing.reset()
 
 
-@pytest.mark.parametrize("option", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu"])
+@pytest.mark.parametrize("option", ["checkpoint_in_cpu", "profile"])
 def test_checkpointing_that_moves_activations_is_not_built(option: str) -> None:
     with pytest.raises(NotBuiltError, match=option):
         checkpointing.configure(**{option: True})
+
+
+def test_checkpointing_reads_what_it_is_configured_with() -> None:
+    with pytest.raises(NotBuiltError, match=r"activation_checkpointing\.cpu_checkpointing"):
+        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    with pytest.raises(NotBuiltError, match=r"mpu.get_model_parallel_world_size\(\) is 2"):
+        checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 2))
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -18,17 +18,17 @@ from tests.helpers import launched, oracle
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 600
 OFTEN = (
-    "sft.plain", "sft.assistant", "sft.adapters", "dpo.implied", "dpo.precomputed", "dpo.adapters", "dpo.resumed",
-    "grpo.gathered", "grpo.sharded",
+    "sft.plain", "sft.assistant", "sft.adapters", "dpo.implied", "dpo.precomputed", "dpo.adapters_given", "dpo.resumed",
+    "reward.adapters", "grpo.gathered", "grpo.sharded", "more.online",
 )  # fmt: skip
 SELDOM = (
-    "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.synchronised", "dpo.adapters_precomputed",
-    "dpo.adapters_given", "reward.plain", "reward.adapters", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
-    "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.online", "more.distilled",
+    "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.synchronised", "dpo.adapters",
+    "dpo.adapters_precomputed", "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
+    "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.distilled",
 )  # fmt: skip
 RELATIVE = 1e-5
 # Differences of large numbers (sums of log probabilities), and losses that are zero but for rounding, are compared with what they are made of.
-ROUNDING = {"loss": 1e-6, "rewards/margins": 2e-5, "kl": 1e-6}
+ROUNDING = {"loss": 1e-6, "eval_loss": 1e-6, "rewards/margins": 2e-5, "kl": 1e-6, "before": 1e-6}
 # TRL's mean over micro-batches of their means: which rows meet in a micro-batch hangs on the number of ranks.
 OWN_TO_A_RANK = {"grpo.windows": {"entropy"}}
 FACTS = ("stage", "saved", "completions", "loaded", "loaded_here")
@@ -72,10 +72,15 @@ class Started:
 
 def loaded(folder: Path) -> Any:
     """The model in ``folder``, by the class that its users load it with."""
-    rewards = "reward" in folder.name
-    if (folder / "adapter_config.json").exists():
-        return (AutoPeftModelForSequenceClassification if rewards else AutoPeftModelForCausalLM).from_pretrained(folder).eval()
-    kind = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+    adapters = (folder / "adapter_config.json").exists()
+    if "reward" in folder.name:
+        if adapters:  # their files do not say how many labels the base is to have
+            return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+        kind: Any = AutoModelForSequenceClassification
+    elif adapters:
+        return AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    else:
+        kind = AutoModelForCausalLM
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model

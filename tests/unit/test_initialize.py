@@ -201,12 +201,32 @@ def test_an_optimizer_of_the_config_with_nothing_to_train() -> None:
 # ---- ranks and processes ----
 
 
-def test_model_parallelism() -> None:
-    two, one = (SimpleNamespace(get_model_parallel_world_size=lambda size=size: size) for size in (2, 1))
-    refused(
-        NotBuiltError, r"model parallelism above 1 is not built in this version; run with model-parallel size 1", mpu=two, config="zero1"
-    )
-    assert hf_zero.initialize(model=stack(), mpu=one, config="zero1")[0].stage == 1
+@pytest.mark.parametrize(
+    "name",
+    [
+        "get_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_pipe_parallel_world_size",
+        "get_pipeline_model_parallel_world_size",
+        "get_sequence_parallel_world_size",
+        "get_context_parallel_world_size",
+        "get_expert_model_parallel_world_size",
+    ],
+)
+def test_an_mpu_that_splits_more_than_the_data(name: str) -> None:
+    match = rf"mpu\.{name}\(\) is 2, and [a-z]+ parallelism is not built in this version; make it 1"
+    refused(NotBuiltError, match, mpu=SimpleNamespace(**{name: lambda: 2}), config="zero1")
+
+
+def test_an_mpu_whose_data_parallel_ranks_are_not_all_ranks() -> None:
+    match = r"mpu\.get_data_parallel_world_size\(\) is 4, but 1 ranks were started"
+    refused(ConfigError, match, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4), config="zero1")
+
+
+def test_an_mpu_of_data_parallelism_alone() -> None:
+    pure = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_data_parallel_world_size=lambda: 1)
+    assert hf_zero.initialize(model=stack(), mpu=pure, config="zero1")[0].stage == 1
     assert hf_zero.initialize(model=stack(), mpu=object(), config="zero1")[0].stage == 1
 
 

@@ -30,6 +30,17 @@ def sharded(run: Run, case: str) -> Report:
     return rewarded(run, case, GRPOTrainer(model(run), reward, args, prompts(run)), reward)
 
 
+def evaluated(run: Run, case: str) -> Report:
+    """Evaluation generates, too: before there is an engine, and in the middle of training."""
+    args = GRPOConfig(
+        **options(run, case, eval_strategy="steps", eval_steps=1, max_steps=2, per_device_eval_batch_size=GROUP, loss_type="grpo")
+    )
+    data = prompts(run)
+    trainer = GRPOTrainer(model(run), Letters(), args, data, eval_dataset=data.select(range(4)))
+    before = trainer.evaluate()
+    return {**trained(trainer, run, case), "before": [before["eval_loss"], before["eval_reward"]]}
+
+
 def windows(run: Run, case: str) -> Report:
     """One generation for two micro-batches."""
     reward = Letters()
@@ -54,4 +65,12 @@ def rloo(run: Run, case: str) -> Report:
     return rewarded(run, case, RLOOTrainer(model(run), reward, args, prompts(run)), reward)
 
 
-CASES = {"gathered": gathered, "sharded": sharded, "windows": windows, "adapters": adapters, "judged": judged, "rloo": rloo}
+CASES = {
+    "gathered": gathered,
+    "sharded": sharded,
+    "evaluated": evaluated,
+    "windows": windows,
+    "adapters": adapters,
+    "judged": judged,
+    "rloo": rloo,
+}

@@ -17,7 +17,18 @@ STEPS = 3
 ROWS = 4  # of a global batch
 
 Report = dict[str, Any]
-LOGGED = ("loss", "grad_norm", "eval_loss", "reward", "kl", "entropy", "completions/mean_length", "rewards/margins", "mean_token_accuracy")
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "reward",
+    "eval_reward",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "rewards/margins",
+    "mean_token_accuracy",
+)
 
 
 class Run:

@@ -1,6 +1,6 @@
 """``deepspeed.runtime``."""
 
-from . import activation_checkpointing, base_optimizer, engine, lr_schedules, sequence_parallel, zero
+from . import activation_checkpointing, base_optimizer, config, dataloader, engine, lr_schedules, sequence_parallel, utils, zero
 from .base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 
 __all__ = [
@@ -8,8 +8,11 @@ __all__ = [
     "ZeROOptimizer",
     "activation_checkpointing",
     "base_optimizer",
+    "config",
+    "dataloader",
     "engine",
     "lr_schedules",
     "sequence_parallel",
+    "utils",
     "zero",
 ]

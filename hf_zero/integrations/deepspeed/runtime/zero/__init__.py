@@ -1,8 +1,21 @@
 """``deepspeed.zero`` and ``deepspeed.runtime.zero``."""
 
 from hf_zero.core.gathered import GatheredParameters
+from hf_zero.core.parameter import ZeroParamStatus
 from hf_zero.integrations.building import Init, register_external_parameter
+from hf_zero.integrations.not_built import type_of
 
-from . import partition_parameters
+from . import partition_parameters, stage3, stage_1_and_2
 
-__all__ = ["GatheredParameters", "Init", "partition_parameters", "register_external_parameter"]
+TiledLinear = type_of("deepspeed.zero.TiledLinear", "use nn.Linear: a unit is gathered whole")
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "ZeroParamStatus",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+]

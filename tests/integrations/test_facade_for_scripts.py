@@ -1,0 +1,130 @@
+"""Names of the facade that training scripts use and libraries do not: loaders, messages, random states, an engine's answers."""
+
+from __future__ import annotations
+
+import logging
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hf_zero.core import comm
+from hf_zero.errors import ConfigError
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(deepspeed.logger, "propagate", True)
+    caplog.set_level(logging.INFO, deepspeed.logger.name)
+    return caplog
+
+
+def test_names_at_the_top() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+    from deepspeed.runtime.utils import see_memory_usage
+    from deepspeed.utils import log_dist, logger
+    from deepspeed.utils.logging import log_dist as same
+
+    assert deepspeed.get_accelerator is get_accelerator and deepspeed.log_dist is log_dist is same and deepspeed.logger is logger
+    assert deepspeed.dist is deepspeed.comm and deepspeed.DeepSpeedConfigError is ConfigError
+    assert RepeatingLoader is deepspeed.utils.RepeatingLoader and issubclass(DeepSpeedDataLoader, DataLoader)
+    assert callable(see_memory_usage)
+
+
+def test_a_repeating_loader_begins_again() -> None:
+    batches = deepspeed.utils.RepeatingLoader(DataLoader(TensorDataset(torch.arange(3)), batch_size=2))
+    assert [next(batches)[0].tolist() for _ in range(5)] == [[0, 1], [2], [0, 1], [2], [0, 1]]
+    assert iter(batches) is batches
+    with pytest.raises(StopIteration):
+        next(deepspeed.utils.RepeatingLoader([]))
+
+
+def test_messages_of_chosen_ranks(
+    said: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deepspeed.log_dist("before a group everybody speaks")
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    for ranks in (None, [], [0], [0, 1], [-1]):
+        deepspeed.log_dist(f"to {ranks}", ranks)
+        deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
+    deepspeed.utils.logging.print_rank_0("to rank 0")
+    assert [record.getMessage() for record in said.records] == ["before a group everybody speaks", "to [0, 1]", "to [-1]"]
+    assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
+    monkeypatch.setattr(comm, "get_rank", lambda: 0)
+    deepspeed.utils.logging.print_rank_0("to rank 0")
+    assert capsys.readouterr().out == "to rank 0\n"
+
+
+def test_memory_is_told_only_when_forced(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = deepspeed.runtime.utils.see_memory_usage
+    tell("quiet")
+    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    tell("another rank", force=True)
+    monkeypatch.setattr(comm, "get_rank", lambda: 0)
+    tell("after the step", force=True)
+    (record,) = said.records
+    assert (
+        record.getMessage().startswith(f"after the step: {deepspeed.get_accelerator().device_name()} 0.")
+        or "GiB now" in record.getMessage()
+    )
+
+
+def test_random_states_apart_from_the_default() -> None:
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(11)
+    with tracker.fork():
+        inside = torch.rand(3)
+    outside = torch.rand(3)
+    with tracker.fork():
+        more = torch.rand(3)
+
+    torch.manual_seed(11)
+    assert torch.equal(outside, torch.rand(3))  # as if nothing had been drawn inside
+    torch.manual_seed(11 + 2718)
+    assert torch.equal(torch.cat([inside, more]), torch.cat([torch.rand(3), torch.rand(3)]))  # one stream, continued
+
+    kept = tracker.get_states()
+    tracker.reset()
+    with pytest.raises(ConfigError, match="no random state 'model-parallel-rng'"), tracker.fork():
+        pass
+    tracker.set_states(kept)
+    with pytest.raises(ConfigError, match="'model-parallel-rng' or its seed 5 is in use already"):
+        tracker.add("model-parallel-rng", 5)
+    tracker.add("mine", 5)
+    with tracker.fork("mine"):
+        mine = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.equal(mine, torch.rand(2))
+    tracker.reset()
+
+
+def test_what_an_engine_says_of_itself(plain_process: None) -> None:
+    data = TensorDataset(torch.arange(12.0).view(6, 2))
+    config = {
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, _, loader, _ = deepspeed.initialize(model=nn.Linear(2, 1), training_data=data, config=config)
+    assert engine.get_batch_info() == (4, 2, 2) and engine.gradient_clipping() == 0.5
+    assert engine.training_dataloader is loader and loader.batch_size == 2 and loader.data_sampler is loader.sampler
+    assert engine.get_mom() == [(0.8, 0.9)] and engine.get_lr() == [0.1]
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
+    assert engine.zero_optimization_partition_gradients() and engine.zero_optimization_partition_weights()
+    engine.destroy()
+
+    plain = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+    sgd = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1, momentum=0.7)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=plain)
+    assert (engine.loss_scale(), engine.dynamic_loss_scale(), engine.get_mom(), engine.gradient_clipping()) == (16.0, True, [0.7], 0.0)
+    assert not engine.zero_optimization_partition_gradients() and engine.training_dataloader is None
+    engine.destroy()
+    only = deepspeed.initialize(model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}})[0]
+    assert only.get_mom() == []
+    only.destroy()

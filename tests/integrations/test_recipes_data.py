@@ -1,0 +1,103 @@
+"""What the recipes make or read when no hub is there, and what their cards say is refused."""
+
+from __future__ import annotations
+
+import gettext
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.mpu import check_mpu
+from hf_zero.errors import NotBuiltError
+from tests.integrations.test_recipes import ROOT, module_of, script_of
+
+RECIPES = ROOT / "recipes"
+
+
+@pytest.fixture
+def translation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(RECIPES / "translation"))
+    yield module_of(script_of(RECIPES / "translation"))
+    sys.modules.pop("phrases", None)
+
+
+def test_numbers_in_words(translation: Any) -> None:
+    known = {
+        0: ("zero", "null"),
+        1: ("one", "eins"),
+        16: ("sixteen", "sechzehn"),
+        21: ("twenty-one", "einundzwanzig"),
+        30: ("thirty", "dreißig"),
+        101: ("one hundred and one", "einhunderteins"),
+        342: ("three hundred and forty-two", "dreihundertzweiundvierzig"),
+        1005: ("one thousand and five", "eintausendfünf"),
+        21_000: ("twenty-one thousand", "einundzwanzigtausend"),
+        101_277: ("one hundred and one thousand two hundred and seventy-seven", "einhunderteintausendzweihundertsiebenundsiebzig"),
+    }
+    made = sys.modules["phrases"]
+    assert {number: (made.english(number), made.german(number)) for number in known} == known
+
+
+def test_phrases_are_different_and_the_same_each_time(translation: Any) -> None:
+    pairs = translation.phrases(3000, 1)
+    assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
+    some = dict(translation.phrases(20_000, 1))
+    assert some["at half past six"] == "um halb sieben" and some["at ten to four"] == "um zehn vor vier"
+    assert next(target for source, target in some.items() if source.startswith("on the third of March")).startswith(
+        "am dritten März neunzehnhundert"
+    )
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_catalogues_of_messages(order: str, translation: Any, tmp_path: Path) -> None:
+    messages = {
+        "": "Language: de\n",
+        "a\0as": "ein\0viele",
+        "File not found": "Datei nicht gefunden",
+        "Quit": "Beenden",
+        "two\nlines": "zwei\nZeilen",
+    }
+    names, values = ([text.encode() for text in side] for side in (messages, messages.values()))
+    count, start = len(messages), 28 + 16 * len(messages)
+    tables, content = b"", b""
+    for text in [*names, *values]:
+        tables += struct.pack(f"{order}2I", len(text), start + len(content))
+        content += text + b"\0"
+    path = tmp_path / "made.mo"
+    path.write_bytes(struct.pack(f"{order}7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0) + tables + content)
+    with open(path, "rb") as file:
+        assert gettext.GNUTranslations(file).gettext("Quit") == "Beenden"  # the file is as gettext's own reader wants it
+    assert translation.read_catalogue(path) == [("File not found", "Datei nicht gefunden"), ("Quit", "Beenden")]
+
+
+def test_pictures_are_the_same_each_time_and_of_all_kinds() -> None:
+    script = module_of(script_of(RECIPES / "cifar10"))
+    images, kinds = script.draw(200, 3)
+    assert images.shape == (200, 3, 32, 32) and images.dtype == torch.uint8 and set(kinds.tolist()) == set(range(10))
+    assert all(torch.equal(*both) for both in zip((images, kinds), script.draw(200, 3)))
+    assert not torch.equal(images, script.draw(200, 4)[0])
+
+
+def test_the_cards_quote_what_is_refused() -> None:
+    hello, gpt2 = RECIPES / "hello-bert", RECIPES / "gpt2"
+    for preset in sorted(hello.glob("zero*.json")):
+        config = json.loads(preset.read_text())
+        assert config["zero_optimization"]["offload_optimizer"] == {"device": "none"}
+        config["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+        with pytest.raises(NotBuiltError) as refused:
+            ZeroConfig.from_dict(config)
+        assert str(refused.value).removeprefix("config dict: ") in (hello / "README.md").read_text()
+
+    class Split:
+        def get_model_parallel_world_size(self) -> int:
+            return 2
+
+    with pytest.raises(NotBuiltError) as refused:
+        check_mpu(Split(), 2)
+    assert str(refused.value) in (gpt2 / "README.md").read_text()

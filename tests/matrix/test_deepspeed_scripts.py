@@ -1,0 +1,84 @@
+"""Scripts that call DeepSpeed's API, on two ranks, against the same training done plainly in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.launched import alone, environment, torchrun
+from tests.matrix.scripts.deepspeed_api import CASES, HALF, config_of
+
+SCRIPT = Path(__file__).with_name("scripts") / "deepspeed_api.py"
+RANKS = 2
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return alone(SCRIPT, tmp_path_factory.mktemp("plain"), "--ranks", str(RANKS))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3], ids="stage{}".format)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Path]:
+    folder = tmp_path_factory.mktemp(f"stage{request.param}")
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps(config_of(CASES["file"], request.param, named_optimizer=True)))
+    return torchrun(SCRIPT, folder, "--deepspeed", "--deepspeed_config", str(config), ranks=RANKS), folder
+
+
+def close(got: Any, expected: Any) -> bool:
+    """Relative in norm to 1e-5."""
+    a, b = (torch.tensor(numbers, dtype=torch.float64).flatten() for numbers in (got, expected))
+    return a.shape == b.shape and float((a - b).norm()) <= 1e-5 * float(b.norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_a_plain_run(case: str, run: tuple[Reports, Path], plain: dict[str, Any]) -> None:
+    expected = plain[case]
+    for rank, report in enumerate(run[0]):
+        got = report[case]
+        assert len(expected["norms"]) == CASES[case].steps
+        for figure in ("losses", "norms", "rates"):
+            assert close(got[figure], expected[figure]), (rank, figure, got[figure], expected[figure])
+        assert got["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            assert close(got["weights"][name], weight), (rank, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_read_their_shares_of_the_global_batches(case: str, run: tuple[Reports, Path], plain: dict[str, Any]) -> None:
+    micro = CASES[case].means[0]
+    for shares, whole in zip(zip(*(report[case]["places"] for report in run[0])), plain[case]["places"], strict=True):
+        assert [len(share) for share in shares] == [micro] * RANKS
+        assert sorted(place for share in shares for place in share) == sorted(whole)
+
+
+def test_epochs_differ_where_the_script_says_so(run: tuple[Reports, Path]) -> None:
+    for name in ("file", "total"):
+        places, epoch = run[0][0][name]["places"], CASES[name].rows // (CASES[name].means[0] * RANKS)
+        first, second = places[:epoch][: len(places) - epoch], places[epoch:]
+        assert second and (first != second) is CASES[name].set_epoch
+
+
+def test_an_endless_loader(run: tuple[Reports, Path]) -> None:
+    for report in run[0]:
+        assert report["endless"] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
+
+
+def test_the_script_in_the_checkpoint_folder_gives_whole_weights(run: tuple[Reports, Path], plain: dict[str, Any], tmp_path: Path) -> None:
+    folder = run[1] / "checkpoints"
+    assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
+    command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=120)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert weights.keys() == plain["resumed"]["weights"].keys()
+    for name, weight in plain["resumed"]["weights"].items():
+        assert weights[name].dtype == torch.float32 and close(weights[name].tolist(), weight), name
