@@ -33,3 +33,7 @@ class RankMismatchError(HfZeroError, RuntimeError):
 
 class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that is missing, damaged, of another format version or of another model."""
+
+
+class LaunchError(HfZeroError, RuntimeError):
+    """Ranks that cannot be started or told apart: a hostfile, a filter or a launcher's variable that lacks or contradicts."""

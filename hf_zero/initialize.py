@@ -50,13 +50,14 @@ def initialize(
             ``loader.data_sampler.set_epoch``, as with any DistributedSampler.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
             steps it.
-        distributed_port: where ranks meet if the launcher sets no MASTER_PORT.
+        distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no port.
         mpu: a Megatron-style model-parallel unit that describes data parallelism over all ranks; any other is refused.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
+        LaunchError: the variables of the launcher lack something or contradict each other.
         ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import os
 
+
+def _rank_of(record: logging.LogRecord) -> bool:
+    record.rank = os.environ.get("RANK", "0")  # when it is said: under srun and mpirun RANK is found after this import
+    return True
+
+
 logger = logging.getLogger("hf_zero")
-
-
-class _Formatter(logging.Formatter):
-    """Names the rank as it is when something is said: a launcher's variables may come after the import."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.rank = os.environ.get("RANK", "0")
-        return super().format(record)
-
 
 if not logger.handlers:
     _handler = logging.StreamHandler()
-    _handler.setFormatter(_Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s"))
+    _handler.addFilter(_rank_of)
+    _handler.setFormatter(logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
     logger.propagate = False

@@ -27,7 +27,8 @@ app.command("doctor")(doctor)
 app.command("estimate")(estimate)
 app.command("explain")(explain)
 app.command("convert-checkpoint")(convert_checkpoint)
-app.command("launch")(launch)
+# What follows the script is the script's, whether it looks like an option or not.
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 
 
 def main() -> None:

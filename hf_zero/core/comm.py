@@ -9,17 +9,22 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
+from hf_zero.core import whereabouts
 from hf_zero.core.agreement import Agreement
 from hf_zero.core.axis import CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_off, meet
+from hf_zero.core.discovery import LOOPBACK, announce
+from hf_zero.core.interface import choose_interface
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.presence import Presence, first_line
 from hf_zero.core.watch import Watch
 from hf_zero.errors import ConfigError, RankMismatchError
+from hf_zero.logs import log_rank0
 
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 
@@ -108,43 +113,42 @@ def init_distributed(
 ) -> None:
     """Join the process group of the launcher; without a launcher, make a group of this one process.
 
-    ``timeout`` in seconds is how long a silent wait lasts before it is an error. ``port`` is where the ranks meet if the
-    launcher names none in MASTER_PORT; ``interface`` is the network device that gloo and NCCL use. Does nothing if a group
-    exists.
+    ``timeout`` in seconds is how long a silent wait lasts before it is an error, ``port`` is where the ranks meet if
+    MASTER_PORT is not set, ``interface`` the network interface that gloo and NCCL use. Does nothing if a group exists. Raises
+    LaunchError where the launcher's variables lack something or contradict each other (``discovery.py``), ConfigError for a
+    port that is in use.
     """
     if is_initialized():
         return
+    by_address = init_method not in (None, "env://")
+    place = None if by_address else announce(rank, world_size, port)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     device = default_device()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost") and os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if init_method is not None:
+    meeting = place.master_addr if place else urlsplit(init_method or "").hostname if by_address else LOOPBACK
+    choose_interface(meeting, bool(place and place.several_hosts), interface)
+    if by_address:
         join = partial(dist.init_process_group, backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        if port is not None and os.environ.setdefault("MASTER_PORT", str(port)) != str(port):
-            raise ConfigError(
-                f"port {port} is asked for, but the launcher has chosen {os.environ['MASTER_PORT']} (MASTER_PORT); name it in one place"
-            )
-        world_size = int(os.environ["WORLD_SIZE"])
+    elif place is not None:
+        if place.launcher is not None:
+            log_rank0(f"{place.world_size} ranks, started by {place.launcher}, meet at {place.master_addr}:{place.master_port}")
+        world_size = place.world_size
         join = partial(dist.init_process_group, backend, timeout=limit)
     else:
         join = partial(dist.init_process_group, backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-    place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    where = init_method if by_address else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     watch = Watch(enabled=world_size > 1)
     try:
-        with watch.over(Wait(f"all {world_size} ranks to meet at {place}")):
+        with watch.over(Wait(f"all {world_size} ranks to meet at {where}")):
             join()
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         raise ConfigError(
-            f"the ranks cannot meet at {place}: another program on this machine (another training?) uses the port. End it, or choose a port that "
+            f"the ranks cannot meet at {where}: another program on this machine (another training?) uses the port. End it, or choose a port that "
             "is free: `torchrun --master-port N`, `accelerate launch --main_process_port N`, or MASTER_PORT=N"
         ) from error
     finally:
@@ -258,8 +262,10 @@ class Comm:
             self.agreement = Agreement(shared, self.rank, self.world, timeout, self.watch, lane)
             # Making groups blocks in native code, where a rank that does not come cannot be named.
             self.agreement.settle("initialize", (0, 0), lambda _: "making of the engine")
-            if self.watch.presence is not None and self.watch.presence.keeper is not None:
-                self.watch.presence.knows(self.watch.presence.keeper)  # while it can still be asked
+            if self.watch.presence is not None:
+                whereabouts.learn(store, self.rank, self.world)
+                if self.watch.presence.keeper is not None:
+                    self.watch.presence.knows(self.watch.presence.keeper)  # while it can still be asked
         rows = [list(range(start, start + shards)) for start in range(0, self.world, shards)]
         columns = [list(range(start, self.world, shards)) for start in range(shards)]
         self.shard = self._axis(rows, backend, "", device)

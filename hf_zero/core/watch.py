@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hf_zero.core import whereabouts
 from hf_zero.core.lane import Wait
 from hf_zero.core.presence import Presence, Verdict
 from hf_zero.errors import RankMismatchError
@@ -75,7 +76,8 @@ class Watch:
             return RankMismatchError(self.verdict)
         cause = self.presence.cause() if self.presence is not None else None
         if cause is None:
-            cause = f"a connection was lost ({error}): a rank has ended or died, or its network; see the output of ranks {wait.needs}"
+            others = whereabouts.of(rank for rank in wait.needs if self.presence is None or rank != self.presence.rank)
+            cause = f"a connection was lost ({error}): a rank has ended or died, or its network; see the output of {others}"
         elif not cause.startswith("rank"):
             cause = f"lost while it waited: {cause}"
         text = f"rank {self.presence.rank if self.presence is not None else '?'} could not finish {wait}: {cause}"
@@ -125,9 +127,9 @@ class Watch:
             self._posted = current
         verdict = presence.verdict(wait)
         if verdict is None and lane is not None and waited >= lane.timeout:
-            others = ", ".join(str(rank) for rank in wait.needs if rank != presence.rank)
+            others = whereabouts.of(rank for rank in wait.needs if rank != presence.rank)
             text = (
-                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for {wait}; it needs ranks {others}, of which one has not "
+                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for {wait}; it needs {others}, of which one has not "
                 "come. See where it stands (py-spy dump), or set a longer timeout in the config"
             )
             verdict = Verdict(text, text)

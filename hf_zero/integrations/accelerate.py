@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_zero.errors import RankMismatchError
 from hf_zero.integrations import finder, hooks
-from hf_zero.integrations.launching import cpu_forced, zero_asked_for
+from hf_zero.integrations.launching import cpu_forced, launched, zero_asked_for
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,8 +21,9 @@ def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
         from accelerate.utils import DistributedType
 
+        ranks = zero_asked_for() and finder.chosen() and launched()
         answer, distributed_type = original(self, cpu, sagemaker_dp, backend)
-        if distributed_type == DistributedType.NO and zero_asked_for() and _launched() and finder.chosen():
+        if distributed_type == DistributedType.NO and ranks:
             return "gloo", DistributedType.MULTI_CPU
         return answer, distributed_type
 
@@ -53,7 +54,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
             original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
             return
         hooks.apply_late()
-        if PartialState._shared_state != {} and PartialState().backend is None and _launched():
+        if PartialState._shared_state != {} and PartialState().backend is None and launched():
             PartialState._reset_state()  # made before ZeRO was asked for: it believes to be alone
         on_cpu = cpu or cpu_forced()
         if on_cpu and PartialState._shared_state == {}:
@@ -98,16 +99,12 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_deepspeed
 
 
-def _launched() -> bool:
-    return int(os.environ.get("LOCAL_RANK", -1)) != -1
-
-
 def _start_on_cpu(**kwargs: Any) -> None:
     from accelerate.state import PartialState
 
     from hf_zero.core import comm
 
-    if _launched():
+    if launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
         comm.init_distributed("gloo", timeout=kwargs.get("timeout"))
     PartialState(cpu=True, **kwargs)

@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` does with a ZeRO configuration: the wrappers of its parser and its launchers."""
+"""How ZeRO ranks start: the wrappers of ``accelerate launch``, its parser and its launchers, and of who looks for ranks of others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.core.discovery import announce
+from hf_zero.core.interface import choose_interface
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 
@@ -81,6 +83,28 @@ def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args)
 
     return prepare_simple_launcher_cmd_env
+
+
+def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
+    """Ranks of srun and mpirun are known before the arguments look for them (``TrainingArguments.__post_init__``)."""
+
+    def __post_init__(self: Any) -> None:
+        if (self.deepspeed or zero_asked_for()) and finder.chosen():
+            launched()
+        original(self)
+
+    return __post_init__
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process: then its variables say so in torchrun's words, which Accelerate knows.
+
+    Accelerate makes groups of CPU ranks itself, so the interface they talk over is settled here.
+    """
+    place = announce()
+    if place is not None:
+        choose_interface(place.master_addr, place.several_hosts)
+    return int(os.environ.get("LOCAL_RANK", -1)) != -1
 
 
 def _flag(value: str) -> bool:

@@ -179,6 +179,13 @@ SEAMS: tuple[Seam, ...] = (
         why="a sharded model is gathered once for all tokens where it fits; else ranks must keep together until the last one is done",
     ),
     Seam(
+        target="transformers.training_args:TrainingArguments.__post_init__",
+        signature="(self)",
+        wrapper="hf_zero.integrations.launching:see_ranks",
+        versions=TRANSFORMERS,
+        why="arguments with use_cpu look for ranks without asking for ZeRO, and each process of srun would believe to be alone",
+    ),
+    Seam(
         target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
         signature="(self, args, auto_find_batch_size=False)",
         wrapper="hf_zero.integrations.trainer_config:fill_from_arguments",

@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
-LAUNCHERS = ("ACCELERATE_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
+LAUNCHERS = ("ACCELERATE_", "MPI_LOCAL", "MV2_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_")
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 Report = dict[str, Any]

@@ -114,6 +114,33 @@ def test_launch_takes_a_file_and_starts_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert arguments[3:] == ["--config_file", ZERO3, "train.py"]
 
 
+def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_its_own() -> None:
+    plain = ["launch", "--num-procs", "3", "--json"]
+    for arguments in (["train.py", "--json", "--ranks", "9"], ["--", "train.py", "--json", "--ranks", "9"]):
+        command = json.loads(invoke(*plain, *arguments))["command"]
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert command[-4:] == ["train.py", "--json", "--ranks", "9"] and command[command.index("--nproc-per-node") + 1] == "3"
+
+
+@pytest.mark.parametrize("chosen", [[], ["--preset", "zero2"]])
+def test_launch_shows_what_each_host_would_run(chosen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hush-hush")
+    file = tmp_path / "hosts"
+    file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
+    options = ["--hostfile", str(file), "-i", "10.9.9.1:2,3@10.9.9.2:0,1", "--master-port", "77", "--export", "A=1"]
+    said = invoke("launch", *options, *chosen, "--json", "train.py")
+    shown = json.loads(said)
+    assert shown["meeting"] == "10.9.9.1:77" and "hush-hush" not in said
+    assert [host["host"] for host in shown["hosts"]] == ["10.9.9.1", "10.9.9.2"]
+    assert [host["slots"] for host in shown["hosts"]] == [[2, 3], [0, 1]]
+    module = "accelerate.commands.launch" if chosen else "torch.distributed.run"
+    assert all(
+        host["command"][2] == module and {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]} for host in shown["hosts"]
+    )
+    if chosen:
+        assert all("--num_machines" in host["command"] and host["command"].count("--num_processes") == 1 for host in shown["hosts"])
+
+
 def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert launch._default_ranks() == 2
@@ -129,7 +156,16 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         (["explain", "/no/such.yaml"], "/no/such.yaml"),
         (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
         (["launch", "--preset", "zero9", "--", "x.py"], "'zero9' is unknown; choose one of zero0"),
-        (["launch", "--precision", "int4", "--", "x.py"], "'int4' is unknown"),
+        (["launch", "--preset", "zero1", "--precision", "int4", "--", "x.py"], "'int4' is unknown"),
+        (["launch", "--precision", "bf16", "x.py"], "--precision bf16 goes with --preset"),
+        (["launch", "--preset", "zero1", "--config", ZERO3, "x.py"], "--preset zero1 and --config"),
+        (
+            ["launch", "--ranks", "2", "--num-procs", "2", "x.py"],
+            "--ranks counts the ranks of this machine alone; beside it use --num-procs",
+        ),
+        (["launch", "--ranks", "2", "--hostfile", "/no/such/hosts", "x.py"], "with --hostfile use --num-procs"),
+        (["launch", "--hostfile", "/no/such/hosts", "x.py"], "the hostfile /no/such/hosts cannot be read"),
+        (["launch", "--include", "worker-1", "x.py"], "no host 'worker-1'"),
         (["launch", "--ranks", "0", "--", "x.py"], "--ranks 0"),
         (["launch", "--config", "/no/such.yaml", "--", "x.py"], "/no/such.yaml"),
     ],

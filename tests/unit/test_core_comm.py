@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -67,6 +68,30 @@ def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     comm.init_distributed(timeout=30)
     assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore" and comm.get_world_size() == 1
+
+
+def test_the_environment_as_a_meeting_place_is_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``env://`` under srun, which sets none of torch's variables."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    joined: list[Any] = []
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs))))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
+    comm.init_distributed("gloo", 30, init_method="env://")
+    assert joined == [(("gloo",), ["timeout"])]
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
+
+
+def test_an_address_as_a_meeting_place_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    comm.init_distributed("gloo", 30, init_method="tcp://127.0.0.1:1234", rank=0, world_size=2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    comm.init_distributed("gloo", 30, init_method="tcp://192.0.2.99:1234", rank=0, world_size=2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] != "lo", "peers on other hosts could not reach it"
 
 
 def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:

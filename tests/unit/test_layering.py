@@ -26,6 +26,7 @@ LAYERS = {
     "hf_zero.optim": 2,
     "hf_zero.checkpoint": 3,
     "hf_zero.loading": 3,
+    "hf_zero.hosts": 1,
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,

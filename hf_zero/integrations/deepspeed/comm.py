@@ -1,6 +1,5 @@
 """``deepspeed.comm``: hf_zero's process groups, and torch.distributed for every name that is not here."""
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ from hf_zero.core.comm import barrier, destroy_process_group, get_local_rank, ge
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int | None = None,
     verbose: bool = True,
     timeout: float | timedelta | None = None,
     init_method: str | None = None,
@@ -20,10 +19,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """``hf_zero.core.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in the environment, not through MPI."""
+    """``hf_zero.core.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in the launcher's variables, without mpi4py."""
     if dist_init_required is not False:
-        port = None if "MASTER_PORT" in os.environ else distributed_port  # 29500 need not be anybody's wish
-        _comm.init_distributed(dist_backend, timeout, init_method, rank, world_size, port)
+        _comm.init_distributed(dist_backend, timeout, init_method, rank, world_size, distributed_port)
 
 
 def __getattr__(name: str) -> Any:

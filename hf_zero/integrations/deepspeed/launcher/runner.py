@@ -1,11 +1,9 @@
-"""``deepspeed.launcher.runner``: the name that ``accelerate launch`` reads on every launch."""
+"""``deepspeed.launcher.runner``: the launcher, and the name that ``accelerate launch`` reads on every launch."""
 
-import os
-
-from hf_zero.integrations.not_built import function
-
-DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
-
-main = function("the `deepspeed` launcher", "start scripts with `accelerate launch` or torchrun")
+from hf_zero.integrations.deepspeed_command import ENVIRONMENT_FILE as DEEPSPEED_ENVIRONMENT_NAME
+from hf_zero.integrations.deepspeed_command import main
 
 __all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "main"]
+
+if __name__ == "__main__":
+    main()

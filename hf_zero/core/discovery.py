@@ -1,0 +1,298 @@
+"""Which rank this process is and where the ranks meet, from the variables that its launcher has set.
+
+torchrun and ``accelerate launch`` say it themselves: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. ``srun`` and
+``mpirun`` say it in words of their own, and say nothing of a port. What is set explicitly counts; what is missing is asked
+of the launcher; what contradicts is an error. Nothing here talks to another process: all ranks must come to one answer,
+so the port is computed from the id of the job.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_zero.core.nodelist import expand_hosts, expand_tasks
+from hf_zero.errors import LaunchError
+
+DEFAULT_PORT = 29500
+# Below the ports that Linux hands out by itself (32768 and up), above those of services.
+FIRST_PORT, PORTS = 15000, 14000
+LOOPBACK = "127.0.0.1"
+ELASTIC = "TORCHELASTIC_RUN_ID"
+
+
+class Number(NamedTuple):
+    """A whole number and the variable or argument it stands in."""
+
+    value: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The words of one launcher. It counts where all ``marks`` are set; of several names for one thing the first that is set."""
+
+    title: str
+    marks: tuple[str, ...]
+    rank: str
+    world_size: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+    local_world_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+
+
+HYDRA_LOCAL = ("MPI_LOCALRANKID",)
+# MPI before SLURM: inside an allocation the processes of mpirun carry the variables of SLURM as well, of the daemon that started them.
+LAUNCHERS = (
+    Launcher(
+        "Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    Launcher(
+        "MVAPICH", ("MV2_COMM_WORLD_RANK",), "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher("MPICH or Intel MPI", ("PMI_RANK", *HYDRA_LOCAL), "PMI_RANK", ("PMI_SIZE",), HYDRA_LOCAL, ("MPI_LOCALNRANKS",)),
+    # A batch script carries SLURM_PROCID=0 too; only a process of a step has the id of a step.
+    Launcher(
+        "srun", ("SLURM_PROCID", "SLURM_STEP_ID"), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_JOBID"),
+    ),
+    Launcher("PMI", ("PMI_RANK",), "PMI_RANK", ("PMI_SIZE",), ("PALS_LOCAL_RANKID",)),
+    Launcher("PMIx", ("PMIX_RANK",), "PMIX_RANK", (), (), (), ("PMIX_NAMESPACE",)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where nobody has told.
+
+    ``launcher`` is whose variables were read, None where RANK and its like told everything.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    master_addr: str
+    master_port: int
+    launcher: str | None
+
+    @property
+    def several_hosts(self) -> bool:
+        return self.local_world_size is not None and self.local_world_size < self.world_size
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have set, for all who look there: torch, Accelerate, Transformers."""
+        told = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
+    """``discover`` in the environment of this process, and set there what was found. None: this process is alone."""
+    place = discover(os.environ, rank, world_size, port)
+    if place is not None:
+        os.environ.update(place.variables())
+    return place
+
+
+def discover(environ: Mapping[str, str], rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
+    """This process's place by ``environ``; ``rank`` and ``world_size`` (-1: not given) count as if they stood there.
+
+    ``port`` is used where MASTER_PORT is not set. None where no launcher is to be seen, or the only rank has nobody to meet.
+    Raises LaunchError, naming the variable, where one is missing or two contradict each other.
+    """
+    own_rank, own_size = _given(environ, "RANK", rank), _given(environ, "WORLD_SIZE", world_size)
+    launcher = _launcher(environ)
+    their_rank = _number(environ, launcher.rank) if launcher else None
+    their_size = _first(environ, launcher.world_size) if launcher else None
+    if _agree(own_rank, own_size, their_rank, their_size):
+        launcher = their_rank = their_size = None
+    at, size = own_rank or their_rank, own_size or their_size
+    if at is None and (size is None or size.value == 1):
+        _refuse_half_started(environ)
+        return None
+    if at is None or size is None:
+        _refuse_missing(at, size, launcher)
+    assert at is not None and size is not None
+    if size.value < 1 or not 0 <= at.value < size.value:
+        raise LaunchError(f"{at} and {size} contradict each other: ranks are 0 to the world size less 1")
+    if size.value == 1 and not _text(environ, "MASTER_ADDR"):
+        return None
+    local, here = _locals(environ, launcher, at, size)
+    address = _address(environ, launcher, size, here)
+    where = _port(environ, launcher, port, size.value == 1)
+    return Place(
+        at.value,
+        size.value,
+        local.value if local else None,
+        here.value if here else None,
+        address,
+        where,
+        launcher.title if launcher else None,
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is written as one of this machine's own: localhost, 127.0.0.2, ::1."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip()
+
+
+def _number(environ: Mapping[str, str], name: str) -> Number | None:
+    text = _text(environ, name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchError(f"{name}={text!r} is not a whole number from 0; set it right or unset it")
+    return Number(int(text), name)
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Number | None:
+    return next((found for name in names if (found := _number(environ, name)) is not None), None)
+
+
+def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | None:
+    there = _number(environ, name)
+    if argument < 0:
+        return there
+    given = Number(argument, f"init_distributed({name.lower()})")
+    if there is not None and there.value != argument:
+        raise LaunchError(f"{given} contradicts {there}; pass one of them")
+    return given
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+    if _text(environ, ELASTIC):
+        return None  # torchrun has told everything; srun or mpirun may have started the torchruns
+    return next((each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None)
+
+
+def _agree(own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None) -> bool:
+    """Whether the launcher started not this process but those that started it: then it has nothing to say."""
+    if own_rank and own_size and size:
+        if own_size.value > size.value:
+            return True
+        if own_size.value < size.value and size.value > 1:
+            raise LaunchError(
+                f"{own_size} contradicts {size}: {size.value} processes were started and the world has room for {own_size.value}. "
+                f"Unset RANK and WORLD_SIZE, or set them right for every process"
+            )
+    for own, theirs in ((own_rank, rank), (own_size, size)):
+        if own and theirs and own.value != theirs.value:
+            raise LaunchError(f"{own} contradicts {theirs}; unset {own.name}, or set it to the launcher's on every process")
+    return False
+
+
+def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher | None) -> None:
+    there, lacking = (at, "WORLD_SIZE") if at else (size, "RANK")
+    also = ""
+    if launcher:
+        theirs = (launcher.rank,) if lacking == "RANK" else launcher.world_size
+        also = f" (nor {' or '.join(theirs)})" if theirs else f" ({launcher.title} does not tell it)"
+    raise LaunchError(
+        f"{there} is set, but {lacking} is not{also}; export {lacking}, start the script with torchrun, accelerate launch, srun or mpirun, "
+        f"or unset {there.name if there else ''} to train in one process"
+    )
+
+
+def _refuse_half_started(environ: Mapping[str, str]) -> None:
+    """A process that looks alone and is one of several would train by itself without a word."""
+    local = _number(environ, "LOCAL_RANK")
+    if local is not None and local.value > 0:
+        raise LaunchError(f"{local} is set, but RANK and WORLD_SIZE are not; export them, or unset LOCAL_RANK to train in one process")
+    tasks = _first(environ, ("SLURM_NTASKS", "SLURM_NPROCS"))
+    if _text(environ, "SLURM_PROCID") and not _text(environ, "SLURM_STEP_ID") and tasks is not None and tasks.value > 1:
+        raise LaunchError(
+            f"{tasks}, but SLURM_STEP_ID is not set: the batch script itself has started this process, once. Write `srun python ...` in it; "
+            "to train in one process, export RANK=0 WORLD_SIZE=1"
+        )
+
+
+def _locals(environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number) -> tuple[Number | None, Number | None]:
+    """The rank on this host and the ranks on it."""
+    local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
+    if launcher is not None:
+        local = local or _first(environ, launcher.local_rank)
+        here = here or _first(environ, launcher.local_world_size) or _tasks_here(environ, launcher)
+        if local is None and here is None and not is_loopback(_text(environ, "MASTER_ADDR")):
+            names = " or ".join(launcher.local_rank) or f"{launcher.title} does not tell it"
+            raise LaunchError(f"LOCAL_RANK is not set ({names}); export it: the number of this rank on its host")
+    if here is None and is_loopback(_text(environ, "MASTER_ADDR")):
+        here = Number(size.value, "WORLD_SIZE")
+    if local is None and here is not None and here.value == size.value:
+        local = at
+    for small, large in ((local, at), (here, size)):
+        if small and small.value > large.value:
+            raise LaunchError(f"{small} and {large} contradict each other: a host has no more ranks than the world")
+    if local and here and local.value >= here.value:
+        raise LaunchError(f"{local} and {here} contradict each other: local ranks are 0 to the ranks on the host less 1")
+    return local, here
+
+
+def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None:
+    """The tasks of an srun step on this node."""
+    name = next((each for each in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if _text(environ, each)), None)
+    node = _number(environ, "SLURM_NODEID")
+    if launcher.title != "srun" or name is None or node is None:
+        return None
+    counts = expand_tasks(_text(environ, name), name)
+    if node.value >= len(counts):
+        raise LaunchError(f"{node} and {name}={_text(environ, name)!r} contradict each other: it tells of {len(counts)} nodes")
+    return Number(counts[node.value], name)
+
+
+def _address(environ: Mapping[str, str], launcher: Launcher | None, size: Number, here: Number | None) -> str:
+    address = _text(environ, "MASTER_ADDR")
+    one_host = here is not None and here.value == size.value
+    if address:
+        if launcher and here and not one_host and is_loopback(address):
+            raise LaunchError(
+                f"MASTER_ADDR={address} is each host's own address, but {here} of {size} ranks are on this one; export the address of rank 0's host"
+            )
+        return address
+    if launcher and one_host:
+        return LOOPBACK
+    name = next((each for each in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if _text(environ, each)), None)
+    if launcher and name:
+        return expand_hosts(_text(environ, name), name)[0]
+    raise LaunchError(
+        f"{size} is set, but MASTER_ADDR is not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; export the address of "
+        "rank 0's host to all ranks (mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST)"
+    )
+
+
+def _port(environ: Mapping[str, str], launcher: Launcher | None, port: int | None, alone: bool) -> int:
+    found = _number(environ, "MASTER_PORT") or (Number(port, "distributed_port") if port is not None else None)
+    if found is not None:
+        if not (0 if alone else 1) <= found.value < 65536:
+            raise LaunchError(f"{found} is no port; ports are 1 to 65535, the same on all ranks")
+        return found.value
+    if launcher is None:
+        raise LaunchError("RANK and WORLD_SIZE are set, but MASTER_PORT is not; export one free port of rank 0's host to all ranks")
+    job = next((text for name in (*launcher.job, "SLURM_JOB_ID") if (text := _text(environ, name))), None)
+    if job is None:
+        return DEFAULT_PORT
+    step = _text(environ, "SLURM_STEP_ID") if launcher.title == "srun" else ""
+    return FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS

@@ -1,0 +1,43 @@
+"""Which rank runs on which host: told through the store while all are well, to be named when one is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from hf_zero.core.interface import own_address
+
+NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # as the user knows them: from the hostfile, from SLURM
+KEY = "hf_zero/hosts"
+
+_hosts: list[str] = []
+
+
+def learn(store: Any, rank: int, world: int) -> None:
+    """Collective over the store, once per process: every rank tells its host and learns all. Rank 0 collects, so that n ranks read n keys."""
+    if len(_hosts) == world:
+        return
+    store.set(f"{KEY}/{rank}", own_host())
+    if rank == 0:
+        store.set(KEY, "\n".join(store.get(f"{KEY}/{each}").decode() for each in range(world)))
+    _hosts[:] = store.get(KEY).decode().split("\n")
+
+
+def own_host() -> str:
+    """``worker-1 (10.0.0.2)``."""
+    name = next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+    address = own_address(os.environ.get("MASTER_ADDR"))
+    return f"{name} ({address})" if address and address != name else name
+
+
+def of(ranks: Iterable[int]) -> str:
+    """``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; the numbers alone where hosts were never learnt."""
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(_hosts[rank] if rank < len(_hosts) else "", []).append(rank)
+    parts = [
+        f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}" + (f" on {host}" if host else "") for host, group in by_host.items()
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,86 @@
+"""What runs on each host: it takes its orders from standard input, starts the ranks, and ends them when the input ends.
+
+The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way because
+what stands on a command line has to pass two shells and can be read by everybody on the machine. The input stays open
+as long as whoever gave the orders lives: killed, cut off or done with, its end is seen here, and no rank is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+GRACE_SECONDS = 40.0  # torchrun gives its ranks 30
+CANNOT_START = 127
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> int:
+    """Follow the orders on standard input; the exit code of the command, as a shell would give it."""
+    order = json.loads(sys.stdin.readline() or "null")
+    if order is None:
+        return CANNOT_START  # nobody is there any more
+    _adopt_orphans()
+    try:
+        child = subprocess.Popen(
+            order["command"], env={**os.environ, **order["environment"]}, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        print(f"hf-zero: cannot start {order['command'][0]}: {error}", file=sys.stderr, flush=True)
+        return CANNOT_START
+    ending = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: ending.set())
+    threading.Thread(target=_watch_input, args=(ending,), daemon=True).start()
+    threading.Thread(target=_watch_child, args=(child, ending), daemon=True).start()
+    ending.wait()
+    end(child, order.get("grace", GRACE_SECONDS))
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def end(child: subprocess.Popen[Any], grace: float) -> None:
+    """End ``child``, by asking and then by force; unless it went well, also all that it has left behind, in whatever session."""
+    import psutil
+
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(grace)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    if child.returncode:
+        for each in psutil.Process().children(recursive=True):
+            try:
+                each.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _adopt_orphans() -> None:
+    """What loses its parent becomes a child of this process, not of the first of the machine: nothing gets out of sight."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _watch_input(ending: threading.Event) -> None:
+    while os.read(0, 4096):
+        continue
+    ending.set()
+
+
+def _watch_child(child: subprocess.Popen[Any], ending: threading.Event) -> None:
+    child.wait()
+    ending.set()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the thread that reads the input would be waited for

@@ -1,0 +1,151 @@
+"""A plain loop of hf_zero.initialize, on any number of ranks; without a launcher the same loop in plain torch: the oracle.
+
+``--case NAME=STAGE/REPLICAS`` may be given several times. ``--until-lost SECONDS`` steps on until a peer is gone, which has to be an
+error, with that time as the limit of a silent wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+GLOBAL_BATCH = 8
+STEPS = 4
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def alone() -> dict[str, Any]:
+    model, optimizer = build()
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": weights(model)}
+
+
+def weights(model: nn.Module) -> dict[str, list[float]]:
+    return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
+
+
+def share(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    part = GLOBAL_BATCH // world
+    x, y = batch(step)
+    return x[rank * part : (rank + 1) * part], y[rank * part : (rank + 1) * part]
+
+
+def case(stage: int, replicas: int) -> dict[str, Any]:
+    import hf_zero
+
+    model, optimizer = build()
+    config = hf_zero.ZeroConfig(stage=stage, replicate_size=replicas, train_micro_batch_size_per_gpu=1, timeout=60.0)
+    engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    for step in range(STEPS):
+        x, y = share(step, engine.global_rank, engine.world_size)
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        final = weights(model)
+    found = {"losses": losses, "weights": final, "shards": engine.comm.shard.ranks, "replicas": engine.comm.replicate.ranks}
+    engine.destroy()
+    return found
+
+
+def until_lost(out: Path, limit: float) -> None:
+    import hf_zero
+
+    model, optimizer = build()
+    config = hf_zero.ZeroConfig(stage=3, train_micro_batch_size_per_gpu=1, timeout=limit)
+    hf_zero.init_distributed(timeout=limit)
+    engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(100_000):
+        x, y = share(step % 100, engine.global_rank, engine.world_size)
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        if step == 5:
+            (out / f"stepping-{engine.global_rank}").write_text(str(os.getpid()))
+        time.sleep(0.01)
+
+
+def place() -> dict[str, Any]:
+    """Where this rank runs, as the launcher and the network have it."""
+    from hf_zero.core.interface import own_address
+
+    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "MARK")
+    return {"address": own_address(os.environ["MASTER_ADDR"]), "argv": sys.argv[1:], **{name: os.environ.get(name) for name in named}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--until-lost", type=float)
+    parser.add_argument("--oracle", action="store_true")
+    parser.add_argument("--local_rank", type=int)
+    given, _ = parser.parse_known_args()
+    torch.set_num_threads(1)
+    if given.oracle:
+        report: dict[str, Any] = alone()
+    elif given.until_lost:
+        until_lost(given.out, given.until_lost)
+        return
+    else:
+        import hf_zero
+
+        hf_zero.init_distributed(timeout=120.0)
+        cases = {name: spec.split("/") for name, _, spec in (text.partition("=") for text in given.case)}
+        report = {"cases": {name: case(int(stage), int(replicas)) for name, (stage, replicas) in cases.items()}, "place": place()}
+        report["local_rank"] = given.local_rank
+        print(f"rank {os.environ['RANK']} is done")
+    (given.out / f"report-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Each route to ZeRO in a process that srun or mpirun has started: nothing but the launcher's own variables says which rank it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hosts_train import GLOBAL_BATCH, STEPS, batch, build, place, share, weights
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
+
+import hf_zero
+
+CONFIG: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4, "timeout": 60.0}
+ROWS = [{"x": x, "labels": y} for step in range(STEPS) for x, y in zip(*batch(step))]
+
+
+class WithLoss(nn.Module):
+    """The model as the Trainer wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.model(x), labels)}
+
+
+class Trainer(transformers.Trainer):
+    """Takes the rows in order and keeps its losses."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(ROWS)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = model(**inputs)["loss"]
+        self.__dict__.setdefault("losses", []).append(loss.item())
+        return loss
+
+
+def gathered(model: nn.Module) -> dict[str, list[float]]:
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        return weights(model)
+
+
+def loop(initialize: Any) -> dict[str, Any]:
+    model, optimizer = build()
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=CONFIG)
+    losses = []
+    for step in range(STEPS):
+        x, y = share(step, engine.global_rank, engine.world_size)
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": gathered(model), "rank": engine.global_rank, "world": engine.world_size}
+
+
+def initialize() -> dict[str, Any]:
+    return loop(hf_zero.initialize)
+
+
+def deepspeed() -> dict[str, Any]:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    return loop(deepspeed.initialize)
+
+
+def accelerate() -> dict[str, Any]:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(CONFIG)))
+    model, optimizer = build()
+    loader = DataLoader(ROWS, batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    engine, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for rows in loader:
+        loss = nn.functional.mse_loss(engine(rows["x"]), rows["labels"])
+        accelerator.backward(loss)
+        prepared.step()
+        prepared.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": gathered(model), "rank": accelerator.process_index, "world": accelerator.num_processes}
+
+
+def trained(args: Any, **more: Any) -> dict[str, Any]:
+    model, optimizer = build()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    run = Trainer(WithLoss(model), args, train_dataset=ROWS, optimizers=(optimizer, schedule), **more)
+    run.train()
+    return {"losses": run.losses, "weights": gathered(model), "rank": run.args.process_index, "world": run.args.world_size}
+
+
+def options(out: Path, **more: Any) -> dict[str, Any]:
+    common = {"per_device_train_batch_size": 4, "max_steps": STEPS, "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no"}
+    return {"output_dir": str(out / "trainer"), "disable_tqdm": True, **common, **more}
+
+
+def stock(out: Path) -> dict[str, Any]:
+    return trained(transformers.TrainingArguments(**options(out, use_cpu=True), deepspeed={"zero_optimization": {"stage": 3}}))
+
+
+def ours(out: Path) -> dict[str, Any]:
+    return trained(hf_zero.TrainingArguments(**options(out), zero_config="zero3"))
+
+
+def callback(out: Path) -> dict[str, Any]:
+    return trained(transformers.TrainingArguments(**options(out, use_cpu=True)), callbacks=[hf_zero.ZeroCallback("zero3")])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--route", required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with_folder = {"stock": stock, "ours": ours, "callback": callback}
+    without = {"initialize": initialize, "deepspeed": deepspeed, "accelerate": accelerate}
+    case = with_folder[given.route](given.out) if given.route in with_folder else without[given.route]()
+    report = {"cases": {given.route: case}, "place": place()}
+    (given.out / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
