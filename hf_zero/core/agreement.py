@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from hf_zero.core.lane import Lane, Wait
@@ -28,6 +27,7 @@ from hf_zero.logs import logger
 JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05
+FIRST_PAUSE = 0.0002
 SLICE_SECONDS = 1.0  # between looks at who is gone
 IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
 WARN_SECONDS = 60.0
@@ -74,7 +74,8 @@ class Agreement:
             entries = [store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
             split = [entry.rsplit("|", 2) for entry in entries]
             if len({place for place, _, _ in split}) > 1:
-                verdict = "!" + "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
+                told = [f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit in split]
+                verdict = "!" + "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(told))
             else:
                 kind, unit = max((int(kind), int(unit)) for _, kind, unit in split)
                 verdict = f"{kind}|{unit}"
@@ -104,30 +105,36 @@ class Agreement:
             raise self._watch.explain(wait, error) from error  # the store is gone
 
     def _await_in_slices(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
-        started = time.monotonic()
-        warned = WARN_SECONDS
+        # Not store.wait(): torch writes two lines to the terminal whenever it gives up.
+        started = looked = time.monotonic()
+        warned, pause = WARN_SECONDS, FIRST_PAUSE
         while True:
             self._watch.check()
-            try:
-                self._store.wait([key], timedelta(seconds=min(SLICE_SECONDS, self._timeout)))
+            if self._store.check([key]):
                 return
-            except RuntimeError:
-                waited = time.monotonic() - started
-                missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
-                gone = {rank: self._closed_because(rank) for rank in missing if self._store.check([f"closed/{rank}"])}
-                if gone and not self._store.check([key]):
-                    raise RankMismatchError(
-                        f"rank {self._rank} needs all ranks to {what}, but {'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
-                        "every rank must run the same number of forwards, and destroy or end after the last one"
-                    ) from None
-                text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(map(str, missing))} to {what}"
-                if waited >= self._timeout:
-                    raise RankMismatchError(
-                        f"{text}; they never came. Do all ranks call the model, state_dict and save together?"
-                    ) from None
-                if waited >= warned:
-                    logger.warning(text)
-                    warned += WARN_SECONDS
+            now = time.monotonic()
+            if now - looked >= min(SLICE_SECONDS, self._timeout):
+                looked = now
+                warned = self._look_who_is_missing(key, arrivals, what, now - started, warned)
+            time.sleep(pause)
+            pause = min(1.2 * pause, POLL_SECONDS)
+
+    def _look_who_is_missing(self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float) -> float:
+        """Raise if ``key`` will never be there, warn each minute; returns the seconds of the next warning."""
+        missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
+        gone = {rank: self._closed_because(rank) for rank in missing if self._store.check([f"closed/{rank}"])}
+        if gone and not self._store.check([key]):
+            raise RankMismatchError(
+                f"rank {self._rank} needs all ranks to {what}, but {'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
+                "every rank must run the same number of forwards, and destroy or end after the last one"
+            )
+        text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(map(str, missing))} to {what}"
+        if waited >= self._timeout:
+            raise RankMismatchError(f"{text}; they never came. Do all ranks call the model, state_dict and save together?")
+        if waited < warned:
+            return warned
+        logger.warning(text)
+        return warned + WARN_SECONDS
 
     def _closed_because(self, rank: int) -> str:
         return str(self._store.get(f"closed/{rank}").decode())

@@ -230,6 +230,11 @@ class Axis:
         works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
         return Handle(works, self._watch, wait, [tensor])
 
+    def meet(self, what: str) -> None:
+        """Return when all ranks of the axis are at ``what``, where the backend has messages from point to point."""
+        if self.size > 1 and self._point_to_point:
+            meet(self.reductions.issue(what), self.ranks, self.rank, self._reduce_group, self._watch)
+
     def _all_reduce_small(self, tensor: torch.Tensor, wait: Wait, maximum: bool) -> Handle:
         own = tensor.contiguous().clone()
         parts = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]

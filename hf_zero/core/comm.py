@@ -153,7 +153,7 @@ def init_distributed(
         ) from error
     finally:
         watch.close()
-    if dist.get_world_size() > 1:
+    if get_world_size() > 1:
         everybody().lane.timeout = seconds
 
 
@@ -286,12 +286,11 @@ class Comm:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this mesh end here."""
         if self.agreement is not None:
             self.agreement.close(why)
+        for axis in (self.shard, self.replicate):
+            axis.gathers.closed = axis.reductions.closed = why
+        if self.watch.presence is not None:
+            self.watch.presence.say("here")
         if groups:
-            presence = self.watch.presence
-            for axis in (self.shard, self.replicate):
-                axis.gathers.closed = axis.reductions.closed = why
-            if presence is not None and self.world > 1:
-                presence.say("here")
             for axis in (self.shard, self.replicate):
                 axis.close()
 

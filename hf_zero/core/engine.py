@@ -208,6 +208,11 @@ class Engine(Answers, Stopping, Saving):
         """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded inside GatheredParameters."""
         self._hooks.hold(unit, node)
 
+    @property
+    def window_is_open(self) -> bool:
+        """Whether micro-batches have been counted that the next update will use."""
+        return self._micro > 0 and not self._reducer.spoiled
+
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
         self._reducer.reduce_windows()
@@ -276,6 +281,8 @@ class Engine(Answers, Stopping, Saving):
     def _update(self) -> bool:
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
         assert self.bound is not None
+        if self.comm.shard.size == 1:  # nothing else would show that a rank is at another micro-batch
+            self.comm.replicate.meet(f"step {self.counters.global_steps}")
         total = self._squared_norm()
         scale, limit = self.scaler.scale, self.max_norm
         self._norm = total.sqrt() / scale

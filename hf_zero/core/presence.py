@@ -264,7 +264,8 @@ def judge(rank: int, own: Post, posts: Mapping[int, Post]) -> Verdict | None:
         if each == rank or each not in posts or _issued(posts[each], lane) > number:
             continue
         post = posts[each]
-        closed = post["lanes"].get(lane, (0, [], ""))[2]
+        # Where this rank has closed the lane too, what was left in shards is gathered: all that destroyed the engine will come.
+        closed = "" if own["lanes"][lane][2] else post["lanes"].get(lane, (0, [], ""))[2]
         if post["state"] == "dead":
             cause = _end_of({each: post}, [each]) or ""
             return Verdict(f"rank {rank} waits for {what} (number {number} of {lane}), and will do so for ever: {cause}", cause)

@@ -38,7 +38,7 @@ def take_over(optimizer: Any, owner: Any) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         alive = engine()
-        if alive is not None:
+        if alive is not None and not alive.window_is_open:  # scripts with accumulation call it after every micro-batch, as they do step
             alive.zero_grad()
 
     def add_param_group(group: Any) -> None:

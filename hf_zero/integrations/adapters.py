@@ -114,32 +114,29 @@ def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
 
 
 def keep_what_is_written(engine: Any) -> None:
-    """Let the state dict that the Trainer saves adapters from have all that PEFT may write, although it is frozen.
-
-    That is every adapter, trained or not (a reference beside the one in training), and the embeddings, where they were resized or
-    have adapters of their own.
-    """
-    from hf_zero.core.parameter import name_of
-
+    """Let the state dict that the Trainer saves adapters from have all that PEFT may write, although it is frozen."""
     model = engine.module
-    if not (hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings")):
-        return
+    if hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings"):
+        engine.kept_when_frozen = frozenset(written(model))
+
+
+def written(model: Any) -> set[str]:
+    """First names of the parameters that PEFT may write: every adapter, trained or not (a reference beside the one in training), modules
+    that are saved whole, and the embeddings, which are written where they were resized or have adapters of their own."""
     whole = [model.get_input_embeddings(), model.get_output_embeddings()]
     whole += [module.modules_to_save for module in model.modules() if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)]
-    kept = {name_of(own) for module in whole if module is not None for own in module.parameters()}
+    chosen = {id(own) for module in whole if module is not None for own in module.parameters()}
     for adapter, config in model.peft_config.items():
         if not config.is_prompt_learning:  # learned prompts are not taken from a state dict
-            kept |= _names_of(adapter, model)
-    engine.kept_when_frozen = frozenset(kept)
+            chosen |= _parts_of(adapter, model)
+    return {name for name, own in model.named_parameters() if id(own) in chosen}
 
 
-def _names_of(adapter: str, model: nn.Module) -> set[str]:
-    """Names of the parameters that make up ``adapter``: PEFT is asked, with tensors without values."""
+def _parts_of(adapter: str, model: Any) -> set[int]:
+    """Identities of the parameters that make up ``adapter``: PEFT is asked, with tensors without values."""
     from peft import get_peft_model_state_dict
 
-    shells = {
-        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    shells = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     chosen = {id(value) for value in get_peft_model_state_dict(model, shells, adapter, save_embedding_layers=False).values()}
-    return {name for name, shell in shells.items() if id(shell) in chosen}
+    return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}

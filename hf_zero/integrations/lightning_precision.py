@@ -64,8 +64,10 @@ class PrecisionMethods:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        lacks = self.kind != "fp32" and self.engine.config.precision != self.kind
-        with torch.autocast(self.engine.device.type, self.dtype, enabled=lacks):
+        if self.engine.config.precision == self.kind:
+            yield
+            return
+        with torch.autocast(self.engine.device.type, self.dtype, enabled=self.kind != "fp32"):
             yield
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -76,8 +76,9 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             hand_back(engine)
         original(self)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad = _nothing
+        if isinstance(self.model, Engine):  # and not the engine of a real DeepSpeed
+            for optimizer in self.optimizers:
+                optimizer.zero_grad = _nothing
 
     return init_deepspeed
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.objects import split
 from hf_zero.core import comm
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.engine import Engine
@@ -142,7 +143,7 @@ class StrategyMethods:
         this.accelerator.setup(trainer)
         self._refuse(trainer, module)
         this.precision_plugin.convert_module(module)
-        engine = engine_of(module)
+        engine: Engine | None = engine_of(module)
         if trainer.state.fn.value == "fit":
             if this._layer_sync:
                 this._layer_sync.apply(module)
@@ -168,6 +169,10 @@ class StrategyMethods:
             raise ConfigError(
                 "a LightningModule compiled as a whole cannot gather its parameters; compile modules inside it with torch.compile"
             )
+
+        if trainer.state.fn.value == "fit" and trainer.checkpoint_callbacks:  # now, and not when the first checkpoint is due
+            for part in filter(None, (module, trainer.datamodule)):
+                split(f"what save_hyperparameters(ignore=...) keeps of {type(part).__name__}", dict(part.hparams))
 
     def _start_training(self, trainer: Any, module: Any) -> Engine:
         this: Any = self

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.core import comm
 from hf_zero.integrations.trainer_seams import under_zero
 from hf_zero.logs import log_rank0
 
@@ -27,41 +28,47 @@ def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
             return
         self.trainer = trainer  # and no manager: the stock events find nothing to do
         agreed = AgreedStop(trainer)
-        self.on_train_begin, self.on_step_end, self.on_train_end = agreed.on_train_begin, agreed.on_step_end, agreed.on_train_end
+        self.on_train_begin, self.on_train_end = agreed.on_train_begin, agreed.on_train_end
+        self.on_step_end, self.on_save = agreed.on_step_end, agreed.on_save
 
     return set_trainer
 
 
 class AgreedStop:
-    """The events of a callback that saves one checkpoint when the job is told to end, and stops training."""
+    """The events of a callback that has one checkpoint saved when the job is told to end, and stops training.
+
+    The Trainer itself saves, so that the losses of the step are in what it saves. An evaluation that is due then is left out: the
+    time until a job is killed is short.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self._sentinel = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.deepspeed.stop_on(signal.SIGTERM)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.deepspeed.stop_requested:
-            control.should_save, control.should_training_stop = False, True
-            self._save(state.global_step)
+        if not self.trainer.deepspeed.stop_requested:
+            return
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = False
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+        folder = os.path.join(self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        log_rank0(f"told to end: saving {folder} and stopping")
+        self._sentinel = os.path.join(folder, SENTINEL)
+        if state.is_world_process_zero:
+            os.makedirs(folder, exist_ok=True)
+            with open(self._sentinel, "w", encoding="utf-8") as file:
+                file.write(f"Checkpoint started at step {state.global_step} and in progress...")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._sentinel:
+            comm.barrier()  # every rank has written what it writes
+            if state.is_world_process_zero:
+                os.remove(self._sentinel)
+            self._sentinel = ""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.deepspeed.stop_on()
-
-    def _save(self, step: int) -> None:
-        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-        from hf_zero.core import comm
-
-        folder = os.path.join(self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        log_rank0(f"told to end: saving {folder} and stopping")
-        sentinel = os.path.join(folder, SENTINEL)
-        if comm.get_rank() == 0:
-            os.makedirs(folder, exist_ok=True)
-            with open(sentinel, "w", encoding="utf-8") as file:
-                file.write(f"Checkpoint started at step {step} and in progress...")
-        self.trainer._save_checkpoint(self.trainer.model, trial=None)
-        comm.barrier()
-        if comm.get_rank() == 0:
-            os.remove(sentinel)

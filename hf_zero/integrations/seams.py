@@ -18,7 +18,7 @@ from typing import Any
 ACCELERATE = ">=1.12,<1.16"
 PEFT = ">=0.21,<0.22"
 TRANSFORMERS = ">=5.17,<5.24"
-LIGHTNING = ">=2.5,<2.7"
+LIGHTNING = ">=2.6,<2.7"
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
 MARK = "__hf_zero_seam__"
 

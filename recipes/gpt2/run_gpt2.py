@@ -34,13 +34,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dataset_name", help="a data set on the hub with a `text` column; without it, Python's own language reference")
     parser.add_argument("--dataset_config_name")
     parser.add_argument("--vocab_size", type=int, default=2048)
-    parser.add_argument("--num_layers", type=int, default=3)
+    parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--num_attention_heads", type=int, default=4)
     parser.add_argument("--seq_length", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--checkpoint_activations", action="store_true", help="recompute the activations of each block in backward")
-    parser.add_argument("--train_iters", type=int, default=500)
+    parser.add_argument("--train_iters", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=float, default=0.05, help="the part of --train_iters in which the rate rises")
     parser.add_argument("--weight_decay", type=float, default=0.01)
@@ -201,6 +201,7 @@ def main() -> None:
         for place, (tokens,) in enumerate(loader):
             if place < done:
                 continue
+            torch.manual_seed(run["micro_batches"] * run["processes"] + dist.get_rank())  # for dropout: also the same in a resumed run
             tokens = tokens.to(model.device)
             loss = model(input_ids=tokens, labels=tokens).loss
             model.backward(loss)

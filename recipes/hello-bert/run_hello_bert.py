@@ -187,6 +187,7 @@ def main() -> None:
     window: list[torch.Tensor] = []
     start = run["checkpoint_step"]
     for step, batch in enumerate(batches(blocks, tokenizer, args, start), start=start + 1):
+        torch.manual_seed(step * run["processes"] + deepspeed.comm.get_rank())  # for dropout: also the same in a resumed run
         loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         model.backward(loss)
         model.step()

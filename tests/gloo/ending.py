@@ -45,7 +45,7 @@ def end(engine: Any, rank: int, way: str) -> None:
 def train(rank: int, way: str, odd: int, stage: int) -> None:
     torch.set_num_threads(1)
     model = seeded(Latecomer)
-    engine = start(model, plain_sgd(model), config_of(stage, timeout=100))
+    engine = start(model, plain_sgd(model), config_of(stage, timeout=300))
     for at in range(5):
         if rank == odd and at == 2:
             time.sleep(1.0)  # the others wait by now

@@ -113,6 +113,17 @@ class Linear4bit(nn.Linear):
         for name, value in self.weight.quant_state.as_dict().items():  # type: ignore[attr-defined]
             destination[f"{prefix}weight.{name}"] = value if keep_vars else value.detach()
 
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Takes back what it writes; bitsandbytes leaves that to the loader."""
+        quant_state: QuantState = self.weight.quant_state  # type: ignore[attr-defined]
+        own = [f"{prefix}weight.{name}" for name in quant_state.as_dict()]
+        if own[0] in state:
+            quant_state.absmax.copy_(state[own[0]])
+        rest = {key: value for key, value in state.items() if key not in own}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+
 
 class LinearOfBytes(nn.Module):
     """A linear layer over plain frozen parameters of one byte an element, and their scale."""

@@ -74,7 +74,7 @@ KINDS = {
         "--save_interval",
         "--log_interval",
         lambda folder: ("--load", str(folder)),
-        half=("--num_layers", "2", "--checkpoint_activations"),
+        half=("--checkpoint_activations",),
         long=True,
     ),
     "translation": Kind(

@@ -374,6 +374,45 @@ def damaged_files(rank: int, folder: Path) -> None:
     let_go(held("llama", folder))  # nothing of it is left over
 
 
+def files_that_one_rank_lacks(rank: int, folder: Path) -> None:
+    """Each rank reads a folder of its own; the last one's is damaged."""
+    from hf_zero.errors import CheckpointError, RankMismatchError
+
+    last = dist.get_world_size() - 1
+    path = folder / f"own {rank}"
+    shutil.copytree(folder / "llama", path)
+    if rank == last:
+        file = sorted(path.glob("*.safetensors"))[1]
+        os.truncate(file, file.stat().st_size - 100)
+    told = rf"rank {last} could not load LlamaForCausalLM: CheckpointError: .*is damaged"
+    with pytest.raises(CheckpointError if rank == last else RankMismatchError, match="is damaged" if rank == last else told):
+        load(animal("llama").cls, path)
+    assert open_files() == []
+    let_go(held("llama", folder))
+
+
+def files_that_one_rank_cannot_read(rank: int, folder: Path) -> None:
+    """The disk fails in the middle, when the others have read their parts."""
+    from hf_zero.checkpoint.tensorfile import TensorFile
+    from hf_zero.errors import RankMismatchError
+
+    last = dist.get_world_size() - 1
+    read_into = TensorFile.read_into
+
+    def fails(self: TensorFile, name: str, *rest: Any) -> None:
+        if "layers.1" in name:
+            raise OSError(5, "Input/output error")
+        read_into(self, name, *rest)
+
+    told = rf"rank {last} could not read its part of the model: OSError: .*Input/output error"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            patch.setattr(TensorFile, "read_into", fails)
+        with pytest.raises(OSError if rank == last else RankMismatchError, match="Input/output error" if rank == last else told):
+            load(animal("llama").cls, folder / "llama")
+    let_go(held("llama", folder))
+
+
 def open_files() -> list[str]:
     links = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
     return [target for target in (os.readlink(link) for link in links if link.is_symlink()) if target.endswith(".safetensors")]
@@ -632,6 +671,8 @@ CASES: dict[str, Callable[[int, Path], None]] = {
         weights_that_nothing_initialises,
         values_that_are_no_numbers,
         damaged_files,
+        files_that_one_rank_lacks,
+        files_that_one_rank_cannot_read,
         nothing_stays_behind,
         freezing_before_initialize,
         training_all_of_it,

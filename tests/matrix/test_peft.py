@@ -15,7 +15,8 @@ from tests.matrix.scripts import peft_base
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP, TRAINER = SCRIPTS / "peft_loop.py", SCRIPTS / "peft_trainer.py"
-MERGED = [case for case in peft_base.CASES if case != "prompt"]
+TRAINED_AGAIN = [case for case in peft_base.CASES if case != "prompt"]
+MERGED = [case for case in TRAINED_AGAIN if case != "qlora"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> No
     assert 8 * trained / ranks <= held["optimizer"] <= 8 * (trained / ranks + padding)
     assert 4 * trained * seen["steps"] <= moved["reduce_scatter"] <= 4 * (trained + padding) * seen["steps"]
     share = ranks if stage == 3 else 1
-    assert 4 * frozen / share <= held["parameters"] <= 4 * (frozen / share + trained + padding)
+    assert frozen / share <= held["parameters"] <= frozen / share + 4 * (trained + padding)
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
@@ -69,8 +70,9 @@ def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, di
             oracle.compare_tensors(f"merged {case}", torch.load(tmp_path / case / f"merged-{rank}.pt"), merged_plain(folder, case))
     for case in peft_base.CASES:
         same_files(tmp_path / case / "adapter", folder / case / "adapter")
-    for case in MERGED:
+    for case in TRAINED_AGAIN:
         same_files(tmp_path / case / "again", folder / case / "again")
+    for case in MERGED:
         loaded = peft.PeftModel.from_pretrained(peft_base.base(base), tmp_path / case / "adapter").merge_and_unload()
         oracle.compare_tensors(f"loaded and merged {case}", loaded.state_dict(), merged_plain(folder, case))
 

@@ -43,6 +43,7 @@ def test_several_models_train_as_they_do_plainly(stage: int, plain: tuple[Path, 
             oracle.compare_tensors(file, torch.load(tmp_path / file), torch.load(place / file))
 
 
+@pytest.mark.long
 def test_a_plugin_for_each_model(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own, in one Accelerator and in two."""
     cases = [f"{name}:{stages}" for stages in PLUGINS for name in WITH_PLUGINS]

@@ -125,6 +125,25 @@ def test_steps_are_counted_and_weights_rest_inside_a_window(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizers_zero_grad_after_every_micro_batch_leaves_the_window(stage):
+    """As its step does: a loop written for DeepSpeed calls both each time, and the engine knows where the window ends."""
+    want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]] * 2, RANKS)
+
+    def run(rank, model):
+        optimizer = plain_sgd(model)
+        engine = start(model, optimizer, config_of(stage, Plan(accumulation=2)))
+        for step in range(2):
+            for micro in range(2):
+                engine.backward(squared(engine, At(step, micro, rank)))
+                engine.step()
+                optimizer.zero_grad()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_drops_a_window(stage):
     want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
 

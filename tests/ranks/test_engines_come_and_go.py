@@ -113,7 +113,7 @@ def grown(stage: int, ending: Ending, precision: str = "fp32") -> tuple[int, int
 
 
 @pytest.mark.parametrize("ending", [gathered, sharded, forgotten], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.usefixtures("collecting")
 def test_nothing_is_left(stage: int, ending: Ending) -> None:
     found = grown(stage, ending)

@@ -62,9 +62,9 @@ def sessions(stage: int, **more: Any) -> Callable[..., OnEngine]:
     return lambda model, optimizer, plan: OnEngine(start(model, optimizer, config_of(stage, plan, **more)), plan)
 
 
-@pytest.mark.parametrize("leaf", [False, True], ids=["as it is", "a leaf"])
+@pytest.mark.parametrize("leaf", [False, pytest.param(True, marks=pytest.mark.long)], ids=["as it is", "a leaf"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_models_of_transformers(stage: int, name: str, leaf: bool) -> None:
     plan = Plan(ranks=2, steps=3, accumulation=2)
     oracle.compare(
@@ -163,7 +163,7 @@ PLAN = Plan(ranks=2, steps=4, accumulation=2)
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("model", [Layered, Flat])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_experts_without_tokens(stage: int, model: type[nn.Module], pattern: str) -> None:
     job = Patterned(model, pattern)
     oracle.compare(train_on_threads(job, PLAN, sessions(stage)), oracle.kept(job, PLAN))

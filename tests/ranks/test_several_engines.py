@@ -23,7 +23,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan, plain_sgd
 
 RANKS, STEPS = 2, 3
-PAIRS = list(itertools.product((0, 1, 2, 3), (2, 3)))
+FAST = ((3, 3), (2, 3), (3, 2))
+PAIRS = [pytest.param(pair, marks=[pytest.mark.long] * (pair not in FAST)) for pair in itertools.product((0, 1, 2, 3), repeat=2)]
 
 Nets = Sequence[Callable[..., torch.Tensor]]
 
@@ -184,7 +185,7 @@ PRECISIONS = [("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp16"), ("bf16", "fp
 @pytest.mark.parametrize("backward", [lambda engines, loss: engines[0].backward(loss), lastly], ids=["first", "last"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("precisions", PRECISIONS, ids=str)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_precisions_side_by_side(stage: int, precisions: tuple[str, str], loss: str, backward: Callable[..., None]) -> None:
     """A loss scale is in a gradient once, whichever engines it goes through."""
     configs = [config_of(stage, Plan(precision=precision, scale=scale)) for precision, scale in zip(precisions, (256.0, 4096.0))]

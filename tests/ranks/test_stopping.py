@@ -44,7 +44,7 @@ def train(engine, rank, number, told=()):
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "before"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
     """One rank is told in its third step; others may be in the next by then. The weights are those of that many steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_zero.core.comm import agreed
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
@@ -77,6 +78,19 @@ def test_a_rank_that_does_not_come_is_named():
                 squared(engine, At(0, 0, rank))
 
     on_ranks(RANKS, run)
+
+
+def test_work_that_fails_on_one_rank_is_given_up_by_all():
+    def run(rank, model):
+        error, told = (OSError, "disk") if rank == 1 else (RankMismatchError, "rank 1 could not read: OSError: disk")
+        with pytest.raises(error, match=told), agreed("read"):
+            if rank == 1:
+                raise OSError("disk")
+        with agreed("read"):
+            pass
+        return start(model, adamw(model), config_of(3)).global_rank
+
+    assert on_ranks(RANKS, run) == [0, 1]
 
 
 def test_ranks_in_different_calls_are_told():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
 from hf_zero.core.axis import Axis, Handle, Ledger
 from hf_zero.core.comm import Comm
@@ -77,6 +78,7 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(monkeypatch: pytes
     joined: list[Any] = []
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs))))
+    monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
     comm.init_distributed("gloo", 30, init_method="env://")
@@ -87,11 +89,31 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(monkeypatch: pytes
 def test_an_address_as_a_meeting_place_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
     comm.init_distributed("gloo", 30, init_method="tcp://127.0.0.1:1234", rank=0, world_size=2)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     comm.init_distributed("gloo", 30, init_method="tcp://192.0.2.99:1234", rank=0, world_size=2)
     assert os.environ["GLOO_SOCKET_IFNAME"] != "lo", "peers on other hosts could not reach it"
+
+
+def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    comm.join(ZeroConfig(stage=0, timeout=30, distributed_backend="gloo", distributed_port=port, distributed_interface="lo"))
+    assert os.environ["MASTER_PORT"] == str(port)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    for name in ("MASTER_PORT", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, os.environ[name])  # for the end of this test to take away
+
+
+def test_what_goes_wrong_on_this_rank_alone_stays_its_error() -> None:
+    with pytest.raises(KeyError), comm.agreed("look"):
+        raise KeyError("x")
 
 
 def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:

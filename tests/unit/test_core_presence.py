@@ -79,6 +79,8 @@ def test_a_rank_that_has_ended_will_not_come() -> None:
 def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
     verdict = judge(0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
     assert verdict is not None and "rank 1 will never join: it has destroyed its engine" in verdict.text
+    own = post(("a", 1), closed="destroyed its engine", a=["gather 1", "gather 2"])
+    assert judge(0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}) is None, "another engine takes it over"
 
 
 @pytest.mark.parametrize("wait", [("a", 1), None])
@@ -150,7 +152,7 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
 
 def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
     pair[0].lane.timeout = 0.1
-    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs ranks 1"):
+    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs rank 1,"):
         pair[0].wait("gather of x")
 
 

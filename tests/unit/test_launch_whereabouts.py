@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.core import whereabouts
-from hf_zero.core.comm import Handle
+from hf_zero.core.axis import Handle
+from hf_zero.core.lane import Lane
 from hf_zero.core.watch import Watch
 from hf_zero.errors import RankMismatchError
 
@@ -54,8 +55,7 @@ def test_hosts_that_nobody_told_are_left_out(hosts: list[str]) -> None:
 
 def test_a_collective_that_breaks_names_the_peers_and_their_hosts(hosts: list[str]) -> None:
     hosts += ["a (10.0.0.1)", "b (10.0.0.2)"]
-    handle = Handle([Lost()], Watch(enabled=False), "all-gather of layer.1", peers=[1])
-    with pytest.raises(
-        RankMismatchError, match=r"rank 0 could not finish the all-gather of layer.1.*rank 1 on b \(10.0.0.2\).*Connection closed"
-    ):
+    lane = Lane("gathers", [0, 1], 60.0)
+    handle = Handle([Lost()], Watch(enabled=False), lane.issue("all-gather of layer.1", (1,)))
+    with pytest.raises(RankMismatchError, match=r"could not finish all-gather of layer.1.*Connection closed.*rank 1 on b \(10.0.0.2\)"):
         handle.wait()

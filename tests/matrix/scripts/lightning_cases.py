@@ -100,6 +100,13 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         if not self.trainer.sanity_checking:
             self.evaluated.append(float(self.trainer.callback_metrics["val_loss"]))
 
+    def cpu(self) -> Any:
+        assert engine_of(self) is None, "the end of a fit moves the memory of an engine"
+        return super().cpu()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert bool(checkpoint["state_dict"]) == (engine_of(self) is None), "all weights are made whole for a checkpoint in shards"
+
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
         return self(batch[0])
 
@@ -229,10 +236,10 @@ def engine_of(module: Any) -> Any:
     return model if hasattr(model, "get_global_grad_norm") else None
 
 
-def loader() -> Any:
+def loader(samples: int = arguments.samples) -> Any:
     """Rank ``r`` of ``n`` has each n-th row: together the rows of one rank. (Lightning's own sampler would shuffle them.)"""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(arguments.samples, WIDTH, generator=generator)
+    x = torch.randn(samples, WIDTH, generator=generator)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     sampler = torch.utils.data.DistributedSampler(data, arguments.devices, RANK, shuffle=False)
     return torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)
@@ -324,7 +331,7 @@ def discarding(name: str) -> dict[str, Any]:
 def carried_over(name: str) -> dict[str, Any]:
     module = CarriedOver() if name == "plain" else Net()
     windows = {} if name == "plain" else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    trainer_of(name, **windows).fit(module, loader())
+    trainer_of(name, **windows).fit(module, loader(samples=52))
     return shown(module, name, "carried_over")
 
 

@@ -99,6 +99,15 @@ def value_clipping_by_hand() -> None:
     fit(ByHand())
 
 
+def hyperparameters() -> None:
+    class Wide(Net):
+        def __init__(self, criterion: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    fit(Wide(argparse.Namespace(a=1)), enable_checkpointing=True, default_root_dir=OUT)
+
+
 def another_group() -> None:
     """A model under another strategy first made a group of one rank."""
     made = trainer()
@@ -128,6 +137,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "resume from a file": resume_from_a_file,
     "resume from nothing": lambda: fit(ckpt_path=OUT),
     "storage options": storage_options,
+    "hyper-parameters": hyperparameters,
     "another group": another_group,
 }
 

@@ -6,9 +6,39 @@ from pathlib import Path
 import peft
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tests.helpers.packed import Linear4bit
 
 VOCABULARY, LENGTH, ROWS = 67, 9, 4  # ROWS of all ranks together
 TOKENS = [3, 5, 11]
+
+
+@register_quantization_config("stand_in_4bit")
+class StandInConfig(QuantizationConfigMixin):
+    def __init__(self, **options):
+        self.quant_method = "stand_in_4bit"
+
+
+@register_quantizer("stand_in_4bit")
+class StandInQuantizer(HfQuantizer):
+    """Packs the layers of the decoder once they are loaded, as bitsandbytes does while they are."""
+
+    requires_calibration = False
+    is_trainable = True
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for parent in list(model.model.layers.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is torch.nn.Linear:
+                    setattr(parent, name, Linear4bit.of(child))
+        return model
+
+    def is_serializable(self):
+        return True
+
 
 CASES = {
     "lora": lambda: peft.LoraConfig(
@@ -21,6 +51,7 @@ CASES = {
         trainable_token_indices={"embed_tokens": TOKENS},
         task_type="CAUSAL_LM",
     ),
+    "qlora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"),
 }
 
@@ -43,12 +74,18 @@ def make_base(folder):
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def base(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+def base(folder, case=""):
+    if case != "qlora":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=StandInConfig()).train()
+    model.is_loaded_in_4bit = True
+    model = peft.prepare_model_for_kbit_training(model)
+    model.is_loaded_in_4bit = False  # the Trainer asks the real bitsandbytes how many parameters such a model has
+    return model
 
 
 def adapted(folder, case):
-    model = base(folder)
+    model = base(folder, case)
     torch.manual_seed(11)
     return peft.get_peft_model(model, CASES[case]())
 
@@ -80,7 +117,7 @@ def account(engine):
     if not hasattr(engine, "state_bytes"):
         return {}
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in engine.module.parameters() if not p.requires_grad)
+    frozen = sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
     moved = engine.comm.ledger.bytes
     return {
         "trained": trained,

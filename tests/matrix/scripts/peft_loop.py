@@ -32,10 +32,8 @@ def prepared(accelerator, model):
     return accelerator.prepare(model, optimizer, loader)
 
 
-def save(accelerator, model, folder):
-    accelerator.unwrap_model(model).save_pretrained(
-        folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
-    )
+def save(accelerator, model, folder, **options):
+    accelerator.unwrap_model(model).save_pretrained(folder, state_dict=accelerator.get_state_dict(model), **options)
     accelerator.wait_for_everyone()
 
 
@@ -52,11 +50,11 @@ def run(accelerator, folder, path, case):
     model, optimizer, loader = prepared(accelerator, adapted(path, case))
     seen["first"] = train(accelerator, model, optimizer, loader, folder / "state")
     seen["account"] = account(model)
-    save(accelerator, model, folder / "adapter")
+    save(accelerator, model, folder / "adapter", is_main_process=accelerator.is_main_process)
     accelerator.load_state(str(folder / "state"))
     seen["resumed"] = train(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2))
     unwrapped = accelerator.unwrap_model(model)
-    if case != "prompt":
+    if case not in ("prompt", "qlora"):
         with whole(unwrapped):
             merged = unwrapped.merge_and_unload()
             torch.save(
@@ -66,13 +64,13 @@ def run(accelerator, folder, path, case):
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
 
     if case == "prompt":  # which PEFT loads for inference alone
-        again = peft.PeftModel.from_pretrained(base(path), folder / "adapter")
+        again = peft.PeftModel.from_pretrained(base(path, case), folder / "adapter")
         seen["again"] = [[evaluated(accelerator, again)]]
         return seen
-    again = peft.PeftModel.from_pretrained(base(path), folder / "adapter", is_trainable=True)
+    again = peft.PeftModel.from_pretrained(base(path, case), folder / "adapter", is_trainable=True)
     model, optimizer, loader = prepared(accelerator, again)
     seen["again"] = train(accelerator, model, optimizer, loader)
-    save(accelerator, model, folder / "again")
+    save(accelerator, model, folder / "again")  # as scripts do that were never run on two ranks
     del again
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     return seen

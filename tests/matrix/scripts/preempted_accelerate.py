@@ -52,6 +52,8 @@ if __name__ == "__main__":
         with accelerator.accumulate(net):
             loss = nn.functional.cross_entropy(net(features), labels)
             accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         total += accelerator.gather(loss.detach()).mean().item() / 2

@@ -60,6 +60,7 @@ if __name__ == "__main__":
         report_to=[],
         use_cpu=True,
         enable_jit_checkpoint=True,
+        average_tokens_across_devices=False,
         deepspeed=None if args.stage is None else {"zero_optimization": {"stage": args.stage}},
     )
     trainer = transformers.Trainer(model(), options, train_dataset=rows(), callbacks=[Notes(args.out, rank)])

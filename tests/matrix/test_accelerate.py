@@ -1,0 +1,97 @@
+"""Accelerate loops on two CPU ranks, beside the same lines plainly in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.helpers import oracle
+from tests.helpers.launched import accelerate_launch, alone
+
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_cases.py"
+CASES = ("uneven", "resumed", "looked_at", "fitted", "refused", "tracked")
+
+Found = tuple[Path, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    out = tmp_path_factory.mktemp("alone")
+    return out, [alone(SCRIPT, out, "--cases", *CASES)]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    out = tmp_path_factory.mktemp(f"stage{request.param}")
+    return out, accelerate_launch(SCRIPT, out, "--cases", *CASES, stage=request.param, gradient_clipping=0.5, gradient_accumulation_steps=3)
+
+
+def assert_same_training(found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int) -> None:
+    assert (len(want["losses"]), len(want["steps"])) == (micro_batches, steps)
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-5)
+    for key in (0, 1):
+        assert [step[key] for step in found["steps"]] == pytest.approx([step[key] for step in want["steps"]], rel=1e-5)
+
+
+def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(launched: Found, plain: Found) -> None:
+    want = plain[1][0]["uneven"]
+    for report in launched[1]:
+        assert report["uneven"]["type"].endswith("DEEPSPEED") and want["type"].endswith("NO")
+        assert_same_training(report["uneven"], want, 7, 3)
+        assert len(want["guesses"]) == 21 and report["uneven"]["guesses"] == want["guesses"]
+
+
+def test_whole_weights_three_ways(launched: Found, plain: Found) -> None:
+    want = torch.load(plain[0] / "uneven" / "whole.pt")
+    place = launched[0] / "uneven"
+    for state in (
+        torch.load(place / "whole.pt"),
+        load_file(place / "safe" / "model.safetensors"),
+        transformers.AutoModelForCausalLM.from_pretrained(place / "pretrained").state_dict(),
+    ):
+        oracle.compare_tensors("weights", state, want, floor=oracle.ADAM_ROUNDING)
+
+
+def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Found) -> None:
+    """That the three curves are equal bit for bit is asserted by the script, on every rank."""
+    want = plain[1][0]["resumed"]
+    for report in launched[1]:
+        assert_same_training(report["resumed"]["before"], want["before"], 6, 2)
+        for key in ("first", "again", "anew"):
+            assert_same_training(report["resumed"][key], want["first"], 3, 1)
+
+
+def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Found) -> None:
+    """Before training, between forward and backward, inside a window: bit for bit, which the script asserts on every rank."""
+    for report in launched[1]:
+        assert_same_training(report["looked_at"], plain[1][0]["looked_at"], 6, 2)
+
+
+def test_a_batch_size_is_found(launched: Found, plain: Found) -> None:
+    want = plain[1][0]["fitted"]
+    assert want["tried"] == [32, 16, 8]
+    for report in launched[1]:
+        assert report["fitted"]["tried"] == want["tried"]
+        assert_same_training(report["fitted"], want, 6, 2)
+
+
+def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Found) -> None:
+    """Inputs that are uneven by nature are made even by the loader: the last batch is filled up, as under DDP."""
+    want = plain[1][0]["refused"]
+    for report in launched[1]:
+        found = report["refused"]
+        assert "Use `clip_grad_norm_` instead" in found["clipped by value"]
+        assert found["losses"][:2] == pytest.approx(want["losses"][:2], rel=1e-5) and len(found["losses"]) == 3
+    assert "`join_uneven_inputs` will have no effect" in (launched[0] / "log.txt").read_text()
+
+
+def test_trackers_hear_of_the_same(launched: Found, plain: Found) -> None:
+    want = plain[1][0]["tracked"]["told"]
+    told, nothing = (report["tracked"]["told"] for report in launched[1])
+    assert nothing is None and [entry["step"] for entry in told] == [entry["step"] for entry in want] == [0, 1, 2]
+    assert [entry["loss"] for entry in told] == pytest.approx([entry["loss"] for entry in want], rel=1e-5)
