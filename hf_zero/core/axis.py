@@ -7,8 +7,9 @@ backend's own collectives are used.
 [Note: mismatches]
 gloo aborts the process on a message longer than expected and takes a shorter one in silence. So every point-to-point
 message carries the number, name and size of its collective in its tag: what differs does not meet, both ranks wait, and
-the watch proves why. gloo's own collectives are agreed on by such messages first (:func:`meet`). The reductions of
-gradients need no agreement: their order is fixed, but for a backward that broke (grads.py).
+the watch proves why. gloo's own collectives are agreed on by such messages first (:func:`meet`), but for two kinds. Sums
+of a few numbers all have one size, and a code that shows whether they are the same. The reductions of gradients have a
+fixed order, but after a backward that broke (grads.py); at stage 0 a mark in each step tells how many there were.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_zero.core.watch import Watch
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
-SMALL_BYTES = 4096  # reductions up to this size are exchanged whole
+SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
 BREAK_TAG = 0x7FFFFFFF
 
 
@@ -152,6 +153,7 @@ class Axis:
         self._ledger = ledger
         self._watch = watch
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._marked: Handle | None = None
         lanes = []
         for kind, each in (("gathers", group), ("reductions", second)):
             off = partial(break_off, each, backend, self.size, self.rank, device)
@@ -223,35 +225,42 @@ class Axis:
             return Handle([], self._watch, wait, [tensor])
         self._ledger.note("all_reduce", key, tensor.nbytes)
         if self._point_to_point and not ordered:
-            if tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES:
-                return self._all_reduce_small(tensor, wait, maximum)
+            if tensor.device.type == "cpu" and tensor.numel() <= SMALL_NUMEL and not maximum:
+                return self._sum_small(tensor, wait, self._reduce_group)
             meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
         return Handle(works, self._watch, wait, [tensor])
 
-    def meet(self, what: str) -> None:
-        """Return when all ranks of the axis are at ``what``, where the backend has messages from point to point."""
+    def mark(self, what: str) -> None:
+        """Compare ``what`` with the other ranks of an axis that gathers nothing. It costs no wait: a difference raises at the next mark."""
         if self.size > 1 and self._point_to_point:
-            meet(self.reductions.issue(what), self.ranks, self.rank, self._reduce_group, self._watch)
+            before, self._marked = self._marked, self._sum_small(torch.zeros(0), self.gathers.issue(what), self._group)
+            if before is not None:
+                before.wait()
 
-    def _all_reduce_small(self, tensor: torch.Tensor, wait: Wait, maximum: bool) -> Handle:
-        own = tensor.contiguous().clone()
-        parts = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        raw = [part.reshape(-1).view(torch.uint8) for part in parts]
-        works = self._start(wait, lambda: self._exchange([raw[self.rank]] * self.size, raw, self._reduce_group, wait.tag))
+    def _sum_small(self, tensor: torch.Tensor, wait: Wait, group: Any) -> Handle:
+        """Sum ``tensor``, and with it a code of ``wait``. All such messages have one size, so that gloo survives a difference."""
+        code = float(wait.tag & 0xFFFFF)
+        message = torch.zeros(SMALL_NUMEL + 2, dtype=torch.float64)
+        message[: tensor.numel()] = tensor.reshape(-1)
+        message[-2], message[-1] = code, code * code
+        works = self._start(wait, lambda: [dist.all_reduce(message, group=group, async_op=True)])
 
-        def finish() -> None:  # in the order of the ranks, so that all get the same bits
-            total = parts[0].clone()
-            for part in parts[1:]:
-                torch.maximum(total, part, out=total) if maximum else total.add_(part)
-            tensor.copy_(total)
+        def finish() -> None:
+            total, squares = message[-2:].tolist()
+            if (total, squares) != (code * self.size, code * code * self.size):  # else there is no variance: all are the same
+                raise self._watch.disagree(wait)
+            tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
         return Handle(works, self._watch, wait, [tensor], finish=finish)
 
     def close(self) -> None:
         """Give the communicators and spare buffers back."""
         self._spare.clear()
+        marked, self._marked = self._marked, None
+        if marked is not None and not self._watch.verdict:
+            marked.wait()
         for group in (self._group, self._reduce_group):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

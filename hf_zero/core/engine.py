@@ -282,7 +282,7 @@ class Engine(Answers, Stopping, Saving):
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
         assert self.bound is not None
         if self.comm.shard.size == 1:  # nothing else would show that a rank is at another micro-batch
-            self.comm.replicate.meet(f"step {self.counters.global_steps}")
+            self.comm.replicate.mark(f"step {self.counters.global_steps} after {self.comm.replicate.reductions.issued} reductions")
         total = self._squared_norm()
         scale, limit = self.scaler.scale, self.max_norm
         self._norm = total.sqrt() / scale

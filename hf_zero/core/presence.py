@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.patience import PatientStore
 from hf_zero.errors import RankMismatchError
 
 Post = dict[str, Any]
@@ -48,7 +49,7 @@ class Presence:
     """One rank's entry in ``store``, and its view of the entries of the others. ``keeper``: the rank that hosts the store."""
 
     def __init__(self, store: Any, rank: int, world: int, keeper: int | None = None):
-        self._store = store.clone() if hasattr(store, "clone") else store  # a client of its own: others block on theirs
+        self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)  # a client of its own: others block on theirs
         self.rank = rank
         self.world = world
         self.keeper = keeper
@@ -139,7 +140,7 @@ class Presence:
 
     def _without_store(self) -> str:
         if self.keeper is None or self.keeper == self.rank:
-            return "the launcher, which hosts the ranks' store, is gone"
+            return "the launcher, which hosts the ranks' store, is gone or cannot be reached"
         how = "died or ended" if self._dead(self.keeper) else "cannot be reached"
         return f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says why, if it could speak"
 

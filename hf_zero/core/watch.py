@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_zero.core import whereabouts
 from hf_zero.core.lane import Wait
-from hf_zero.core.presence import Presence, Verdict
+from hf_zero.core.presence import PATIENCE_SECONDS, POLL_SECONDS, Presence, Verdict
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
@@ -83,6 +83,20 @@ class Watch:
         text = f"rank {self.presence.rank if self.presence is not None else '?'} could not finish {wait}: {cause}"
         self._conclude(text, cause)
         return RankMismatchError(text)
+
+    def disagree(self, wait: Wait) -> RankMismatchError:
+        """What to raise where ranks have met in different collectives: all of them know, and tell each other what theirs is."""
+        presence = self.presence
+        if presence is not None and not self.verdict:
+            presence.say("waits", wait=wait)
+            limit = time.monotonic() + PATIENCE_SECONDS
+            found = presence.verdict(wait)
+            while found is None and time.monotonic() < limit:
+                time.sleep(POLL_SECONDS)
+                found = presence.verdict(wait)
+            text = f"rank {presence.rank} is at {wait}, another rank elsewhere"
+            self._conclude(*(found or Verdict(text, text)))
+        return RankMismatchError(self.verdict)
 
     def _conclude(self, verdict: str, cause: str) -> None:
         self.verdict = verdict

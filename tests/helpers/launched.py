@@ -21,7 +21,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 LAUNCHERS = ("ACCELERATE_", "MPI_LOCAL", "MV2_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_")
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+# The last one is set by every group that a test has made in this process, and would lead the ranks to this host's loopback.
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"}
 
 Report = dict[str, Any]
 

@@ -148,8 +148,13 @@ def work(rank: int) -> dict[str, Any]:
     return out
 
 
-def test_models_built_inside_come_in_shards_and_train() -> None:
-    two, three = run_processes(2, work, timeout=120), run_processes(3, work, timeout=120)
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_processes(2, work, timeout=120)
+
+
+def test_models_built_inside_come_in_shards_and_train(two: list[dict[str, Any]]) -> None:
+    three = run_processes(3, work, timeout=120)
     for name in ("plain", "transformers", "parts", "module", "meta"):
         for ranks in (two, three):
             for when in ("before", "after"):
@@ -165,8 +170,8 @@ def test_models_built_inside_come_in_shards_and_train() -> None:
     assert float(built["embed.weight"].std()) == pytest.approx(1.0, rel=0.2)
 
 
-def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process() -> None:
-    first = run_processes(2, work, timeout=120)[0]
+def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(two: list[dict[str, Any]]) -> None:
+    first = two[0]
     for name, make in (("plain", Net), ("transformers", llama), ("meta", llama)):
         model = make()
         model.load_state_dict(first[name]["before"], strict=False)

@@ -235,4 +235,4 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     verdict = presence.verdict(Wait("agreement", lane, 0, (0, 1)))
     assert verdict is not None and verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
     assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, "the backend tells of that"
-    assert Presence(store, 1, 2).cause(0.0) == "the launcher, which hosts the ranks' store, is gone"
+    assert Presence(store, 1, 2).cause(0.0) == "the launcher, which hosts the ranks' store, is gone or cannot be reached"

@@ -1,0 +1,61 @@
+"""Asking a store that may never answer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.core.patience import PatientStore
+
+
+def test_it_answers_as_the_store_does() -> None:
+    store = PatientStore(dist.HashStore())
+    store.set("a", "x")
+    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"x", True, False)
+    assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
+
+
+class Silent:
+    """A store behind a cable that was cut."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.over.wait(60)
+        return True
+
+
+def test_a_store_that_does_not_answer_is_given_up_once() -> None:
+    silent = Silent()
+    store = PatientStore(silent, 0.05)
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.05 s"):
+        store.check(["a"])
+    for call in (lambda: store.set("a", "x"), lambda: store.add("n", 1), lambda: store.get("a")):
+        with pytest.raises(RuntimeError, match="does not answer"):
+            call()
+    silent.over.set()
+
+
+class Broken:
+    def get(self, key: str) -> Any:
+        raise RuntimeError("connection reset")
+
+
+def test_errors_of_the_store_are_passed_on() -> None:
+    store = PatientStore(Broken())
+    with pytest.raises(RuntimeError, match="connection reset"):
+        store.get("a")
+
+
+def test_its_thread_ends_with_it() -> None:
+    store = PatientStore(dist.HashStore())
+    store.set("a", "x")
+    thread = store._thread
+    assert thread is not None
+    del store
+    thread.join(5)
+    assert not thread.is_alive()
