@@ -2,8 +2,8 @@
 
 [Note: interrupting]
 A thread looks at waits that last a second or more; shorter ones cost nothing. What waits in a backend's native code cannot
-be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, a lane is broken off from
-here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lane is lost with it; so is the job.
+be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, all lanes are broken off from
+here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class Watch:
         if self.presence is not None:
             self.presence.say("broken", cause)
         logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
+        if self.presence is not None:
+            # All lanes, not only the one waited on: a group in which something is still under way joins its thread when it is freed.
+            for lane in list(self.presence.lanes.values()):
+                if not lane.closed:
+                    lane.break_off()
 
     def close(self) -> None:
         self._stop.set()
@@ -149,8 +154,6 @@ class Watch:
             verdict = Verdict(text, text)
         if verdict is not None and self._current is current:
             self._conclude(*verdict)
-            if lane is not None:
-                lane.break_off()
 
 
 def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:
