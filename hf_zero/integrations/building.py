@@ -7,8 +7,8 @@ one. That serves ``from_config`` and ``zero.Init``, for models of transformers a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
 from hf_zero.core.holding import hold
 from hf_zero.integrations.loading import Loading, asked_for, forced, loading_now
-from hf_zero.loading import Building, make_pending, make_real, recorded
+from hf_zero.loading import Building, make_pending, make_real, record_in
 
 # So much of a model is built in memory: that costs little, and a small model has the very numbers that a single process
 # draws. Put off, each parameter's numbers come from a generator of its own, alike for any number of ranks.
@@ -27,6 +27,8 @@ WHOLE_BYTES = 256 << 20
 
 def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """A large model from a configuration comes back sharded (``PreTrainedModel._from_config``)."""
+    if "transformers.initialization" in sys.modules:  # it keeps copies of torch's functions, which a model's own rule calls
+        record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
 
     def _from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
         config = asked_for()
@@ -38,7 +40,7 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             if comm.get_world_size() == 1:
                 return original(cls, *args, **kwargs)
             building = Building(WHOLE_BYTES)
-            with building, _functions_of_transformers():
+            with building:
                 model = original(cls, *args, **kwargs)
             _hold_roots(building, config)
             return model
@@ -53,20 +55,6 @@ def _hold_roots(building: Building, config: ZeroConfig) -> None:
         make_real(root)
         make_pending(root)
         hold(root, config)
-
-
-@contextmanager
-def _functions_of_transformers() -> Iterator[None]:
-    """Inside, transformers' copies of ``torch.nn.init``'s functions are put off for parameters without memory."""
-    module = sys.modules.get("transformers.initialization")
-    kept: dict[str, Any] = dict(module.TORCH_INIT_FUNCTIONS) if module else {}
-    if module:
-        module.TORCH_INIT_FUNCTIONS.update({name: recorded(function) for name, function in kept.items()})
-    try:
-        yield
-    finally:
-        if module:
-            module.TORCH_INIT_FUNCTIONS.update(kept)
 
 
 class Init:
@@ -114,7 +102,6 @@ class Init:
         if self.enabled and loading_now.get() is None and self._shards():
             token = forced.set(self._config)
             self._stack.callback(forced.reset, token)
-            self._stack.enter_context(_functions_of_transformers())
             self._building = self._stack.enter_context(Building(WHOLE_BYTES, lambda: loading_now.get() is not None))
         return self
 

@@ -86,8 +86,16 @@ def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
 
 
 _lock = threading.Lock()
-_kept: dict[str, Any] = {}
+_tables: list[dict[str, Any]] = [vars(nn.init)]
+_kept: list[dict[str, Any]] = []
 _recorders = 0
+
+
+def record_in(table: dict[str, Any]) -> None:
+    """Let :func:`recording_functions` know of another place where callers look for ``torch.nn.init``'s functions, by their names."""
+    with _lock:
+        if not any(known is table for known in _tables):
+            _tables.append(table)
 
 
 @contextmanager
@@ -97,16 +105,18 @@ def recording_functions() -> Iterator[None]:
     with _lock:
         _recorders += 1
         if _recorders == 1:
-            functions = {name: value for name, value in vars(nn.init).items() if name.endswith("_") and callable(value)}
-            _kept.update({name: value for name, value in functions.items() if not name.startswith("_")})
-            vars(nn.init).update({name: recorded(function) for name, function in _kept.items()})
+            for table in _tables:
+                kept = {name: value for name, value in table.items() if name.endswith("_") and not name.startswith("_") and callable(value)}
+                _kept.append(kept)
+                table.update({name: recorded(function) for name, function in kept.items()})
     try:
         yield
     finally:
         with _lock:
             _recorders -= 1
             if _recorders == 0:
-                vars(nn.init).update(_kept)
+                for table, kept in zip(_tables, _kept):
+                    table.update(kept)
                 _kept.clear()
 
 

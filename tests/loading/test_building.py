@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.loading import Building, LazyTensor, building, give_values, make_pending, recorded
+from hf_zero.loading.expressions import Filled
 from hf_zero.loading.lazy import is_filled
 
 
@@ -240,6 +241,21 @@ def test_a_model_of_transformers_follows_its_own_rule() -> None:
     for name, parameter in plain.named_parameters():
         got = model.get_parameter(name)._hf_zero_source.whole()
         assert float(got.std()) == pytest.approx(float(parameter.detach().std()), rel=0.2, abs=1e-6), name
+
+
+def test_a_rule_that_looks_at_what_it_draws_draws_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers has copies of torch's functions: its ``trunc_normal_`` would draw every weight now, to look at it."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    model = on_meta(lambda: transformers.ViTModel(config))
+    read, drawn = Filled.read, []
+    monkeypatch.setattr(Filled, "read", lambda self, start, out: (drawn.append(self.shape), read(self, start, out)))
+    give_values(model)
+    assert drawn == []
+    assert 0.0 < float(model.layers[0].mlp.fc1.weight._hf_zero_source.whole().std()) < 0.1 and drawn
 
 
 def test_a_copy_of_a_built_model_is_its_own() -> None:
