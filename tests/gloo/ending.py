@@ -9,22 +9,11 @@ from typing import Any
 
 import torch
 
+from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
-from tests.helpers.models import Stack, features, seeded
+from tests.helpers.models import features, seeded
 from tests.helpers.stacks import squared
 from tests.helpers.training import At, plain_sgd
-
-
-class Latecomer(Stack):
-    """When told to, it also uses a weight of a block at its very start: that gradient comes when the block's is gone."""
-
-    late = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        if self.late:
-            x = x + self.blocks[2].down.bias.sum()
-        return self.head(self.body(x))
 
 
 def end(engine: Any, rank: int, way: str) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import PartitionError, RankMismatchError
+from tests.helpers.broken_stacks import Armed
 from tests.helpers.engines import config_of, start
-from tests.helpers.models import Stack, features, seeded
+from tests.helpers.models import features, seeded
 from tests.helpers.processes import run_processes, say
 from tests.helpers.stacks import squared
 from tests.helpers.training import At, Plan, plain_sgd
@@ -27,38 +28,11 @@ COLLECTIVES = r"all-gather|reduce-scatter|all-reduce|exchange|broadcast|barrier|
 LIMIT = 100  # seconds of the configuration's timeout: an error that comes by it names it
 
 
-class Burst(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("user's own backward")
-
-
-class Fragile(Stack):
-    """Its middle block can be made to raise, in the forward or in the backward."""
-
-    at = ""
-
-    def body(self, x):
-        for index, block in enumerate(self.blocks):
-            if index == 1 and self.at == "forward":
-                raise ArithmeticError("user's own forward")
-            if index == 1 and self.at == "backward":
-                x = Burst.apply(x)
-            x = block(x)
-        return x
-
-
 class Job:
     """A training on one rank, and what its script may do at the wrong time."""
 
     def __init__(self, rank: int, stage: int, accumulation: int = 1):
-        self.rank, self.model, self.at, self.accumulation = rank, seeded(Fragile), 0, accumulation
+        self.rank, self.model, self.at, self.accumulation = rank, seeded(Armed), 0, accumulation
         self.engine = start(self.model, plain_sgd(self.model), config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT))
 
     def backward(self) -> None:

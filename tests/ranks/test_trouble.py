@@ -8,39 +8,13 @@ import torch
 from hf_zero.core.comm import agreed
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
 from tests.helpers import oracle
+from tests.helpers.broken_stacks import Armed
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
-from tests.helpers.models import Stack, features, seeded
+from tests.helpers.models import features, seeded
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 
 RANKS = 2
-
-
-class Bomb(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("user's own backward")
-
-
-class Armed(Stack):
-    """``at`` says where the forward or the backward breaks."""
-
-    at = ""
-
-    def body(self, x):
-        for index, block in enumerate(self.blocks):
-            if index == 1 and self.at == "forward":
-                raise ArithmeticError("user's own forward")
-            if index == 1 and self.at == "backward":
-                x = Bomb.apply(x)
-            x = block(x)
-        return x
 
 
 @pytest.mark.parametrize("when", [0, 1])

@@ -16,8 +16,9 @@ import hf_zero
 from hf_zero.core import comm
 from hf_zero.core.parameter import ReleasedParameter
 from hf_zero.errors import PartitionError, ReleasedParameterError
+from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.models import Stack, seeded
+from tests.helpers.models import seeded
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, adamw, plain_sgd
 
@@ -96,18 +97,6 @@ def test_arguments_of_load_checkpoint_that_do_not_exist(stage: int) -> None:
     engine, _ = begun(stage)
     with pytest.raises(PartitionError, match=r"load_checkpoint does not know \['custom_load_fn', 'elastic'\]; drop these"):
         engine.load_checkpoint("nowhere", elastic=True, custom_load_fn=None)
-
-
-class Latecomer(Stack):
-    """When told to, it also uses a weight of a block at its very start: that gradient comes when the block's is gone."""
-
-    late = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        if self.late:
-            x = x + self.blocks[2].down.bias.sum()
-        return self.head(self.body(x))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
