@@ -35,5 +35,25 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that is missing, damaged, of another format version or of another model."""
 
 
+class DoesNotFitError(HfZeroError, MemoryError):
+    """Training as configured needs more than there is of the device's memory, of the host's, or of a disk."""
+
+
 class LaunchError(HfZeroError, RuntimeError):
     """Ranks that cannot be started or told apart: a hostfile, a filter or a launcher's variable that lacks or contradicts."""
+
+
+class HostMemoryError(HfZeroError, MemoryError):
+    """Memory of the host that offloading asked for and that is not there."""
+
+
+class DiskSpaceError(HfZeroError, OSError):
+    """Room on a disk that offloading asked for and that is not there; ``errno`` and ``filename`` are set."""
+
+
+class OffloadError(HfZeroError, RuntimeError):
+    """Offloaded state that a disk would not take, or that was used in a way it cannot be: past its end, closed, from a forked child."""
+
+
+class KernelError(HfZeroError, ValueError):
+    """Tensors or numbers that a host kernel cannot take: a device, dtype, size or layout, or a native core that is not there."""

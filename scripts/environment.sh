@@ -20,7 +20,7 @@ find_interpreter() {
 
 prepare_environment() {
     local stamp=$venv/hf-zero-requirements wanted interpreter
-    wanted=$(cd "$root" && cat constraints.txt pyproject.toml setup.py scripts/environment.sh && echo "$root") || return
+    wanted=$(cd "$root" && cat constraints.txt pyproject.toml setup.py scripts/environment.sh kernels/cpu/* && echo "$root") || return
     if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         echo "environment: $venv (as it was)"
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +38,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """An engine in the test's own process makes a group of one rank; the next test starts without."""
+    yield
+    comm = sys.modules.get("hf_zero.core.comm")
+    if comm is not None and torch.distributed.is_initialized():
+        comm.destroy_process_group()
+
+
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
     """What hf-zero's logger is told, message by message."""
@@ -48,3 +58,14 @@ def heard() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def heard_in_full(heard: list[str]) -> Iterator[list[str]]:
+    """As ``heard``, with what is said by the way."""
+    from hf_zero.logs import logger
+
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield heard
+    logger.setLevel(level)

@@ -1,0 +1,131 @@
+"""Free memory of the host for this process: what the machine has, what its control groups leave, what its ulimits leave."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+CAP_IPC_LOCK = 14  # the bit of the capability in /proc/self/status
+ROOT = Path("/")
+
+
+class Bound(NamedTuple):
+    """One limit: what is left below it, who sets it, and whether the ranks of this host share it."""
+
+    nbytes: int
+    why: str
+    shared: bool
+
+
+class _Version(NamedTuple):
+    """Where a version of control groups keeps its numbers, and what its files are called."""
+
+    controller: str  # of the line in /proc/self/cgroup; "" is version 2
+    mounts: tuple[str, ...]
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str  # pages of files that the kernel drops before it kills anybody
+
+
+_VERSIONS = (
+    _Version("", ("sys/fs/cgroup", "sys/fs/cgroup/unified"), ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    _Version("memory", ("sys/fs/cgroup/memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def bounds(root: Path = ROOT) -> Iterator[Bound]:
+    """Everything that limits what this process may still take of the host's memory. ``root`` is where /proc and /sys lie."""
+    import psutil
+
+    yield Bound(psutil.virtual_memory().available, "available on this machine", True)
+    yield from cgroups(root)
+    own = psutil.Process().memory_info()
+    for limit, used, name in (
+        (resource.RLIMIT_AS, own.vms, "ulimit -v (address space)"),
+        (resource.RLIMIT_DATA, getattr(own, "data", 0), "ulimit -d (data)"),
+    ):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            yield Bound(max(0, soft - used), name, False)
+
+
+def cgroups(root: Path = ROOT) -> Iterator[Bound]:
+    """What each control group that holds this process leaves, from the innermost to the root, in both versions.
+
+    In a container the path that /proc names may lie outside what is mounted: then those of its ends that are there count.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no /proc: not Linux
+        return
+    paths = {controller: path for _, names, path in (line.split(":", 2) for line in lines) for controller in names.split(",")}
+    for version in _VERSIONS:
+        for mount in (root / each for each in version.mounts):
+            if version.controller not in paths:
+                continue
+            inner = Path(paths[version.controller].lstrip("/"))
+            for folder in (mount / each for each in (inner, *inner.parents)):
+                left = _left(folder, version)
+                if left is not None:
+                    yield Bound(left, f"left by the control group {folder}", True)
+
+
+def free_ram(root: Path = ROOT, ranks: int = 1) -> Bound:
+    """The tightest of :func:`bounds` for one of ``ranks`` processes on this host, which share what is shared equally."""
+    return min(
+        (Bound(each.nbytes // (ranks if each.shared else 1), each.why, each.shared) for each in bounds(root)), key=lambda b: b.nbytes
+    )
+
+
+def give_back_freed() -> None:
+    """Let the C library give memory that has been freed back to the system: it keeps pieces below 32 MB for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
+def memlock(root: Path = ROOT) -> int | None:
+    """Bytes that this process may lock with ``mlock`` (``ulimit -l``); None where nothing limits it.
+
+    The capability CAP_IPC_LOCK lifts it. So does NVIDIA's driver for what ``cudaHostRegister`` pins: it locks pages by itself,
+    and does not count them there. It is what counts for buffers registered with io_uring.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if soft == resource.RLIM_INFINITY or _capable(root):
+        return None
+    return soft
+
+
+def _capable(root: Path) -> bool:
+    try:
+        for line in (root / "proc/self/status").read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
+    except OSError:
+        pass
+    return os.geteuid() == 0
+
+
+def _left(folder: Path, version: _Version) -> int | None:
+    """Bytes below the limit of one control group; None where it sets none. Cached files count as free, for they make room."""
+    try:
+        limit = min(_number(folder / name) for name in version.limits if (folder / name).exists())
+        used = _number(folder / version.usage)
+    except (OSError, ValueError):  # not there, or nothing there that limits
+        return None
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used -= min(used, int(stat.get(version.reclaimable, 0)))
+    except (OSError, ValueError):
+        pass
+    return max(0, int(limit - used)) if math.isfinite(limit) else None
+
+
+def _number(path: Path) -> float:
+    text = path.read_text().strip()
+    return math.inf if text == "max" else int(text)

@@ -1,0 +1,59 @@
+"""What the engine does outside torch: kernels over CPU tensors, files, host memory; native where the native core is built, else in Python."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "BLOCK": "hf_zero.ops.blocks",
+    "Blocks": "hf_zero.ops.blocks",
+    "Moment": "hf_zero.ops.blocks",
+    "accumulate": "hf_zero.ops.host",
+    "adagrad": "hf_zero.ops.host",
+    "adam": "hf_zero.ops.host",
+    "all_finite": "hf_zero.ops.host",
+    "available": "hf_zero.ops.native",
+    "cast": "hf_zero.ops.host",
+    "checksum": "hf_zero.ops.host",
+    "gather": "hf_zero.ops.host",
+    "instruction_set": "hf_zero.ops.native",
+    "lion": "hf_zero.ops.host",
+    "scatter": "hf_zero.ops.host",
+    "set_threads": "hf_zero.ops.native",
+    "sgd": "hf_zero.ops.host",
+    "squared_norm": "hf_zero.ops.host",
+    "threads": "hf_zero.ops.native",
+    "why_not": "hf_zero.ops.native",
+}
+
+__all__ = list(_EXPORTS)
+
+if TYPE_CHECKING:
+    from hf_zero.ops.blocks import BLOCK as BLOCK
+    from hf_zero.ops.blocks import Blocks as Blocks
+    from hf_zero.ops.blocks import Moment as Moment
+    from hf_zero.ops.host import accumulate as accumulate
+    from hf_zero.ops.host import adagrad as adagrad
+    from hf_zero.ops.host import adam as adam
+    from hf_zero.ops.host import all_finite as all_finite
+    from hf_zero.ops.host import cast as cast
+    from hf_zero.ops.host import checksum as checksum
+    from hf_zero.ops.host import gather as gather
+    from hf_zero.ops.host import lion as lion
+    from hf_zero.ops.host import scatter as scatter
+    from hf_zero.ops.host import sgd as sgd
+    from hf_zero.ops.host import squared_norm as squared_norm
+    from hf_zero.ops.native import available as available
+    from hf_zero.ops.native import instruction_set as instruction_set
+    from hf_zero.ops.native import set_threads as set_threads
+    from hf_zero.ops.native import threads as threads
+    from hf_zero.ops.native import why_not as why_not
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hf_zero.ops' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,41 @@
+"""What a kernel on raw pointers must know of its tensors first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import KernelError
+
+# As in kernels/cpu/kernels.h.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SIGNED_BLOCKS, UNSIGNED_BLOCKS = 3, 4
+FLOATS = tuple(KINDS)
+FP32 = (torch.float32,)
+
+
+def flat(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] | None, numel: int | None = None) -> Tensor:
+    """``tensor``, which is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and of ``numel`` elements.
+
+    Raises:
+        KernelError: it is not; the message says what to do.
+    """
+    if tensor.device.type != "cpu":
+        raise KernelError(
+            f"{op}: {name} is on {tensor.device}; host kernels take CPU tensors: copy it with .cpu(), or update it on its device"
+        )
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise KernelError(f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a contiguous 1-D view of it")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise KernelError(f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}")
+    if numel is not None and tensor.numel() != numel:
+        raise KernelError(f"{op}: {name} has {tensor.numel()} elements and the others have {numel}; cut them alike")
+    return tensor
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def kind(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else KINDS[tensor.dtype]

@@ -1,0 +1,286 @@
+"""Tensors to and from files, asynchronously: a queue of bounded depth, priorities, O_DIRECT where the file system takes it.
+
+The native core does it on io_uring, or on threads where the kernel refuses that. Without the native core the same queue runs in
+Python (``files_reference``). ``HF_ZERO_IO`` chooses: ``io_uring``, ``threads``, ``python``; unset, the first that works.
+
+``HF_ZERO_IO_FAULT`` injects faults, for tests: ``write:3:ENOSPC`` fails the third block written, ``read:2+:short`` gives less than
+asked from the second read on, ``read:1:slow=50`` delays it by 50 ms. Several are separated by commas.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import importlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_zero.errors import ConfigError, OffloadError
+from hf_zero.logs import logger
+
+ALIGNMENT = 4096  # bytes: offsets, lengths and addresses of what goes past the page cache
+BACKENDS = ("io_uring", "threads", "python")
+
+
+class Priority(enum.IntEnum):
+    """What goes first: what somebody waits for, what will be read soon, what nobody waits for."""
+
+    NEEDED = 0
+    AHEAD = 1
+    BEHIND = 2
+
+
+class Fault(NamedTuple):
+    """What befalls the ``first``-th to ``last``-th attempt (from 1) to write or to read a block."""
+
+    write: bool
+    first: int
+    last: int
+    error: int
+    shorten: bool
+    milliseconds: int
+
+
+_FAULT = re.compile(r"(read|write):(\d+)(\+?):(?:(short)|slow=(\d+)|(E[A-Z0-9]+))")
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """The faults that ``HF_ZERO_IO_FAULT`` describes; ConfigError for what it cannot mean."""
+    faults = []
+    for item in filter(None, text.split(",")):
+        match = _FAULT.fullmatch(item.strip())
+        if match is None or (match[6] and not hasattr(errno, match[6])):
+            raise ConfigError(f"HF_ZERO_IO_FAULT: {item!r} is no fault; write for example write:3:ENOSPC, read:2+:short or read:1:slow=50")
+        first = int(match[2])
+        error = getattr(errno, match[6]) if match[6] else 0
+        faults.append(Fault(match[1] == "write", first, 1 << 62 if match[3] else first, error, bool(match[4]), int(match[5] or 0)))
+    return faults
+
+
+def _native() -> Any | None:
+    try:
+        core = importlib.import_module("hf_zero._cpu")
+    except ImportError:
+        return None
+    return core if hasattr(core, "FileQueue") else None
+
+
+class OpenFile:
+    """A file open for reading and writing, past the page cache too where its file system allows that.
+
+    ``descriptor`` is taken over: it is closed when this object and the last transfer that uses it are gone. ``direct`` is a second
+    one of the same file with O_DIRECT, or -1.
+    """
+
+    def __init__(self, path: str, descriptor: int, direct: int = -1):
+        self.path = path
+        self.descriptor = descriptor
+        self._direct = direct
+        self._made: Any = None
+        self._close = weakref.finalize(self, _close_both, descriptor, direct)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], create: bool = False) -> OpenFile:
+        """The file at ``path``, made (and never truncated) if ``create``. Raises OSError."""
+        name = os.fspath(path)
+        descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        try:
+            return cls(name, descriptor, open_direct(name))
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    def handle(self, file_class: type) -> Any:
+        """This file as queues of one kind know it; they then own the descriptors."""
+        if self._made is None:
+            self._close.detach()
+            self._made = file_class(self.path, self.descriptor, self._direct)
+        elif not isinstance(self._made, file_class):
+            raise OffloadError(f"{self.path} is open in a queue of another kind; open it again for this one")
+        return self._made
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return bool(self._made.direct) if self._made is not None else self._direct >= 0
+
+
+def _close_both(descriptor: int, direct: int) -> None:
+    os.close(descriptor)
+    if direct >= 0:
+        os.close(direct)
+
+
+def open_direct(path: str) -> int:
+    """A descriptor of ``path`` with O_DIRECT, or -1 where its file system (or this system) has none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except AttributeError:
+        return -1
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return -1
+        raise
+
+
+class Piece(NamedTuple):
+    """``bytes`` bytes of ``file`` from ``offset``, and where in the tensor's memory they stand."""
+
+    file: OpenFile
+    offset: int
+    at: int
+    bytes: int
+
+
+class Ticket:
+    """A transfer under way. The tensor's memory stays alive until it is done, also if the ticket is dropped."""
+
+    __slots__ = ("_context", "_queue", "_transfer")
+
+    def __init__(self, queue: FileQueue, transfer: Any, context: str):
+        self._queue = queue
+        self._transfer = transfer
+        self._context = context
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self._transfer.finished)
+
+    def failed(self) -> bool:
+        """Whether it has ended, and not well; ``wait`` raises what happened."""
+        return bool(self._transfer.finished and self._transfer.failed)
+
+    def wait(self) -> None:
+        """Return when the transfer is done; it goes before all that nobody waits for. Raises OSError with errno and path if it failed."""
+        failure = self._queue.settle(self._transfer)
+        if failure is not None:
+            number, path, offset, nbytes, at_end = failure
+            text = "the file ends too early" if at_end else os.strerror(number)
+            verb = "writing" if self._transfer.write else "reading"
+            raise OSError(number, f"{text} ({verb} {nbytes} bytes at {offset}{self._context})", path)
+
+    def promote(self, priority: Priority) -> None:
+        """Let it go before what is less urgent than ``priority``; never later than it would."""
+        self._queue.check_process()
+        self._queue.backend.promote(self._transfer, int(priority))
+
+
+class FileQueue:
+    """Transfers between CPU tensors and files: ``queue_depth`` blocks of ``block_size`` bytes at once, in the order of priorities.
+
+    Two requests for the same bytes are ordered only through ``after``. May be called from several threads, not from a forked child.
+
+    block_size: bytes, a multiple of 4096.
+    queue_depth: blocks under way at once.
+    threads: where threads do the work; at most ``queue_depth`` of them are used.
+    backend: one of BACKENDS; None takes HF_ZERO_IO, else the first that works.
+    """
+
+    def __init__(self, block_size: int = 1 << 20, queue_depth: int = 32, threads: int = 8, backend: str | None = None):
+        if block_size < ALIGNMENT or block_size % ALIGNMENT or block_size > 1 << 30:
+            raise ConfigError(f"block_size {block_size} of file transfers: a multiple of {ALIGNMENT} up to 2^30 bytes is needed")
+        if not 1 <= queue_depth <= 4096 or threads < 1:
+            raise ConfigError(f"queue_depth {queue_depth} and threads {threads} of file transfers: 1 to 4096, and at least 1, are needed")
+        chosen = backend or os.environ.get("HF_ZERO_IO") or ""
+        if chosen not in ("", *BACKENDS):
+            raise ConfigError(f"HF_ZERO_IO={chosen!r} is not known; use one of {', '.join(BACKENDS)}, or leave it unset")
+        core = None if chosen == "python" else _native()
+        if core is None:
+            if chosen not in ("", "python"):
+                raise ConfigError(f"HF_ZERO_IO={chosen} needs the native core, which was not built; see hf-zero doctor, or leave it unset")
+            core = importlib.import_module("hf_zero.ops.files_reference")
+        self.block_size = block_size
+        self.queue_depth = queue_depth
+        self._file_class = core.File
+        try:
+            self.backend: Any = core.FileQueue(block_size, queue_depth, chosen or "auto", threads)
+        except RuntimeError as error:  # io_uring asked for by name
+            raise ConfigError(f"HF_ZERO_IO={chosen}: the kernel refuses ({error}); leave it unset, and threads do the work") from error
+        if self.backend.refusal:
+            logger.info("file transfers run on threads: the kernel refuses io_uring (%s)", self.backend.refusal)
+        if os.environ.get("HF_ZERO_IO_FAULT"):
+            self.inject(parse_faults(os.environ["HF_ZERO_IO_FAULT"]))
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._alive: dict[int, tuple[Any, torch.Tensor]] = {}  # memory of transfers under way
+        self._cancel = weakref.finalize(self, self.backend.close, True)
+
+    @property
+    def kind(self) -> str:
+        """Which backend does the work."""
+        return str(self.backend.engine)
+
+    def inject(self, faults: Iterable[Fault]) -> None:
+        """From now on these faults happen, for tests; counting begins anew."""
+        self.backend.inject([tuple(fault) for fault in faults])
+
+    def read(self, file: OpenFile, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
+        """Fill ``out`` (contiguous, CPU) from byte ``offset`` of ``file``."""
+        return self.transfer(False, [Piece(file, offset, 0, out.nbytes)], out, priority)
+
+    def write(self, file: OpenFile, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND) -> Ticket:
+        """Write ``data`` (contiguous, CPU; not to be changed until done) at byte ``offset`` of ``file``."""
+        return self.transfer(True, [Piece(file, offset, 0, data.nbytes)], data, priority)
+
+    def transfer(
+        self,
+        write: bool,
+        pieces: Sequence[Piece],
+        tensor: torch.Tensor,
+        priority: Priority,
+        after: Sequence[Ticket] = (),
+        context: str = "",
+    ) -> Ticket:
+        """``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done; it fails if one of them fails.
+
+        ``context`` ends the message of an error.
+        """
+        self.check_process()
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise OffloadError(
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}, cannot be moved to or from a "
+                "file: copy it to contiguous CPU memory first"
+            )
+        base = tensor.data_ptr()
+        described = [(piece.file.handle(self._file_class), piece.offset, base + piece.at, piece.bytes) for piece in pieces]
+        with self._lock:
+            if not self._cancel.alive:
+                raise OffloadError("this file queue is closed; make a new one")
+            transfer = self.backend.submit(write, described, int(priority), [ticket._transfer for ticket in after])
+            self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].finished}
+            self._alive[id(transfer)] = (transfer, tensor)
+        return Ticket(self, transfer, context)
+
+    def settle(self, transfer: Any) -> tuple[int, str, int, int, bool] | None:
+        """Wait for a transfer of the backend: None, or errno, path, offset and bytes of what failed, and whether the file ended there."""
+        self.check_process()
+        failure: tuple[int, str, int, int, bool] | None = self.backend.wait(transfer)
+        with self._lock:
+            self._alive.pop(id(transfer), None)
+        return failure
+
+    def check_process(self) -> None:
+        """Raise OffloadError in a forked child: the threads that work here exist in the parent only."""
+        if os.getpid() != self._process:
+            raise OffloadError(
+                f"files of process {self._process} were asked for in its forked child {os.getpid()}; read them in the parent, or start "
+                "children with the spawn method"
+            )
+
+    def close(self, cancel: bool = False) -> None:
+        """Return when all is done; with ``cancel`` what has not begun fails with ECANCELED.
+
+        May be called again, and from a forked child, where it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._cancel.detach() is not None:
+                self.backend.close(cancel)
+                self._alive.clear()

@@ -1,0 +1,179 @@
+"""Host memory for offloaded state: exact to a page, there from the start, pinned where there is a GPU.
+
+torch's own pinned allocator rounds up to a power of two and zeroes on one thread. Here memory is mapped, advised for huge pages, put on
+the GPU's NUMA node, brought in by all threads and then registered with CUDA. It goes back when the last tensor on it dies.
+
+Forked children do not get it (MADV_DONTFORK): with it, each page that the parent writes while a data loader's worker lives would
+be kept twice, and a page under a transfer could move from under it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.errors import HostMemoryError
+from hf_zero.logs import logger
+from hf_zero.memory.host import free_ram
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
+_PREFERRED = 1  # of mbind: another node where this one is full
+_PORTABLE = 1  # of cudaHostRegister: pinned for all contexts
+_CHUNK = 64 << 20  # bytes that a thread brings in at a time; a multiple of the huge page
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def numa_node(device: torch.device) -> int | None:
+    """The NUMA node that a GPU hangs on; None where there is only one, or the system does not say."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        node = int((_PCI / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Let the pages come from ``node``; False where the system forbids (as containers do)."""
+    number = _MBIND.get(os.uname().machine)
+    if number is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << (node % 64)
+    call = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_PREFERRED))
+    return bool(_LIBC.syscall(*call, mask, ctypes.c_ulong(1024), ctypes.c_uint(0)) == 0)
+
+
+def _bring_in(address: int, nbytes: int) -> int:
+    """Have every page there, on all cores of this rank; an errno, or 0."""
+
+    def populate(start: int) -> int:
+        length = min(_CHUNK, nbytes - start)
+        if _LIBC.madvise(address + start, length, _POPULATE_WRITE) == 0:
+            return 0
+        if ctypes.get_errno() != errno.EINVAL:
+            return ctypes.get_errno()
+        ctypes.memset(address + start, 0, length)
+        return 0
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    starts = range(0, nbytes, _CHUNK)
+    if len(starts) == 1:
+        return populate(0)
+    with ThreadPoolExecutor(threads) as pool:
+        return max(pool.map(populate, starts))
+
+
+def _forget_cuda_error(device: torch.device | None) -> None:
+    """CUDA keeps the refusal as its last error and would lay it to the next kernel; torch has no call for it but to launch one."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        torch.zeros(1, device=device)  # in earnest: the refusal is out of the way
+
+
+def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
+    if os.getpid() != process:
+        return  # a forked child: it never had the pages, and may have put something else there
+    if unregister is not None:
+        unregister(address)
+    _LIBC.munmap(address, nbytes)
+
+
+class HostArena:
+    """Tensors on host memory of a rank.
+
+    pin: register the memory with CUDA, so that copies to and from ``device`` are asynchronous and fast. Without CUDA it does nothing:
+        memory is not locked then. Where CUDA refuses, one warning is given and memory stays pageable.
+    device: the GPU that copies from here; memory is put on its NUMA node.
+
+    A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped when the last tensor on it dies.
+    """
+
+    def __init__(self, pin: bool = False, device: torch.device | None = None):
+        on_gpu = device is not None and device.type == "cuda"
+        self._device = device
+        self._cuda: Any = torch.cuda.cudart() if pin and on_gpu else None
+        self._node = numa_node(device) if device is not None and on_gpu else None
+        self._mapped: dict[int, int] = {}
+
+    @property
+    def pinned(self) -> bool:
+        """Whether what is taken next will be pinned."""
+        return self._cuda is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes mapped for tensors that are alive: what was asked for, each tensor rounded up to a page."""
+        return sum(self._mapped.values())
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """``numel`` zeros of ``dtype``: [numel], on an address that is a multiple of the page. Raises HostMemoryError."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        asked = numel * dtype.itemsize
+        nbytes = -(-asked // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = free_ram().nbytes
+        if nbytes > free:
+            raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
+        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if address == _MAP_FAILED:
+            raise self._refused(asked, f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); {free / 1e9:.2f} GB are free")
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):  # a kernel without huge pages refuses the first, and small ones do
+                _LIBC.madvise(address, nbytes, getattr(mmap, advice))
+        if self._node is not None and not _prefer_node(address, nbytes, self._node):
+            logger.info("host memory is not placed on NUMA node %d of %s: the system does not let this process", self._node, self._device)
+            self._node = None
+        error = _bring_in(address, nbytes)
+        if error:
+            _LIBC.munmap(address, nbytes)
+            raise self._refused(asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free")
+        unregister = self._register(address, nbytes)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
+        self._mapped[address] = nbytes
+        weakref.finalize(memory, self._mapped.pop, address, None).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _refused(self, asked: int, why: str) -> HostMemoryError:
+        return HostMemoryError(
+            f"{asked / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. Offload to nvme instead, use more ranks, or "
+            "a smaller state (hf-zero estimate adds it up)"
+        )
+
+    def _register(self, address: int, nbytes: int) -> Any:
+        """Pin the pages; the function that undoes it, or None."""
+        if self._cuda is None:
+            return None
+        with torch.cuda.device(self._device):
+            answer = self._cuda.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(answer) == 0:
+            return self._cuda.cudaHostUnregister
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        reason = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
+        logger.warning(
+            "CUDA does not pin %d bytes of host memory (error %d%s). It stays pageable: copies to %s will be slower",
+            nbytes, int(answer), reason, self._device,
+        )  # fmt: skip
+        self._cuda = None
+        _forget_cuda_error(self._device)
+        return None

@@ -1,0 +1,287 @@
+"""The slow reference of every host kernel, in plain torch. It runs where there is no native core.
+
+Each line is one rounding, in the order of torch.optim's single-tensor implementations, and the native kernels round at the
+same places: element-wise results agree bit for bit. The formats are explained in kernels/cpu/rounding.h.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_zero.ops.blocks import Moment
+
+BLOCK = 256
+_SMALLEST_SCALE = 2.0**-90
+_LOW32 = 0xFFFFFFFF
+
+
+# ---- updates ----
+
+
+def adam(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    max_exp_avg_sq: Tensor | None,
+    *,
+    keep: float,
+    l2: float,
+    beta1: float,
+    beta2: float,
+    root_scale: float,
+    eps: float,
+    step_size: float,
+    **shared: Any,
+) -> None:
+    """``keep`` multiplies the master first (decoupled decay); ``root_scale`` is 1 / sqrt(1 - beta2^step)."""
+    g = _gradient(grad, shared)
+    mean, square = _read(exp_avg), _read(exp_avg_sq)
+    weight = master * keep
+    if l2 != 0:
+        g = g + weight * l2
+    mean = mean + (g - mean) * (1 - beta1) if _fp32(1 - beta1) < 0.5 else g - (g - mean) * beta1
+    square = square * beta2 + (g * (1 - beta2)) * g
+    largest = square
+    if max_exp_avg_sq is not None:
+        largest = torch.maximum(max_exp_avg_sq, square)
+        max_exp_avg_sq.copy_(largest)
+    bound = _sqrt(largest) * root_scale + eps
+    master.copy_(weight + (mean * -step_size) / bound)
+    _keep(exp_avg, mean, shared, upper=False)
+    _keep(exp_avg_sq, square, shared, upper=True)
+    _write(master, shared)
+
+
+def lion(master: Tensor, grad: Tensor, exp_avg: Moment, *, keep: float, beta1: float, beta2: float, lr: float, **shared: Any) -> None:
+    g, mean = _gradient(grad, shared), _read(exp_avg)
+    way = (mean * beta1 + g * (1 - beta1)).sign()
+    master.copy_(master * keep + way * -lr)
+    _keep(exp_avg, mean * beta2 + g * (1 - beta2), shared, upper=False)
+    _write(master, shared)
+
+
+def adagrad(master: Tensor, grad: Tensor, total: Tensor, *, l2: float, eps: float, step_size: float, **shared: Any) -> None:
+    g = _gradient(grad, shared)
+    if l2 != 0:
+        g = g + master * l2
+    total.add_(g * g)
+    master.add_((g * -step_size) / (_sqrt(total) + eps))
+    _write(master, shared)
+
+
+def sgd(
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    first_step: bool,
+    nesterov: bool,
+    l2: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    **shared: Any,
+) -> None:
+    g = _gradient(grad, shared)
+    if l2 != 0:
+        g = g + master * l2
+    if momentum_buffer is not None:
+        momentum_buffer.copy_(g if first_step else momentum_buffer * momentum + g * (1 - dampening))
+        g = g + momentum_buffer * momentum if nesterov else momentum_buffer
+    master.add_(g * -lr)
+    _write(master, shared)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded once: torch's own fp32 root is a vector library's, which may be off by one place."""
+    return x.double().sqrt().float()
+
+
+def _fp32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+def _gradient(grad: Tensor, shared: dict[str, Any]) -> Tensor:
+    g = grad.float() / shared["divisor"] if shared["divisor"] != 1 else grad.float()
+    return -g if shared["negate"] else g
+
+
+def _write(master: Tensor, shared: dict[str, Any]) -> None:
+    if shared["out"] is not None:
+        shared["out"].copy_(master)
+
+
+def _read(moment: Moment) -> Tensor:
+    return moment.float() if isinstance(moment, Tensor) else decode(moment.codes, moment.scales, moment.signed)
+
+
+def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -> None:
+    if isinstance(moment, Tensor) and moment.dtype == torch.float32:
+        moment.copy_(values)
+        return
+    random = random_bits(shared["key"], shared["first"], values.numel())
+    random = random >> 16 if upper else random & 0xFFFF
+    if isinstance(moment, Tensor):
+        moment.copy_(_to_bf16(values, random))
+    else:
+        codes, scales = encode(values, moment.signed, random)
+        moment.codes.copy_(codes)
+        moment.scales.copy_(scales)
+
+
+# ---- rounding ----
+
+
+def random_bits(key: int, first: int, numel: int) -> Tensor:
+    """32 random bits (int64 [numel]) for the elements ``first`` and on: a hash of ``key`` and the index of each."""
+    index = torch.arange(first, first + numel, dtype=torch.int64)
+    x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shift(x, 31)
+    a, b = x & _LOW32, _shift(x, 32)
+    x = (index & _LOW32) ^ a
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW32
+    x = ((x ^ (x >> 13) ^ b) * 0xC2B2AE35) & _LOW32
+    return x ^ (x >> 16)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """int64 to the right, zeros coming in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """A number below 2^64 as the int64 of the same bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32).to(torch.int64) & _LOW32
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """Up with the probability of what is cut off; ``random`` is below 2^16."""
+    rounded = _floats((_bits(x) + random) & 0xFFFF0000)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+# ---- blocks ----
+
+
+def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded stochastically by ``random``."""
+    numel, blocks = source.numel(), -(-source.numel() // BLOCK)
+    top = 127 if signed else 255
+    smallest = 1.25 * 2.0 ** (-16 if signed else -32)
+    padded = torch.nn.functional.pad(source, (0, blocks * BLOCK - numel)).view(blocks, BLOCK)
+    scales = padded.abs().amax(1) if blocks else source.new_zeros(0)
+    finite = padded.isfinite().all(1)
+    live = finite & (scales >= _SMALLEST_SCALE)
+    each = scales.repeat_interleave(BLOCK)[:numel]
+    part = source.abs() / each
+    code = ((_bits(part) + (0x80000 if random is None else random << 4)) >> 20) - ((0x3F800000 >> 20) - top)
+    if not signed:
+        low = part > 0
+    elif random is None:
+        low = part * 2 >= smallest
+    else:
+        low = part * (65536 / smallest) > random.float()
+    code = torch.where(part < smallest, low.to(code.dtype), code)
+    if signed:
+        code = torch.where(code > 0, code | ((_bits(source) >> 24) & 0x80), code)
+    code = torch.where(live.repeat_interleave(BLOCK)[:numel], code, torch.zeros_like(code))
+    scales = torch.where(live, scales, torch.where(finite, 0.0, float("nan")))
+    return code.to(torch.uint8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """fp32 [n]."""
+    code = codes.to(torch.int64)
+    magnitude = code & 0x7F if signed else code
+    value = _floats((magnitude + ((0x3F800000 >> 20) - (127 if signed else 255))) << 20)
+    value = torch.where(magnitude == 0, torch.zeros_like(value), value)
+    if signed:
+        value = torch.where(code >= 0x80, -value, value)
+    return value * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+# ---- sweeps ----
+
+
+def squared_norm(source: Tensor) -> float:
+    return float(source.double().square().sum())
+
+
+def all_finite(source: Tensor) -> bool:
+    return bool(source.isfinite().all())
+
+
+def cast(out: Tensor, source: Tensor, scale: float) -> None:
+    out.copy_(source.float() * scale)
+
+
+def accumulate(out: Tensor, source: Tensor, scale: float) -> None:
+    out.add_(source.float() * scale)
+
+
+def gather(out: Tensor, source: Tensor, runs: list[tuple[int, int]]) -> None:
+    at = 0
+    for offset, length in runs:
+        out[at : at + length].copy_(source[offset : offset + length])
+        at += length
+
+
+def scatter(out: Tensor, source: Tensor, runs: list[tuple[int, int]]) -> None:
+    at = 0
+    for offset, length in runs:
+        out[offset : offset + length].copy_(source[at : at + length])
+        at += length
+
+
+# ---- checksum ----
+
+_P1, _P2, _P3, _MIX = (_signed(p) for p in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
+_RUN = 65536
+
+
+def checksum(source: Tensor) -> int:
+    data = source.view(torch.uint8)
+    whole = data.numel() // _RUN
+    hashes = [_hash_runs(data[: whole * _RUN].view(whole, _RUN)), _hash_runs(data[whole * _RUN :].view(1, -1))]
+    runs = torch.cat(hashes if data.numel() % _RUN else hashes[:1])
+    x = runs + (torch.arange(runs.numel()) + 1) * _MIX
+    for _ in range(2):
+        x = (x ^ _shift(x, 32)) * _MIX
+    total = int((x ^ _shift(x, 32)).sum()) + data.numel() * 0x9E3779B97F4A7C15
+    return total & ((1 << 64) - 1)
+
+
+def _rotate(x: Tensor, bits: int) -> Tensor:
+    return (x << bits) | _shift(x, 64 - bits)
+
+
+def _hash_runs(data: Tensor) -> Tensor:
+    """int64 [runs] of ``data`` (uint8 [runs, bytes])."""
+    runs, size = data.shape
+    words = data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)
+    lanes = (torch.tensor([_P3]) * torch.arange(1, 9)).expand(runs, 8)
+    for step in range(size // 64):
+        lanes = _rotate(lanes + words[:, step] * _P2, 31) * _P1
+    total = torch.full((runs,), size, dtype=torch.int64) * _P1
+    for lane in range(8):
+        total = _rotate(total ^ lanes[:, lane], 27) * _P1 + _P2
+    for at in range(size // 64 * 64, size):
+        total = _rotate(total ^ (data[:, at].to(torch.int64) * _P3), 11) * _P1
+    total = (total ^ _shift(total, 33)) * _P2
+    total = (total ^ _shift(total, 29)) * _P3
+    return total ^ _shift(total, 32)

@@ -1,0 +1,10 @@
+// The kernels of the instruction set in use.
+#pragma once
+
+#include "kernels.h"
+
+namespace hfz {
+
+const Kernels& kernels();
+
+}  // namespace hfz

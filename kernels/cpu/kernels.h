@@ -1,0 +1,86 @@
+// What kernels are told, and the table of them that each instruction set fills in. Plain data: no function here has a body, so
+// no code of a wide instruction set can be taken for that of a narrow one.
+#pragma once
+
+#include <cstdint>
+
+namespace hfz {
+
+enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS = 4 };
+
+constexpr int64_t kBlock = 256;   // elements that share a scale
+constexpr int64_t kTile = 1024;   // elements that pass through the first-level cache at once; whole blocks
+constexpr int64_t kPart = 32768;  // elements of a thread's turn; whole tiles
+
+struct Array {
+    void* data;  // null: absent
+    int kind;
+};
+
+struct Moment {
+    void* data;
+    int kind;
+    float* scales;  // of blocks
+};
+
+// What every update has. `first` is the index that element 0 has in the whole: tiles and stochastic rounding go by it.
+struct Update {
+    float* master;
+    Array grad;
+    float divisor;  // of the gradient
+    bool negate;    // the gradient, to ascend
+    Array out;
+    bool stream;  // write `out` past the caches
+    int64_t first;
+    uint64_t key;  // of stochastic rounding
+};
+
+struct Adam {
+    Update update;
+    Moment mean, square;
+    float* largest;  // AMSGrad's, or null
+    float keep;      // the master is multiplied by it (decoupled decay)
+    float l2;        // master added to the gradient, times this
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float root_scale;  // 1 / sqrt(1 - beta2^step)
+    float eps;
+    float minus_step_size;
+};
+
+struct Lion {
+    Update update;
+    Moment mean;
+    float keep, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_lr;
+};
+
+struct Adagrad {
+    Update update;
+    float* total;
+    float l2, eps, minus_step_size;
+};
+
+struct Sgd {
+    Update update;
+    float* momentum_buffer;  // null: none
+    bool first_step;
+    bool nesterov;
+    float l2, momentum, one_minus_dampening, minus_lr;
+};
+
+// Elements [begin, end) of each call; ranges of one call never overlap.
+struct Kernels {
+    const char* name;
+    void (*adam)(const Adam&, int64_t begin, int64_t end);
+    void (*lion)(const Lion&, int64_t begin, int64_t end);
+    void (*adagrad)(const Adagrad&, int64_t begin, int64_t end);
+    void (*sgd)(const Sgd&, int64_t begin, int64_t end);
+    double (*squares)(const Array&, int64_t begin, int64_t end);
+    bool (*finite)(const Array&, int64_t begin, int64_t end);
+    void (*cast)(const Array& out, const Array& source, float scale, bool stream, int64_t begin, int64_t end);
+    void (*accumulate)(float* out, const Array& source, float scale, int64_t begin, int64_t end);
+    void (*encode)(const Moment& out, const float* source, int64_t begin, int64_t end);
+    void (*decode)(float* out, const Moment& source, int64_t begin, int64_t end);
+    uint64_t (*checksum)(const uint8_t* data, int64_t bytes);  // of one run of bytes
+};
+
+}  // namespace hfz

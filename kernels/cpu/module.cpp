@@ -1,0 +1,19 @@
+// hf_zero._cpu: the parts of the engine that run on the host, on raw pointers. Each bind_* stands at the end of its own file.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+void bind_files(py::module_&);
+void bind_dispatch(py::module_&);
+void bind_pool(py::module_&);
+void bind_sweeps(py::module_&);
+void bind_updates(py::module_&);
+
+PYBIND11_MODULE(_cpu, m) {
+    m.doc() = "Host kernels of hf-zero. Call them through hf_zero.ops, which checks sizes and dtypes.";
+    bind_files(m);
+    bind_dispatch(m);
+    bind_pool(m);
+    bind_sweeps(m);
+    bind_updates(m);
+}

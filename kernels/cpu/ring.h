@@ -1,0 +1,39 @@
+// io_uring by its three system calls: requests prepared here, submitted and waited for together. One thread uses a ring.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct io_uring_cqe;
+
+namespace hfz {
+
+class Ring {
+  public:
+    // Throws std::system_error where the kernel has no io_uring, refuses it, or is older than its plain reads (5.6).
+    explicit Ring(unsigned entries);
+    ~Ring();
+    Ring(const Ring&) = delete;
+    Ring& operator=(const Ring&) = delete;
+
+    // Room for `entries` requests that have not been popped is there; the caller keeps count.
+    void prepare(bool write, int fd, void* memory, size_t bytes, int64_t offset, uint64_t tag);
+
+    // Hand over what is prepared and wait until `completions` results can be popped.
+    void enter(unsigned completions);
+
+    bool pop(uint64_t& tag, int& result);
+
+  private:
+    void release();
+
+    int fd_ = -1;
+    unsigned prepared_ = 0;
+    char *rings_ = nullptr, *requests_ = nullptr;
+    size_t rings_bytes_ = 0, requests_bytes_ = 0;
+    unsigned *request_tail_ = nullptr, *request_mask_ = nullptr, *request_index_ = nullptr;
+    unsigned *result_head_ = nullptr, *result_tail_ = nullptr, *result_mask_ = nullptr;
+    io_uring_cqe* results_ = nullptr;
+};
+
+}  // namespace hfz

@@ -1,0 +1,114 @@
+// Stochastic rounding and 8-bit blocks; included inside each instruction set's file, after vec.h.
+//
+// Rounding up with the probability of the part cut off keeps sums of small additions right on average where rounding to nearest
+// would lose them (Gupta et al. 2015, arXiv:1502.02551). The random number of an element is a hash of the key and of the
+// element's index in the whole, so it does not depend on how the work was cut.
+//
+// An 8-bit block is kBlock elements with one fp32 scale, the largest magnitude among them, and a code each: block-wise dynamic
+// quantisation (Dettmers et al. 2021, arXiv:2110.02861) with eight codes to an octave. The top code is 1, so the largest element
+// is kept exactly; code 0 is 0; the smallest other code is 1.25 * 2^-16 with a sign bit and 1.25 * 2^-32 without. Without a
+// sign, an element that is not 0 never becomes 0, since it stands under a division.
+#pragma once
+
+#include "vec.h"
+
+namespace hfz {
+namespace HFZ_SET {
+
+struct Key {
+    uint32_t a, b;
+};
+
+// SplitMix64's finaliser (Steele et al. 2014).
+HFZ_INLINE Key key_of_tile(uint64_t key, int64_t index) {
+    uint64_t x = key + (static_cast<uint64_t>(index) >> 32) * 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
+}
+
+// 32 random bits for W consecutive elements: the 32-bit finaliser of MurmurHash3 with a key at both ends.
+HFZ_INLINE U random_bits(Key key, uint32_t index) {
+    U lanes;
+    for (int i = 0; i < W; ++i) lanes[i] = i;
+    U x = (lanes + index) ^ key.a;
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13) ^ key.b) * 0xc2b2ae35u;
+    return x ^ (x >> 16);
+}
+
+// `random` is below 2^16.
+HFZ_INLINE H to_bf16_stochastic(F x, U random) {
+    const U bits = (U)x;
+    const U rounded = choose((bits & 0x7f800000u) == 0x7f800000u, bits, bits + random) >> 16;
+    const U quiet = (bits >> 16) | 0x40u;
+    return narrowed(choose((bits & 0x7fffffffu) > 0x7f800000u, quiet, rounded));
+}
+
+constexpr float kSmallestScale = 0x1p-90f;  // below it a block is zero: its smallest codes would not be normal numbers
+
+template <bool SIGNED>
+struct Code {
+    static constexpr uint32_t top = SIGNED ? 127 : 255;
+    static constexpr uint32_t below = (0x3f800000u >> 20) - top;  // code k stands for the float with bits (k + below) << 20
+    static constexpr float smallest = SIGNED ? 0x1.4p-16f : 0x1.4p-32f;
+};
+
+template <bool SIGNED>
+HFZ_INLINE F decoded(U code, F scale) {
+    const U magnitude = SIGNED ? code & 0x7fu : code;
+    F x = (F)((magnitude + Code<SIGNED>::below) << 20);
+    x = choose(magnitude == 0u, F{}, x);
+    if (SIGNED) x = (F)((U)x | ((code & 0x80u) << 24));
+    return x * scale;
+}
+
+// Codes of x / scale, |x| <= scale; `random` is below 2^16 and rounds, or is left out where STOCHASTIC is not set.
+template <bool SIGNED, bool STOCHASTIC>
+HFZ_INLINE U encoded(F x, F scale, U random) {
+    using C = Code<SIGNED>;
+    const F part = (F)((U)x & 0x7fffffffu) / scale;
+    const U add = STOCHASTIC ? random << 4 : all(0x80000u);
+    U code = (((U)part + add) >> 20) - C::below;
+    U low;
+    if (!SIGNED)
+        low = (U)(part > 0.0f) & 1u;
+    else if (STOCHASTIC)
+        low = (U)(part * (65536.0f / C::smallest) > __builtin_convertvector((I)random, F)) & 1u;
+    else
+        low = (U)(part * 2.0f >= C::smallest) & 1u;
+    code = choose(part < C::smallest, low, code);
+    if (SIGNED) code |= choose(code == 0u, U{}, ((U)x >> 24) & 0x80u);
+    return code;
+}
+
+// n <= kBlock elements into codes and their scale.
+template <bool SIGNED, bool STOCHASTIC>
+static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Key key, uint32_t index) {
+    U most{};
+    over_vectors(n, [&](int i, int k) { most = larger(most, load<U>(reinterpret_cast<const uint32_t*>(x + i), k) & 0x7fffffffu); });
+    uint32_t largest = 0;
+    for (int i = 0; i < W; ++i) largest = most[i] > largest ? most[i] : largest;
+    float s;
+    __builtin_memcpy(&s, &largest, sizeof s);
+    if (largest >= 0x7f800000u || s < kSmallestScale) {
+        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite takes its block along
+        __builtin_memset(codes, 0, n);
+        return;
+    }
+    *scale = s;
+    over_vectors(n, [&](int i, int k) {
+        const U random = STOCHASTIC ? random_bits(key, index + i) : U{};
+        const U code = encoded<SIGNED, STOCHASTIC>(load<F>(x + i, k), all(s), SIGNED ? random & 0xffffu : random >> 16);
+        store(codes + i, narrowed_to_bytes(code), k);
+    });
+}
+
+template <bool SIGNED>
+static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
+    over_vectors(n, [&](int i, int k) { store(x + i, decoded<SIGNED>(widened(load<B>(codes + i, k)), all(scale)), k); });
+}
+
+}  // namespace HFZ_SET
+}  // namespace hfz

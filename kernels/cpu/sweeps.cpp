@@ -1,0 +1,122 @@
+// Norms, casts, sums, checksums and segments as Python calls them: addresses and numbers, checked in hf_zero/ops/host.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "dispatch.h"
+#include "parts.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+using hfz::at;
+
+int64_t parts_of(int64_t numel) { return (numel + hfz::kPart - 1) / hfz::kPart; }
+
+double squared_norm(Address source, int kind, int64_t numel) {
+    std::vector<double> sums(parts_of(numel));
+    const auto run = hfz::kernels().squares;
+    const hfz::Array from{at<void>(source), kind};
+    hfz::over_parts(numel, 0, [&](int64_t part, int64_t begin, int64_t end) { sums[part] = run(from, begin, end); });
+    double total = 0;  // in the order of the parts, whoever took them
+    for (const double sum : sums) total += sum;
+    return total;
+}
+
+bool all_finite(Address source, int kind, int64_t numel) {
+    std::atomic<bool> so_far{true};
+    const auto run = hfz::kernels().finite;
+    const hfz::Array from{at<void>(source), kind};
+    hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) {
+        if (so_far && !run(from, begin, end)) so_far = false;
+    });
+    return so_far;
+}
+
+void cast(Address out, int out_kind, Address source, int kind, int64_t numel, double scale) {
+    const auto run = hfz::kernels().cast;
+    const hfz::Array to{at<void>(out), out_kind}, from{at<void>(source), kind};
+    hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) {
+        run(to, from, static_cast<float>(scale), numel >= hfz::kLarge, begin, end);
+    });
+}
+
+void accumulate(Address out, Address source, int kind, int64_t numel, double scale) {
+    const auto run = hfz::kernels().accumulate;
+    const hfz::Array from{at<void>(source), kind};
+    hfz::over_parts(numel, 0,
+                    [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, static_cast<float>(scale), begin, end); });
+}
+
+void encode(Address codes, Address scales, int kind, Address source, int64_t numel) {
+    const auto run = hfz::kernels().encode;
+    const hfz::Moment to{at<void>(codes), kind, at<float>(scales)};
+    hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(to, at<const float>(source), begin, end); });
+}
+
+void decode(Address out, Address codes, Address scales, int kind, int64_t numel) {
+    const auto run = hfz::kernels().decode;
+    const hfz::Moment from{at<void>(codes), kind, at<float>(scales)};
+    hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, begin, end); });
+}
+
+constexpr int64_t kRun = 65536;  // bytes of a checksum's part
+
+// Runs of kRun bytes, each hashed with its place mixed in, added up: so threads may take them in any order.
+uint64_t checksum(Address source, int64_t bytes) {
+    const auto run = hfz::kernels().checksum;
+    const int64_t runs = (bytes + kRun - 1) / kRun;
+    std::atomic<uint64_t> sum{static_cast<uint64_t>(bytes) * 0x9e3779b97f4a7c15ull};
+    hfz::Pool::shared().run(runs, [&](int64_t part) {
+        const int64_t begin = part * kRun;
+        uint64_t x = run(at<const uint8_t>(source) + begin, std::min(kRun, bytes - begin)) + static_cast<uint64_t>(part + 1) * 0xd6e8feb86659fd93ull;
+        x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
+        x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
+        sum += x ^ (x >> 32);
+    });
+    return sum;
+}
+
+// Segments (byte offset in the scattered buffer, bytes), in the order in which they lie together in the packed one.
+using Runs = std::vector<std::pair<int64_t, int64_t>>;
+
+void move_segments(Address packed, Address scattered, const Runs& runs, bool gather) {
+    std::vector<int64_t> ends;
+    int64_t total = 0;
+    for (const auto& segment : runs) ends.push_back(total += segment.second);
+    constexpr int64_t turn = 256 * 1024;  // bytes
+    hfz::Pool::shared().run((total + turn - 1) / turn, [&](int64_t part) {
+        int64_t begin = part * turn;
+        const int64_t end = std::min(total, begin + turn);
+        size_t index = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+        for (; begin < end; ++index) {
+            const int64_t inside = begin - (ends[index] - runs[index].second);
+            const int64_t bytes = std::min(end, ends[index]) - begin;
+            char* a = at<char>(packed) + begin;
+            char* b = at<char>(scattered) + runs[index].first + inside;
+            std::memcpy(gather ? a : b, gather ? b : a, bytes);
+            begin += bytes;
+        }
+    });
+}
+
+}  // namespace
+
+void bind_sweeps(py::module_& m) {
+    using Free = py::call_guard<py::gil_scoped_release>;
+    m.attr("BLOCK") = hfz::kBlock;
+    m.def("squared_norm", squared_norm, py::arg("source"), py::arg("kind"), py::arg("numel"), Free());
+    m.def("all_finite", all_finite, py::arg("source"), py::arg("kind"), py::arg("numel"), Free());
+    m.def("cast", cast, py::arg("out"), py::arg("out_kind"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
+    m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
+    m.def("encode", encode, py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("source"), py::arg("numel"), Free());
+    m.def("decode", decode, py::arg("out"), py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("numel"), Free());
+    m.def("checksum", checksum, py::arg("source"), py::arg("bytes"), Free());
+    m.def("move_segments", move_segments, py::arg("packed"), py::arg("scattered"), py::arg("runs"), py::arg("gather"), Free());
+}

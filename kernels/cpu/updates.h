@@ -1,0 +1,126 @@
+// The updates of optimizers, a tile at a time. Included after tiles.h.
+//
+// Orders of operations are those of torch.optim's single-tensor implementations; hf_zero/ops/reference.py has them line by line.
+#pragma once
+
+#include "tiles.h"
+
+namespace hfz {
+namespace HFZ_SET {
+
+HFZ_INLINE const float* gradient(const Update& u, float* room, int64_t at, int n) {
+    const float* g = as_floats(room, u.grad, at, n);
+    if (u.divisor == 1.0f && !u.negate) return g;
+    const F divisor = all(u.negate ? -u.divisor : u.divisor);
+    over_vectors(n, [&](int i, int k) { store(room + i, load<F>(g + i, k) / divisor, k); });
+    return room;
+}
+
+HFZ_INLINE void write_out(const Update& u, int64_t at, int n) {
+    if (u.out.data != nullptr) narrow(u.out, u.master + at, at, n, u.stream);
+}
+
+// One tile in fp32. What does not change is in registers: the compiler cannot know that stores leave `a` alone.
+template <bool L2, bool LARGEST>
+static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* v, float* x, int n) {
+    const F keep = all(a.keep), l2 = all(a.l2), beta1 = all(a.beta1), beta2 = all(a.beta2), eps = all(a.eps);
+    const F rest1 = all(a.one_minus_beta1), rest2 = all(a.one_minus_beta2);
+    const F root_scale = all(a.root_scale), step_size = all(a.minus_step_size);
+    const bool near = a.one_minus_beta1 < 0.5f;  // torch.lerp's two forms
+    over_vectors(n, [&](int i, int k) {
+        F grad = load<F>(g + i, k), mean = load<F>(m + i, k), square = load<F>(v + i, k);
+        const F weight = load<F>(w + i, k) * keep;
+        if (L2) grad += weight * l2;
+        const F way = grad - mean;
+        mean = near ? mean + way * rest1 : grad - way * beta1;
+        square = square * beta2 + (grad * rest2) * grad;
+        store(m + i, mean, k);
+        store(v + i, square, k);
+        if (LARGEST) {
+            const F before = load<F>(x + i, k);
+            square = choose((before != before) | (before > square), before, square);
+            store(x + i, square, k);
+        }
+        store(w + i, weight + (mean * step_size) / (root(square) * root_scale + eps), k);
+    });
+}
+
+static void adam(const Adam& a, int64_t begin, int64_t end) {
+    alignas(64) float g_room[kTile], m_room[kTile], v_room[kTile];
+    const bool l2 = a.l2 != 0.0f, largest = a.largest != nullptr;
+    const auto tile = largest ? (l2 ? adam_tile<true, true> : adam_tile<false, true>) : (l2 ? adam_tile<true, false> : adam_tile<false, false>);
+    over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
+        const float* const g = gradient(a.update, g_room, at, n);
+        float* const m = moment(m_room, a.mean, at, n);
+        float* const v = moment(v_room, a.square, at, n);
+        tile(a, a.update.master + at, g, m, v, largest ? a.largest + at : nullptr, n);
+        const int64_t index = a.update.first + at;
+        keep_moment(a.mean, m, at, n, index, a.update.key, false);
+        keep_moment(a.square, v, at, n, index, a.update.key, true);
+        write_out(a.update, at, n);
+    });
+    end_of_stream(a.update.stream);
+}
+
+static void lion(const Lion& a, int64_t begin, int64_t end) {
+    alignas(64) float g_room[kTile], m_room[kTile];
+    over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
+        float* const w = a.update.master + at;
+        const float* const g = gradient(a.update, g_room, at, n);
+        float* const m = moment(m_room, a.mean, at, n);
+        over_vectors(n, [&](int i, int k) {
+            const F grad = load<F>(g + i, k), mean = load<F>(m + i, k);
+            const F way = mean * a.beta1 + grad * a.one_minus_beta1;
+            const F up = choose(way > 0.0f, all(1.0f), F{}), down = choose(way < 0.0f, all(1.0f), F{});
+            store(w + i, load<F>(w + i, k) * a.keep + (up - down) * a.minus_lr, k);
+            store(m + i, mean * a.beta2 + grad * a.one_minus_beta2, k);
+        });
+        keep_moment(a.mean, m, at, n, a.update.first + at, a.update.key, false);
+        write_out(a.update, at, n);
+    });
+    end_of_stream(a.update.stream);
+}
+
+static void adagrad(const Adagrad& a, int64_t begin, int64_t end) {
+    alignas(64) float g_room[kTile];
+    over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
+        float* const w = a.update.master + at;
+        float* const total = a.total + at;
+        const float* const g = gradient(a.update, g_room, at, n);
+        over_vectors(n, [&](int i, int k) {
+            const F weight = load<F>(w + i, k);
+            F grad = load<F>(g + i, k);
+            if (a.l2 != 0.0f) grad += weight * a.l2;
+            const F sum = load<F>(total + i, k) + grad * grad;
+            store(total + i, sum, k);
+            store(w + i, weight + (grad * a.minus_step_size) / (root(sum) + a.eps), k);
+        });
+        write_out(a.update, at, n);
+    });
+    end_of_stream(a.update.stream);
+}
+
+static void sgd(const Sgd& a, int64_t begin, int64_t end) {
+    alignas(64) float g_room[kTile];
+    over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
+        float* const w = a.update.master + at;
+        float* const kept = a.momentum_buffer == nullptr ? nullptr : a.momentum_buffer + at;
+        const float* const g = gradient(a.update, g_room, at, n);
+        over_vectors(n, [&](int i, int k) {
+            const F weight = load<F>(w + i, k);
+            F grad = load<F>(g + i, k);
+            if (a.l2 != 0.0f) grad += weight * a.l2;
+            if (kept != nullptr) {
+                const F moving = a.first_step ? grad : load<F>(kept + i, k) * a.momentum + grad * a.one_minus_dampening;
+                store(kept + i, moving, k);
+                grad = a.nesterov ? grad + moving * a.momentum : moving;
+            }
+            store(w + i, weight + grad * a.minus_lr, k);
+        });
+        write_out(a.update, at, n);
+    });
+    end_of_stream(a.update.stream);
+}
+
+}  // namespace HFZ_SET
+}  // namespace hfz

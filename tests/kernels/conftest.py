@@ -1,0 +1,36 @@
+"""Kernels of the native core, on each instruction set of this machine; nothing to collect where the core is not built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from hf_zero.ops import native
+
+collect_ignore_glob = [] if native.available() else ["test_*.py"]
+# A test above 2^31 elements takes 9 GB and a minute: only where it is asked for.
+if os.environ.get("HF_ZERO_TEST_HUGE") != "1":
+    collect_ignore_glob.append("test_huge.py")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The instruction set and the number of threads are those of the process again after each test."""
+    name, threads = native.instruction_set(), native.threads()
+    yield
+    native.set_threads(threads)
+    if native.available():
+        native.set_instruction_set(name)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", native.instruction_sets(), indirect=True)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> str:
+    native.set_instruction_set(request.param)
+    return request.param

@@ -1,0 +1,369 @@
+"""Tensors to and from files, on every backend this machine has: sizes, addresses, order, lifetimes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.errors import ConfigError, OffloadError
+from hf_zero.ops import files
+from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Priority, parse_faults
+from tests.helpers.file_backends import BACKENDS, NATIVE
+
+BLOCK = 1 << 16
+SIZES = (0, 1, 511, 4095, 4096, 4097, BLOCK - 1, BLOCK + 4096, 3 * BLOCK + 5)
+
+
+def tensor_at(nbytes: int, misaligned: int) -> torch.Tensor:
+    """Random bytes that begin ``misaligned`` bytes after a multiple of 4096."""
+    whole = torch.randint(0, 256, (nbytes + 2 * ALIGNMENT,), dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGNMENT + misaligned
+    return whole[start : start + nbytes]
+
+
+@pytest.fixture(params=BACKENDS)
+def queue(request: pytest.FixtureRequest) -> Iterator[FileQueue]:
+    queue = FileQueue(BLOCK, 4, 3, request.param)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture(params=BACKENDS)
+def one_at_a_time(request: pytest.FixtureRequest) -> Iterator[FileQueue]:
+    queue = FileQueue(BLOCK, 1, 1, request.param)
+    yield queue
+    queue.close()
+
+
+def open_file(folder: Path, direct: bool = True) -> OpenFile:
+    """A file, past the page cache where its file system allows, or as on one that has no O_DIRECT."""
+    if direct:
+        return OpenFile.open(folder / "file", create=True)
+    return OpenFile(str(folder / "file"), os.open(folder / "file", os.O_RDWR | os.O_CREAT))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("misaligned", [0, 1, 64])
+def test_what_is_written_is_read(queue: FileQueue, tmp_path: Path, direct: bool, misaligned: int) -> None:
+    file = open_file(tmp_path, direct)
+    for offset in (0, 1, ALIGNMENT, BLOCK + 513):
+        for nbytes in SIZES:
+            data, out = tensor_at(nbytes, misaligned), tensor_at(nbytes, 64 - misaligned)
+            queue.write(file, offset, data).wait()
+            queue.read(file, offset, out).wait()
+            assert torch.equal(out, data), (offset, nbytes)
+            assert (tmp_path / "file").read_bytes()[offset : offset + nbytes] == data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [(10 << 20) + 3])
+@pytest.mark.parametrize("folder", [None, "/dev/shm"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ten_megabytes_on_a_disk_and_in_memory(backend: str, folder: str | None, nbytes: int, tmp_path: Path) -> None:
+    queue = FileQueue(backend=backend)
+    path = (Path(folder) if folder else tmp_path) / f"hf-zero-test-{os.getpid()}-{backend}"
+    file = OpenFile.open(path, create=True)
+    try:
+        data, out = tensor_at(nbytes, 0), tensor_at(nbytes, 0)
+        queue.write(file, 0, data).wait()
+        queue.read(file, 0, out).wait()
+        assert torch.equal(out, data)
+        assert queue.kind == backend
+    finally:
+        queue.close()
+        path.unlink()
+
+
+def test_every_dtype_and_shape(queue: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool):
+        data = torch.randint(0, 2, (3, 5, 7)).to(dtype)
+        out = torch.empty_like(data)
+        queue.write(file, 24, data).wait()
+        queue.read(file, 24, out).wait()
+        assert torch.equal(out, data)
+
+
+def test_writing_leaves_the_neighbours_of_a_block_alone(queue: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    parts = [tensor_at(1500, 0) for _ in range(200)]
+    for ticket in [queue.write(file, 1500 * index, part) for index, part in enumerate(parts)]:
+        ticket.wait()
+    assert (tmp_path / "file").read_bytes() == torch.cat(parts).numpy().tobytes()
+
+
+def test_many_in_flight_from_several_threads(queue: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    parts = [torch.full((20_000 + index,), index % 256, dtype=torch.uint8) for index in range(240)]
+    offsets = [index * 24_576 for index in range(240)]
+    wrong: list[int] = []
+
+    def work(start: int) -> None:
+        mine = range(start, 240, 4)
+        tickets = [queue.write(file, offsets[i], parts[i], Priority(i % 3)) for i in mine]
+        for ticket in reversed(tickets):
+            ticket.wait()
+        outs = [torch.empty_like(parts[i]) for i in mine]
+        for ticket in [queue.read(file, offsets[i], out, Priority(i % 3)) for i, out in zip(mine, outs)]:
+            ticket.wait()
+        wrong.extend(i for i, out in zip(mine, outs) if not torch.equal(out, parts[i]))
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def fill(value: int) -> torch.Tensor:
+    return torch.full((BLOCK,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(Priority.BEHIND, Priority.AHEAD), (Priority.BEHIND, Priority.NEEDED), (Priority.AHEAD, Priority.NEEDED)]
+)
+def test_what_is_urgent_goes_first(one_at_a_time: FileQueue, tmp_path: Path, first: Priority, second: Priority) -> None:
+    # Both write the same bytes, so what is there in the end tells which of them came last.
+    file = open_file(tmp_path)
+    one_at_a_time.inject(parse_faults("write:1:slow=250"))
+    tickets = [one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)]
+    tickets += [one_at_a_time.write(file, 0, fill(1), first), one_at_a_time.write(file, 0, fill(2), second)]
+    one_at_a_time.close()
+    assert all(ticket.done() for ticket in tickets)
+    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
+
+
+def test_equally_urgent_ones_keep_their_order(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    for value in range(20):
+        one_at_a_time.write(file, 0, fill(value))
+    one_at_a_time.close()
+    assert (tmp_path / "file").read_bytes() == bytes([19]) * BLOCK
+
+
+@pytest.mark.parametrize("how", ["wait", "promote"])
+def test_what_somebody_waits_for_becomes_urgent(one_at_a_time: FileQueue, tmp_path: Path, how: str) -> None:
+    file = open_file(tmp_path)
+    one_at_a_time.inject(parse_faults("write:1:slow=250"))
+    one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)
+    one_at_a_time.write(file, 0, fill(1), Priority.AHEAD)
+    late = one_at_a_time.write(file, 0, fill(2), Priority.BEHIND)
+    if how == "promote":
+        late.promote(Priority.NEEDED)
+    late.wait()
+    one_at_a_time.close()
+    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
+
+
+def test_an_urgent_read_overtakes_the_rest_of_a_long_write(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    long = torch.ones(40 * BLOCK, dtype=torch.uint8)
+    one_at_a_time.write(file, 0, torch.zeros_like(long)).wait()
+    one_at_a_time.inject(parse_faults("write:1:slow=250"))
+    writing = one_at_a_time.write(file, 0, long, Priority.BEHIND)
+    out = fill(7)
+    one_at_a_time.read(file, 39 * BLOCK, out, Priority.NEEDED).wait()
+    assert int(out.max()) == 0, "the read came after the last block of the write"
+    writing.wait()
+
+
+def test_one_after_the_other_whatever_the_priorities(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    one_at_a_time.inject(parse_faults("write:1:slow=100"))
+    first = one_at_a_time.write(file, 0, fill(1), Priority.BEHIND)
+    second = one_at_a_time.transfer(True, [files.Piece(file, 0, 0, BLOCK)], fill(2), Priority.NEEDED, [first])
+    second.wait()
+    assert first.done()
+    assert (tmp_path / "file").read_bytes() == bytes([2]) * BLOCK
+
+
+def test_memory_lives_as_long_as_its_transfer(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    one_at_a_time.inject(parse_faults("write:1:slow=150"))
+    data = fill(5)
+    seen = weakref.ref(data)
+    one_at_a_time.write(file, 0, data)
+    del data
+    gc.collect()
+    assert seen() is not None
+    one_at_a_time.write(file, BLOCK, fill(6)).wait()
+    one_at_a_time.write(file, BLOCK, fill(6)).wait()
+    assert seen() is None
+    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([5]) * BLOCK
+
+
+def test_a_file_is_closed_with_its_last_transfer(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    descriptor = file.descriptor
+    one_at_a_time.inject(parse_faults("write:1:slow=150"))
+    ticket = one_at_a_time.write(file, 0, fill(1))
+    del file
+    os.fstat(descriptor)
+    ticket.wait()
+    one_at_a_time.close()
+    gc.collect()
+    assert ticket.done()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_closing_finishes_what_was_asked_for_and_refuses_more(queue: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    tickets = [queue.write(file, BLOCK * index, fill(index)) for index in range(20)]
+    queue.close()
+    assert all(ticket.done() and not ticket.failed() for ticket in tickets)
+    with pytest.raises(OffloadError, match="closed"):
+        queue.read(file, 0, fill(0))
+    queue.close()
+
+
+def test_cancelling_drops_what_has_not_begun(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    one_at_a_time.inject(parse_faults("write:1:slow=200"))
+    tickets = [one_at_a_time.write(file, BLOCK * index, fill(index + 1), Priority.NEEDED) for index in range(4)]
+    one_at_a_time.close(cancel=True)
+    with pytest.raises(OSError) as caught:
+        tickets[3].wait()
+    assert caught.value.errno == errno.ECANCELED
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_tensors_that_are_not_plain_host_memory_are_refused(queue: FileQueue, tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    for tensor in (torch.zeros(4, 4).t(), torch.zeros(4, device="meta")):
+        with pytest.raises(OffloadError, match="contiguous CPU memory"):
+            queue.write(file, 0, tensor)
+
+
+@pytest.mark.parametrize("arguments", [(4095,), (0,), (1 << 31,), (BLOCK, 0), (BLOCK, 5000), (BLOCK, 4, 0)])
+def test_sizes_that_cannot_be_are_refused(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="needed"):
+        FileQueue(*arguments)
+
+
+def test_the_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in BACKENDS:
+        monkeypatch.setenv("HF_ZERO_IO", backend)
+        queue = FileQueue()
+        assert queue.kind == backend
+        queue.close()
+    monkeypatch.setenv("HF_ZERO_IO", "aio")
+    with pytest.raises(ConfigError, match="io_uring, threads, python"):
+        FileQueue()
+
+
+def test_without_the_native_core_the_same_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_native", lambda: None)
+    queue = FileQueue()
+    assert queue.kind == "python"
+    queue.close()
+    with pytest.raises(ConfigError, match="native core"):
+        FileQueue(backend="threads")
+
+
+def test_a_file_belongs_to_one_kind_of_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        pass
+
+    file = open_file(tmp_path)
+    queue = FileQueue(backend="python")
+    queue.write(file, 0, fill(0)).wait()
+    with pytest.raises(OffloadError, match="another kind"):
+        file.handle(Other)
+    queue.close()
+
+
+CHILD = """
+import os, sys, torch
+from hf_zero.errors import OffloadError
+from hf_zero.ops.files import FileQueue, OpenFile
+backends, path = sys.argv[2:], sys.argv[1]
+queues = [FileQueue(backend=backend) for backend in backends]
+files = [OpenFile.open(path + backend, create=True) for backend in backends]
+for queue, file in zip(queues, files):
+    queue.write(file, 0, torch.ones(1 << 20)).wait()
+for forgets in (False, True):
+    child = os.fork()
+    if child == 0:
+        for queue, file in zip(queues, files):
+            try:
+                queue.read(file, 0, torch.empty(4))
+            except OffloadError as error:
+                assert "forked" in str(error)
+            else:
+                sys.exit(3)
+            queue.close()
+        if forgets:
+            del queues, files, queue, file
+        sys.exit(0)  # through the interpreter's exit, where nothing may wait for threads that are not there
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for queue, file in zip(queues, files):
+        out = torch.empty(1 << 20)
+        queue.read(file, 0, out).wait()
+        assert code == 0 and int(out.sum()) == 1 << 20, (code, queue.kind)
+"""
+
+
+def test_forked_children_are_refused_and_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path / "file"), *BACKENDS]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+EXIT = """
+import sys, torch
+from hf_zero.ops.files import FileQueue, OpenFile, parse_faults
+queues = [FileQueue(1 << 16, 1, 1, backend) for backend in sys.argv[2:]]
+for queue in queues:
+    queue.inject(parse_faults("write:1:slow=50"))
+    file = OpenFile.open(sys.argv[1] + queue.kind, create=True)
+    for _ in range(50):
+        queue.write(file, 0, torch.ones(1 << 20))
+"""
+
+
+def test_a_process_ends_with_transfers_under_way(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "file"), *BACKENDS]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+SECCOMP = """
+import ctypes, struct, sys
+# A filter of the kernel's that answers io_uring_setup (425 everywhere) with EPERM, as containers do.
+program = struct.pack("HBBI", 0x20, 0, 0, 0) + struct.pack("HBBI", 0x15, 0, 1, 425)
+program += struct.pack("HBBI", 0x06, 0, 0, 0x00050001) + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+kept = ctypes.create_string_buffer(program)
+fprog = struct.pack("HxxxxxxP", 4, ctypes.addressof(kept))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.c_char_p(fprog), 0, 0) == 0
+from hf_zero.errors import ConfigError
+from hf_zero.ops.files import FileQueue
+print(FileQueue().kind)
+try:
+    FileQueue(backend="io_uring")
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("core", NATIVE[:1])
+def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str) -> None:
+    environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
+    environment.pop("HF_ZERO_IO", None)
+    done = subprocess.run([sys.executable, "-c", SECCOMP], timeout=120, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[0] == "threads", done.stderr
+    assert "the kernel refuses (io_uring_setup: Operation not permitted)" in done.stdout
+    assert "the kernel refuses io_uring (io_uring_setup: Operation not permitted)" in done.stderr

@@ -1,0 +1,192 @@
+"""Updates of the native core against the torch reference, bit for bit: sizes, starts, dtypes, values, threads, cuts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_zero.ops import Blocks, Moment, adagrad, adam, lion, native, sgd
+from tests.helpers.buffers import Guarded, reference, same_bits
+
+SIZES = [0, 1, 3, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1025, 40_001]
+BIG = 2**20 + 1
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+FIRST = 256 * 12_345_678_901  # above 2^32, at a block
+Update = Callable[..., None]
+State = dict[str, Any]
+
+
+def numbers(numel: int, seed: int) -> Tensor:
+    """Values over many magnitudes, with denormals, zeros and their signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(4).exp()
+    x[::7] *= 1e-38
+    x[3::31] = 0.0
+    x[5::31] = -0.0
+    return x
+
+
+def moment(kind: str, values: Tensor, signed: bool, guarded: Guarded) -> Moment:
+    if kind != "int8":
+        return guarded(values.to(torch.float32 if kind == "fp32" else torch.bfloat16))
+    blocks = Blocks.zeros(values.numel(), signed)
+    blocks.encode(values)
+    return replace(blocks, codes=guarded(blocks.codes), scales=guarded(blocks.scales))
+
+
+def parts(state: State) -> list[Tensor]:
+    found = []
+    for value in state.values():
+        found += [value.codes, value.scales] if isinstance(value, Blocks) else [value] if isinstance(value, Tensor) else []
+    return found
+
+
+def state_of(update: Update, numel: int, guarded: Guarded, grad: torch.dtype, out: torch.dtype | None, kind: str = "fp32") -> State:
+    state: State = {"master": guarded(numbers(numel, 1)), "grad": guarded(numbers(numel, 2).to(grad))}
+    if update is adam:
+        state["exp_avg"] = moment(kind, numbers(numel, 3) * 1e-2, True, guarded)
+        state["exp_avg_sq"] = moment(kind, numbers(numel, 4).square() * 1e-4, False, guarded)
+    elif update is lion:
+        state["exp_avg"] = moment(kind, numbers(numel, 3) * 1e-2, True, guarded)
+    elif update is adagrad:
+        state["total"] = guarded(numbers(numel, 4).square())
+    else:
+        state["momentum_buffer"] = guarded(numbers(numel, 3))
+    if out is not None:
+        state["out"] = guarded(torch.zeros(numel, dtype=out))
+    return state
+
+
+def compare(update: Update, make: Callable[[Guarded], State], offset: int = 0, **settings: Any) -> None:
+    guarded = Guarded(offset)
+    native_state, torch_state = make(guarded), make(Guarded())
+    update(**native_state, **settings)
+    with reference():
+        update(**torch_state, **settings)
+    for name, ours, theirs in zip([*native_state, "", ""], parts(native_state), parts(torch_state)):
+        assert same_bits(ours, theirs), name
+    guarded.check()
+
+
+SETTINGS: dict[Update, State] = {
+    adam: {"step": 7, **ADAM, "weight_decay": 0.1, "decoupled": True, "divisor": 3.0, "seed": 5, "first": FIRST},
+    lion: {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "divisor": 3.0, "seed": 5, "first": FIRST},
+    adagrad: {"step": 7, "lr": 1e-2, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1, "divisor": 3.0},
+    sgd: {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "divisor": 3.0},
+}
+KINDS = {adam: ("fp32", "bf16", "int8"), lion: ("fp32", "bf16", "int8"), adagrad: ("fp32",), sgd: ("fp32",)}
+CASES = [pytest.param(update, kind, id=f"{update.__name__}-{kind}") for update, kinds in KINDS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("update", "kind"), CASES)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: torch.dtype) -> None:
+    for numel in SIZES:
+        for out in (None, *DTYPES):
+            compare(update, lambda g, n=numel, o=out: state_of(update, n, g, grad, o, kind), offset=1, **SETTINGS[update])
+    compare(update, lambda g: state_of(update, 513, g, grad, grad, kind), offset=0, **SETTINGS[update])
+
+
+@pytest.mark.parametrize(("update", "kind"), CASES)
+def test_a_large_one(isa: str, update: Update, kind: str) -> None:
+    compare(update, lambda g: state_of(update, BIG, g, torch.bfloat16, torch.bfloat16, kind), offset=0, **SETTINGS[update])
+
+
+@pytest.mark.parametrize(
+    ("update", "changed"),
+    [
+        (adam, {"decoupled": False}),
+        (adam, {"decoupled": False, "weight_decay": 0.0, "maximize": True}),
+        (adam, {"beta1": 0.3, "beta2": 0.5, "divisor": 1.0, "step": 1}),
+        (adam, {"beta1": 0.0, "eps": 0.0}),
+        (lion, {"maximize": True, "weight_decay": 0.0}),
+        (adagrad, {"maximize": True, "weight_decay": 0.0, "divisor": 1.0}),
+        (sgd, {"nesterov": True, "dampening": 0.0}),
+        (sgd, {"first_step": True}),
+        (sgd, {"first_step": True, "nesterov": True, "dampening": 0.0, "maximize": True}),
+    ],
+)
+def test_every_option(isa: str, update: Update, changed: State) -> None:
+    for grad in (torch.float32, torch.bfloat16):
+        compare(update, lambda g, d=grad: state_of(update, 1300, g, d, torch.float16), **{**SETTINGS[update], **changed})
+
+
+def test_amsgrad_and_no_momentum(isa: str) -> None:
+    def amsgrad(guarded: Guarded) -> State:
+        return {**state_of(adam, 1300, guarded, torch.float32, None), "max_exp_avg_sq": guarded(numbers(1300, 9).square() * 1e-4)}
+
+    compare(adam, amsgrad, **SETTINGS[adam])
+    compare(adam, amsgrad, **{**SETTINGS[adam], "decoupled": False})
+    compare(
+        sgd,
+        lambda g: {**state_of(sgd, 1300, g, torch.float32, None), "momentum_buffer": None},
+        **{**SETTINGS[sgd], "momentum": 0.0},
+    )
+
+
+@pytest.mark.parametrize(("update", "kind"), CASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-45])
+def test_values_at_the_edges(isa: str, update: Update, kind: str, value: float) -> None:
+    def make(guarded: Guarded) -> State:
+        state = state_of(update, 700, guarded, torch.float32, torch.float16, kind)
+        state["grad"][300::97] = value
+        return state
+
+    compare(update, make, **{**SETTINGS[update], "divisor": 1.0})
+
+
+def test_a_gradient_that_is_not_finite_is_seen_in_every_moment(isa: str) -> None:
+    for kind in KINDS[adam]:
+        state = state_of(adam, 700, Guarded(), torch.float32, None, kind)
+        state["grad"][300] = float("nan")
+        adam(**state, **SETTINGS[adam])
+        kept = state["exp_avg_sq"].decode() if kind == "int8" else state["exp_avg_sq"]
+        assert kept[300].isnan() and state["master"][300].isnan() and state["master"][299].isfinite()
+
+
+@pytest.mark.parametrize(("update", "kind"), CASES)
+def test_threads_and_cuts_leave_no_trace(isa: str, update: Update, kind: str) -> None:
+    numel = 150_000
+    whole = state_of(update, numel, Guarded(), torch.bfloat16, torch.bfloat16, kind)
+    native.set_threads(1)
+    update(**whole, **SETTINGS[update])
+    for threads in (2, 5):
+        native.set_threads(threads)
+        again = state_of(update, numel, Guarded(), torch.bfloat16, torch.bfloat16, kind)
+        update(**again, **SETTINGS[update])
+        assert all(same_bits(a, b) for a, b in zip(parts(whole), parts(again)))
+    cut = state_of(update, numel, Guarded(), torch.bfloat16, torch.bfloat16, kind)
+    borders = [0, 256, 256 * 5, 256 * 300, numel]
+    for start, stop in itertools.pairwise(borders):
+        piece = {name: v.narrow(start, stop - start) if isinstance(v, Blocks) else v[start:stop] for name, v in cut.items()}
+        settings = dict(SETTINGS[update])
+        if "first" in settings:
+            settings["first"] += start
+        update(**piece, **settings)
+    assert all(same_bits(a, b) for a, b in zip(parts(whole), parts(cut)))
+
+
+def test_the_copy_may_lie_where_the_gradient_was(isa: str) -> None:
+    apart = state_of(adam, 5000, Guarded(), torch.bfloat16, torch.bfloat16)
+    together = state_of(adam, 5000, Guarded(), torch.bfloat16, None)
+    adam(**apart, **SETTINGS[adam])
+    adam(**together, **SETTINGS[adam], out=together["grad"])
+    assert torch.equal(apart["out"], together["grad"])
+
+
+def test_denormals_are_kept_whatever_the_callers_thread_is_set_to(isa: str) -> None:
+    masters, grads = torch.full((2, 70_000), 3e-39), torch.full((70_000,), 2e-39)
+    for master, flush in zip(masters, (False, True)):
+        torch.set_flush_denormal(flush)
+        try:
+            sgd(master, grads, None, lr=1.0)
+        finally:
+            torch.set_flush_denormal(False)
+    assert torch.equal(*masters) and bool((masters[0] != 0).all())

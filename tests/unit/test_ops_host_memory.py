@@ -1,0 +1,260 @@
+"""Host memory of offloaded state: as much as was asked for, there from the start, gone with the last tensor; pinned by a CUDA that is played."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.errors import HostMemoryError
+from hf_zero.memory.host import Bound
+from hf_zero.ops import host_memory
+from hf_zero.ops.host_memory import HostArena
+
+MB = 1 << 20
+GPU = torch.device("cuda", 0)
+
+
+def mapping_of(address: int) -> dict[str, str] | None:
+    """What /proc/self/smaps says of the mapping that holds ``address``, if it is one that children do not get, as the arena's are."""
+    entry: dict[str, str] | None = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if head:
+            if entry is not None:
+                break
+            entry = {} if int(head[1], 16) <= address < int(head[2], 16) else None
+        elif entry is not None:
+            key, _, value = line.partition(":")
+            entry[key] = value.strip()
+    return entry if entry is not None and "dc" in entry["VmFlags"].split() else None
+
+
+def kilobytes(text: str) -> int:
+    return int(text.split()[0]) * 1024
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("populate", [host_memory._POPULATE_WRITE, 9999], ids=["populate", "by touching"])
+@pytest.mark.parametrize("nbytes", [5000, 3 * MB + 1, 200 * MB + 12345])
+def test_memory_is_what_was_asked_for_and_there(nbytes: int, populate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_POPULATE_WRITE", populate)
+    arena = HostArena()
+    before = resident()
+    tensor = arena.take(nbytes, torch.uint8)
+    grown = resident() - before
+    mapping = mapping_of(tensor.data_ptr())
+    assert mapping is not None
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert nbytes <= kilobytes(mapping["Size"]) == kilobytes(mapping["Rss"]) == arena.nbytes < nbytes + page
+    assert abs(grown - nbytes) <= max(0.05 * nbytes, MB)
+    assert not tensor.any()
+
+
+def test_tensors_of_every_dtype_stand_on_pages_of_their_own() -> None:
+    arena = HostArena(pin=True)
+    tensors = [arena.take(1001, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.float64)]
+    for index, tensor in enumerate(tensors):
+        assert tensor.shape == (1001,) and tensor.is_contiguous() and tensor.data_ptr() % 4096 == 0
+        tensor.fill_(index)
+    assert [int(tensor.double().sum()) for tensor in tensors] == [1001 * index for index in range(6)]
+    assert arena.take(0, torch.float32).shape == (0,)
+    assert not arena.pinned, "without CUDA pin does nothing"
+
+
+def test_memory_goes_with_the_last_tensor_on_it() -> None:
+    arena = HostArena()
+    tensor = arena.take(100 * MB, torch.uint8)
+    address, before = tensor.data_ptr(), resident()
+    view = tensor[50 * MB :].view(torch.float32)
+    del tensor, arena
+    assert mapping_of(address) is not None
+    view.fill_(1.0)
+    del view
+    assert mapping_of(address) is None
+    assert before - resident() > 95 * MB
+
+
+def test_the_arena_counts_what_is_alive() -> None:
+    arena = HostArena()
+    first, second = arena.take(4096, torch.uint8), arena.take(4097, torch.uint8)
+    assert arena.nbytes == 3 * 4096
+    del first
+    assert arena.nbytes == 2 * 4096
+    del second
+    assert arena.nbytes == 0
+
+
+def test_huge_pages_are_asked_for() -> None:
+    tensor = HostArena().take(8 * MB, torch.uint8)
+    mapping = mapping_of(tensor.data_ptr())
+    assert mapping is not None
+    assert "hg" in mapping["VmFlags"].split()
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(HostMemoryError, match=r"1125899\.91 GB of host memory .* \d+\.\d+ GB are free") as caught:
+        HostArena().take(1 << 50, torch.uint8)
+    assert isinstance(caught.value, MemoryError)
+
+
+def test_what_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_ram", lambda: Bound(1 << 62, "a test", True))
+    with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
+        HostArena().take(1 << 60, torch.uint8)
+    seen: list[int] = []
+
+    def out_of_memory(address: int, nbytes: int) -> int:
+        seen.append(address)
+        return errno.ENOMEM
+
+    monkeypatch.setattr(host_memory, "_bring_in", out_of_memory)
+    arena = HostArena()
+    with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
+        arena.take(10 * MB, torch.uint8)
+    assert arena.nbytes == 0
+    assert mapping_of(seen[0]) is None
+
+
+FORKED = """
+import os, sys, torch
+from pathlib import Path
+from hf_zero.ops.host_memory import HostArena
+tensor = HostArena().take(1 << 26, torch.uint8).fill_(3)
+address = tensor.data_ptr()
+child = os.fork()
+if child == 0:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    if any(int(low, 16) <= address < int(high, 16) for low, high in ranges):
+        os._exit(3)
+    import mmap
+    own = [mmap.mmap(-1, 1 << 26) for _ in range(4)]  # may come to lie where the parent's memory is
+    del tensor
+    for memory in own:
+        memory[:] = bytes(1 << 26)
+    sys.exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.exit(code or int(tensor.sum() != 3 << 26))
+"""
+
+
+def test_forked_children_do_not_get_it() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class Cuda:
+    """CUDA's registration of host memory, played; ``answer`` is what it says."""
+
+    def __init__(self, answer: int = 0):
+        self.answer = answer
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1
+        if self.answer == 0:
+            self.registered[address] = nbytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert mapping_of(address) is not None, "unregistered after it was unmapped"
+        self.registered.pop(address)
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cuda]:
+    played = Cuda()
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(host_memory, "_forget_cuda_error", lambda device: None)
+    monkeypatch.setattr(host_memory, "_PCI", tmp_path)
+    (tmp_path / "0000:1b:00.0").mkdir()
+    yield played
+
+
+def test_memory_is_registered_as_long_as_it_lives(cuda: Cuda) -> None:
+    arena = HostArena(pin=True, device=GPU)
+    assert arena.pinned
+    tensor = arena.take(3 * MB, torch.uint8)
+    assert cuda.registered == {tensor.data_ptr(): 3 * MB}
+    del tensor
+    assert cuda.registered == {}
+    unpinned = HostArena(pin=False, device=GPU)
+    kept = unpinned.take(MB, torch.uint8)
+    assert cuda.registered == {} and kept.numel() == MB and not unpinned.pinned
+
+
+@pytest.mark.parametrize("limit", [8192, -1])
+def test_a_refusal_to_pin_is_said_once_and_memory_is_had(cuda: Cuda, heard: list[str], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {host_memory.resource.RLIMIT_MEMLOCK: (limit, limit)}
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: limits.get(which, (-1, -1)))
+    cuda.answer = 2
+    arena = HostArena(pin=True, device=GPU)
+    tensors = [arena.take(MB, torch.float32) for _ in range(3)]
+    assert not arena.pinned
+    assert all(tensor.numel() == MB for tensor in tensors)
+    (message,) = heard
+    assert "does not pin 4194304 bytes" in message and "error 2" in message and "pageable" in message
+    assert ("RLIMIT_MEMLOCK is 8192 bytes: raise it with ulimit -l" in message) == (limit == 8192)
+
+
+@pytest.mark.parametrize(("answers", "left"), [([RuntimeError("out of memory"), None], 0), ([None], 0)])
+def test_cudas_last_error_is_taken_away(monkeypatch: pytest.MonkeyPatch, answers: list[Any], left: int) -> None:
+    def zeros(numel: int, device: torch.device) -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    host_memory._forget_cuda_error(GPU)
+    assert len(answers) == left
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)])
+def test_the_node_of_a_gpu(cuda: Cuda, tmp_path: Path, text: str | None, node: int | None) -> None:
+    if text is not None:
+        (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
+    assert host_memory.numa_node(GPU) == node
+
+
+def test_memory_is_put_on_the_node_of_its_gpu(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]
+) -> None:
+    (tmp_path / "0000:1b:00.0" / "numa_node").write_text("1")
+    asked: list[tuple[int, int]] = []
+
+    def refuse(address: int, nbytes: int, node: int) -> bool:
+        asked.append((nbytes, node))
+        return False
+
+    monkeypatch.setattr(host_memory, "_prefer_node", refuse)
+    arena = HostArena(pin=True, device=GPU)
+    assert arena.take(MB, torch.uint8).numel() == MB
+    assert arena.take(MB, torch.uint8).numel() == MB
+    assert asked == [(MB, 1)]
+    assert heard_in_full == ["host memory is not placed on NUMA node 1 of cuda:0: the system does not let this process"]
+
+
+def test_the_system_is_told_the_node() -> None:
+    tensor = HostArena().take(MB, torch.uint8)
+    placed = host_memory._prefer_node(tensor.data_ptr(), MB, 0)
+    maps = Path("/proc/self/numa_maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    (policy,) = [line.split()[1] for line in lines if int(line.split()[0], 16) == tensor.data_ptr()] or ["default"]
+    assert (policy in ("prefer:0", "prefer=static:0")) == placed
