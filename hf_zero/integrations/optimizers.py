@@ -1,7 +1,7 @@
-"""DeepSpeed's optimizer classes by name: the torch classes of the same update, with DeepSpeed's arguments.
+"""DeepSpeed's optimizer classes by name: the classes of the same update (torch's, and ours over host kernels), with its arguments.
 
-Accelerate swaps a script's optimizer for one of these under offload, and scripts build them by hand. None has an update
-of its own, so the engine takes them for the torch classes that they are.
+Scripts build them by hand, under offload and without. None has an update of its own, so the engine takes them for the
+classes that they are.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from hf_zero.integrations.not_built import refuse
+from hf_zero.optim import CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lion import Lion
 
 
 def _need_bias_correction(name: str, bias_correction: bool) -> None:
     if not bias_correction:
         refuse(f"{name}(bias_correction=False)", "leave it at True")
+
+
+def _moments(fp32_optimizer_states: bool) -> str:
+    return "fp32" if fp32_optimizer_states else "bf16"
 
 
 class FusedAdam(torch.optim.Adam):
@@ -40,8 +45,8 @@ class FusedAdam(torch.optim.Adam):
         )
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Adam, or AdamW where ``adamw_mode`` is set."""
+class DeepSpeedCPUAdam(CPUAdam):
+    """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where ``fp32_optimizer_states`` is not."""
 
     def __init__(
         self,
@@ -56,14 +61,11 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _need_bias_correction("DeepSpeedCPUAdam", bias_correction)
-        if not fp32_optimizer_states:
-            refuse("DeepSpeedCPUAdam(fp32_optimizer_states=False)", "leave it at True: moments are kept in fp32")
-        super().__init__(
-            model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adamw_mode
-        )
+        moments = _moments(fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode=adamw_mode, moments=moments)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(CPUAdagrad):
     """Adagrad."""
 
     def __init__(
@@ -75,6 +77,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
+        if not fp32_optimizer_states:
+            refuse("DeepSpeedCPUAdagrad(fp32_optimizer_states=False)", "leave it at True: a sum of squares is kept in fp32")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -87,8 +91,8 @@ class FusedLion(Lion):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class DeepSpeedCPULion(Lion):
-    """Lion."""
+class DeepSpeedCPULion(CPULion):
+    """Lion; the moment in bf16 where ``fp32_optimizer_states`` is not set."""
 
     def __init__(
         self,
@@ -98,4 +102,4 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay, moments=_moments(fp32_optimizer_states))

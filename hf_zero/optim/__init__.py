@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "BoundOptimizer": "hf_zero.optim.segments",
+    "CPUAdagrad": "hf_zero.optim.cpu",
+    "CPUAdam": "hf_zero.optim.cpu",
+    "CPULion": "hf_zero.optim.cpu",
+    "CPUSGD": "hf_zero.optim.cpu",
     "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
     "OneCycle": "hf_zero.optim.schedules",
@@ -22,6 +26,10 @@ __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
     from hf_zero.optim.build import build_optimizer as build_optimizer
+    from hf_zero.optim.cpu import CPUSGD as CPUSGD
+    from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
+    from hf_zero.optim.cpu import CPUAdam as CPUAdam
+    from hf_zero.optim.cpu import CPULion as CPULion
     from hf_zero.optim.lion import Lion as Lion
     from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
     from hf_zero.optim.schedules import LRRangeTest as LRRangeTest

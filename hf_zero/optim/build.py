@@ -16,6 +16,7 @@ import torch
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
@@ -37,16 +38,17 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Rprop": torch.optim.Rprop,
     "SGD": torch.optim.SGD,
     "Lion": Lion,
+    "CPUAdagrad": CPUAdagrad,
+    "CPUAdam": CPUAdam,
+    "CPULion": CPULion,
+    "CPUSGD": CPUSGD,
 }
 _ALIASES = {
     "FusedAdam": "Adam",
-    "CPUAdam": "Adam",
-    "DeepSpeedCPUAdam": "Adam",
+    "DeepSpeedCPUAdam": "CPUAdam",
     "FusedLion": "Lion",
-    "CPULion": "Lion",
-    "DeepSpeedCPULion": "Lion",
-    "CPUAdagrad": "Adagrad",
-    "DeepSpeedCPUAdagrad": "Adagrad",
+    "DeepSpeedCPULion": "CPULion",
+    "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
     "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLamb", "LARS", "Muon", "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
@@ -58,7 +60,11 @@ _SWITCHES = {
     "AdamW": _ADAM_SWITCHES,
     "Lion": ("set_grad_none", "fp32_optimizer_states"),
     "Adagrad": ("fp32_optimizer_states",),
+    "CPUAdam": ("adam_w_mode", "set_grad_none", "fp32_optimizer_states"),
+    "CPULion": ("set_grad_none", "fp32_optimizer_states"),
+    "CPUAdagrad": ("fp32_optimizer_states",),
 }
+_CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
 
 def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
@@ -103,11 +109,15 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     for key, value in given.items():
         _check_key(name, key, (*accepted, *switches))
         _check_value(name, key, value, accepted.get(key, False if key in switches else None))
-    if not given.get("fp32_optimizer_states", True):
+    narrow = not given.get("fp32_optimizer_states", True)
+    if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(
-            "optimizer.params.fp32_optimizer_states: false is not built: states are kept in fp32; remove it, or set it to true"
+            f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are kept in fp32. Remove it, or use one of "
+            f"{', '.join(_CHOOSES_MOMENTS)}"
         )
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in accepted}
+    if narrow:
+        settings.setdefault("moments", "bf16")
     dialect = _DIALECTS.get(name)
     return dialect(cls, given, settings) if dialect else (cls, settings)
 
@@ -129,6 +139,8 @@ def _check_value(name: str, key: str, value: Any, default: Any) -> None:
     elif isinstance(default, tuple):
         ok = isinstance(value, (list, tuple)) and len(value) == len(default) and all(_is_number(item) for item in value)
         wanted = f"a list of {len(default)} numbers"
+    elif isinstance(default, str):
+        ok, wanted = isinstance(value, str), f"a word such as {default}"
     elif isinstance(default, Real):
         ok, wanted = _is_number(value), "a number (YAML reads 1e-5 as text: write 1.0e-5)"
     else:
@@ -150,6 +162,10 @@ def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
 
 
+def _cpu_adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+    return cls, {**settings, "adamw_mode": given.get("adam_w_mode", given.get("adamw_mode", True))}
+
+
 def _lion(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
     return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; ours is the paper's
 
@@ -158,4 +174,6 @@ _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Cla
     "Adam": _adam,
     "AdamW": _adam,
     "Lion": _lion,
+    "CPUAdam": _cpu_adam,
+    "CPULion": _lion,
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lion import Lion
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -29,6 +30,10 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
     Lion,
+    CPUAdam,
+    CPULion,
+    CPUAdagrad,
+    CPUSGD,
 )
 
 # What a class computes over whole tensors; by name, because most of these live in libraries that may not be installed.
@@ -44,13 +49,13 @@ _WHOLE_TENSOR = {
     "SOAP": "it preconditions with factors of each whole matrix",
     "GaLoreAdamW": "it projects the gradient of each whole matrix",
 }
-_UPDATE_METHODS = ("step", "_init_group")
+_UPDATE_METHODS = ("step", "_init_group", "update")
 
 
 def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
     """The listed class whose update ``cls`` runs unchanged, or None.
 
-    ``cls`` may be a listed class or a subclass of one that overrides neither ``step`` nor ``_init_group``: new
+    ``cls`` may be a listed class or a subclass of one that overrides none of ``step``, ``_init_group`` and ``update``: new
     defaults in ``__init__`` are fine, a new update is not.
     """
     listed = next((ancestor for ancestor in cls.__mro__ if ancestor in ELEMENTWISE), None)

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.config import OptimizerConfig
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.optim import Lion, build_optimizer
+from hf_zero.optim import CPUAdagrad, CPUAdam, CPULion, Lion, build_optimizer
 
 
 def build(kind: str, **params: Any) -> torch.optim.Optimizer:
@@ -22,7 +22,7 @@ def test_torch_classes_by_name_in_any_case(name: str) -> None:
         assert type(build(spelled, lr=0.5)) is getattr(torch.optim, name)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"])
+@pytest.mark.parametrize("kind", ["Adam", "FusedAdam"])
 def test_adam_means_adamw_unless_told_otherwise(kind: str) -> None:
     assert type(build(kind)) is torch.optim.AdamW
     assert type(build(kind, adam_w_mode=True)) is torch.optim.AdamW
@@ -56,11 +56,30 @@ def test_parameters_arrive() -> None:
 
 
 def test_lion_and_its_aliases() -> None:
-    for kind in ("Lion", "FusedLion", "DeepSpeedCPULion"):
+    for kind in ("Lion", "FusedLion"):
         optimizer = build(kind)
         assert type(optimizer) is Lion and optimizer.param_groups[0]["lr"] == 1e-3
     assert build("lion", lr=0.2, betas=[0.5, 0.6]).param_groups[0]["betas"] == (0.5, 0.6)
-    assert type(build("DeepSpeedCPUAdagrad")) is torch.optim.Adagrad
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"), [("CPUAdam", CPUAdam), ("CPULion", CPULion), ("CPUAdagrad", CPUAdagrad), ("DeepSpeedCPUAdam", CPUAdam)]
+)
+def test_names_of_the_host_optimizers(kind: str, cls: type) -> None:
+    assert type(build(kind)) is cls
+
+
+def test_host_adam_decays_apart_unless_told_otherwise_and_keeps_moments_as_told() -> None:
+    assert build("DeepSpeedCPUAdam").param_groups[0]["decoupled_weight_decay"] is True
+    assert build("CPUAdam", adam_w_mode=False).param_groups[0]["decoupled_weight_decay"] is False
+    assert build("CPUAdam", adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
+    assert build("CPUAdam", fp32_optimizer_states=False).param_groups[0]["moments"] == "bf16"
+    assert build("CPULion", moments="int8").param_groups[0]["moments"] == "int8"
+    assert build("DeepSpeedCPULion").param_groups[0]["lr"] == 1e-3
+    with pytest.raises(ConfigError, match="moments of CPUAdam is 8; write a word such as fp32"):
+        build("CPUAdam", moments=8)
+    with pytest.raises(NotBuiltError, match="fp32_optimizer_states: false is not built for CPUAdagrad"):
+        build("CPUAdagrad", fp32_optimizer_states=False)
 
 
 def test_groups_keep_what_they_set() -> None:

@@ -1,0 +1,181 @@
+"""Adam, Lion, Adagrad and SGD on the host kernels: one pass over CPU memory, the names and state of torch.optim.
+
+``moments`` says how Adam's and Lion's moments are kept: ``"fp32"`` (4 bytes each), ``"bf16"`` (2 bytes, rounded
+stochastically) or ``"int8"`` (1 byte and a scale per 256, see :mod:`hf_zero.ops.blocks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.optim.cpu_base import CPUOptimizer, check_moments, check_range
+from hf_zero.optim.kernel_calls import Call, adagrad, adam, lion, sgd
+
+
+class CPUAdam(CPUOptimizer):
+    """AdamW, or Adam where ``adamw_mode`` is false.
+
+    Args:
+        params: fp32 parameters in CPU memory, or groups of them.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for ``weight_decay``, 0 by default.
+        adamw_mode: decay weights apart from the gradient.
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        bias_correction: True; the update without it is not built.
+
+    Raises:
+        ConfigError: a setting outside its range.
+        NotBuiltError: ``bias_correction=False``.
+    """
+
+    kept = {"exp_avg": True, "exp_avg_sq": False}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        moments: str = "fp32",
+    ) -> None:
+        if not bias_correction:
+            raise NotBuiltError("CPUAdam(bias_correction=False) is not built; leave it at True")
+        check_moments("CPUAdam", moments)
+        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            check_range("CPUAdam", key, float(value))
+        for beta in betas:
+            check_range("CPUAdam", "betas", beta, below=1.0)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
+        super().__init__(params, {**defaults, "decoupled_weight_decay": adamw_mode, "moments": moments})
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in self.kept:
+                state[name] = self.new_moment(group, name, param)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = torch.zeros(param.shape)
+        state["step"] += 1
+        adam(self.arrays(state, master), grad, None, Call(group, int(state["step"]), 1.0, seed, False))
+
+
+class CPULion(CPUOptimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675).
+
+    Args:
+        params: fp32 parameters in CPU memory, or groups of them.
+        lr, betas, weight_decay, maximize: as :class:`hf_zero.optim.Lion` has them.
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+
+    Raises:
+        ConfigError: a setting outside its range.
+    """
+
+    kept = {"exp_avg": True}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        moments: str = "fp32",
+    ) -> None:
+        check_moments("CPULion", moments)
+        check_range("CPULion", "lr", float(lr))
+        check_range("CPULion", "weight_decay", weight_decay)
+        for beta in betas:
+            check_range("CPULion", "betas", beta, below=1.0)
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize, "moments": moments})
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+        if "exp_avg" not in state:
+            state["exp_avg"] = self.new_moment(group, "exp_avg", param)
+        # The update needs no count; rounding needs another number at each step.
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        step = int(state["step"])
+        lion(self.arrays(state, master), grad, None, Call(group, step, 1.0, (seed << 32) + step, False))
+
+
+class CPUAdagrad(CPUOptimizer):
+    """Adagrad (Duchi et al. 2011).
+
+    Args:
+        params: fp32 parameters in CPU memory, or groups of them.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad has them.
+
+    Raises:
+        ConfigError: a setting outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        settings = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        settings["initial_accumulator_value"] = initial_accumulator_value
+        for key, value in settings.items():
+            check_range("CPUAdagrad", key, float(value))
+        super().__init__(params, {**settings, "maximize": maximize})
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["sum"] = torch.full(param.shape, float(group["initial_accumulator_value"]))
+        state["step"] += 1
+        adagrad(self.arrays(state, master), grad, None, Call(group, int(state["step"]), 1.0, seed, False))
+
+
+class CPUSGD(CPUOptimizer):
+    """Stochastic gradient descent, with momentum.
+
+    Args:
+        params: fp32 parameters in CPU memory, or groups of them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD has them.
+
+    Raises:
+        ConfigError: a setting outside its range, or ``nesterov`` without momentum or with dampening.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check_range("CPUSGD", key, float(value))
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ConfigError(f"CPUSGD: nesterov needs momentum and no dampening, and they are {momentum} and {dampening}")
+        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, {**settings, "maximize": maximize})
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+        moving = group["momentum"] != 0
+        first = moving and state.get("momentum_buffer") is None
+        if first:
+            state["momentum_buffer"] = torch.zeros(param.shape)
+        sgd(self.arrays(state, master), grad, None, Call(group, 0, 1.0, seed, first))

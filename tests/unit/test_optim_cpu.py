@@ -1,0 +1,190 @@
+"""The host optimizers as torch.optim classes: updates, state, what a state dict survives, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError, NotBuiltError, UnsupportedOptimizerError
+from hf_zero.ops import Blocks
+from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
+from hf_zero.optim.elementwise import check, elementwise_base
+from hf_zero.optim.state import fresh_state
+
+Make = Callable[[Any], torch.optim.Optimizer]
+PAIRS: list[tuple[Make, Make]] = [
+    (lambda p: CPUAdam(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    (lambda p: CPUAdam(p, 1e-2, adamw_mode=False, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1)),
+    (lambda p: CPUAdam(p, 1e-2, amsgrad=True, maximize=True), lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, maximize=True)),
+    (lambda p: CPULion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
+    (lambda p: CPUAdagrad(p, lr_decay=0.1, initial_accumulator_value=0.5), lambda p: torch.optim.Adagrad(p, 1e-2, 0.1, 0.0, 0.5)),
+    (lambda p: CPUSGD(p, 0.1, 0.9, 0.2, 0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.2, 0.1)),
+    (lambda p: CPUSGD(p, 0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
+    (lambda p: CPUSGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
+]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    across = torch.randn(5, 7, generator=generator).t()  # not contiguous
+    return [nn.Parameter(across), nn.Parameter(torch.randn(3, 4, 5, generator=generator)), nn.Parameter(torch.ones(1))]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for index, param in enumerate(params):
+            if index == 2:
+                continue  # one parameter never has a gradient
+            param.grad = torch.sin(param.detach() * 3 + step + index)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_updates_and_state_are_those_of_torch(ours: Make, theirs: Make) -> None:
+    first, second = parameters(), parameters()
+    one, other = ours(first), theirs(second)
+    train(one, first, range(4))
+    train(other, second, range(4))
+    for a, b in zip(first, second):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+        if b.grad is None:
+            assert torch.equal(a, b) and a not in one.state
+            continue
+        extra = {"step"} if isinstance(one, CPULion) else set()
+        kept = {name: value for name, value in other.state.get(b, {}).items() if value is not None}
+        assert set(one.state.get(a, {})) - extra == set(kept)
+        for name, value in kept.items():
+            torch.testing.assert_close(one.state[a][name], value, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("cls", [CPUAdam, CPULion])
+def test_a_resumed_run_goes_on_bit_for_bit(cls: Any, moments: str) -> None:
+    straight = parameters()
+    optimizer = cls(straight, lr=1e-2, moments=moments)
+    train(optimizer, straight, range(6))
+    cut = parameters()
+    before = cls(cut, lr=1e-2, moments=moments)
+    train(before, cut, range(3))
+    saved = pickle.loads(pickle.dumps(before.state_dict()))
+    assert all(
+        value.dim() == 0 or tuple(value.shape) == tuple(cut[index].shape) for index in (0, 1) for value in saved["state"][index].values()
+    )
+    after = cls(cut, lr=1e-2, moments=moments)
+    after.load_state_dict(saved)
+    train(after, cut, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(straight, cut))
+
+
+def test_a_state_dict_goes_between_settings_and_into_torchs_class() -> None:
+    params = parameters()
+    narrow = CPUAdam(params, lr=1e-2, moments="int8", adamw_mode=False)
+    train(narrow, params, range(3))
+    assert isinstance(narrow.state[params[0]]["exp_avg"], Blocks)
+    saved = narrow.state_dict()
+    theirs = torch.optim.Adam(params, lr=1e-2)
+    theirs.load_state_dict(copy.deepcopy(saved))
+    assert theirs.state[params[0]]["exp_avg"].dtype == torch.float32
+    train(theirs, params, range(1))
+    for moments, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        wide = CPUAdam(params, moments=moments)
+        wide.load_state_dict(copy.deepcopy(saved))
+        assert wide.param_groups[0]["moments"] == moments and wide.state[params[0]]["exp_avg"].dtype == kind
+        train(wide, params, range(1))
+    back = CPUAdam(params, moments="int8")
+    back.load_state_dict(saved)
+    ours, kept = back.state[params[0]]["exp_avg_sq"], narrow.state[params[0]]["exp_avg_sq"]
+    assert torch.equal(ours.codes, kept.codes) and torch.equal(ours.scales, kept.scales)
+
+
+def test_a_copy_and_a_pickle_step_alike() -> None:
+    params = parameters()
+    optimizer = CPUAdam(params, lr=1e-2, moments="bf16")
+    train(optimizer, params, range(2))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        theirs = other.param_groups[0]["params"]
+        assert other.param_groups[0]["moments"] == "bf16"
+        train(other, theirs, range(2, 3))
+        again = copy.deepcopy(optimizer)
+        train(again, again.param_groups[0]["params"], range(2, 3))
+        assert all(torch.equal(a, b) for a, b in zip(theirs, again.param_groups[0]["params"]))
+
+
+def test_a_schedule_and_a_tensor_as_learning_rate_are_followed() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    optimizer = CPUSGD(params, lr=torch.tensor(1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    for _ in range(2):
+        params[0].grad = torch.ones(2)
+        optimizer.step()
+        schedule.step()
+    assert params[0].detach().tolist() == pytest.approx([-0.1, -0.1])
+
+
+def test_a_closure_is_called_with_gradients_on() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = CPUAdam([param])
+
+    def closure() -> torch.Tensor:
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 2.0 and bool((param < 1).all())
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
+def test_they_are_elementwise_until_the_update_is_replaced(cls: type) -> None:
+    check(cls([nn.Parameter(torch.ones(1))]))
+    assert elementwise_base(type("Renamed", (cls,), {})) is cls
+    assert elementwise_base(type("Other", (cls,), {"update": lambda self: None})) is None
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
+def test_parameters_that_are_not_taken(cls: Any) -> None:
+    def step(param: torch.Tensor, grad: torch.Tensor) -> None:
+        param.grad = grad
+        cls([param]).step()
+
+    with pytest.raises(UnsupportedOptimizerError, match=rf"{cls.__name__}: a parameter of shape \(2,\) is on meta.*offload_optimizer"):
+        step(nn.Parameter(torch.ones(2, device="meta")), torch.ones(2, device="meta"))
+    with pytest.raises(UnsupportedOptimizerError, match=r"is torch.bfloat16. Keep fp32 parameters"):
+        step(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedOptimizerError, match=r"the gradient of a parameter of shape \(2, 2\) is sparse; make it dense"):
+        step(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: CPUAdam(p, lr=-1.0), "CPUAdam: lr is -1.0"),
+        (lambda p: CPUAdam(p, betas=(0.9, 1.0)), r"CPUAdam: betas is 1.0; give a number in \[0, 1\)"),
+        (lambda p: CPUAdam(p, eps=float("nan")), "CPUAdam: eps is nan"),
+        (lambda p: CPUAdam(p, moments="fp8"), "CPUAdam: moments is 'fp8'; write one of fp32, bf16, int8"),
+        (lambda p: CPULion(p, betas=(-0.1, 0.9)), "CPULion: betas is -0.1"),
+        (lambda p: CPUAdagrad(p, lr_decay=-1.0), "CPUAdagrad: lr_decay is -1.0"),
+        (lambda p: CPUSGD(p, nesterov=True), "CPUSGD: nesterov needs momentum and no dampening"),
+    ],
+)
+def test_settings_out_of_range(make: Make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make([nn.Parameter(torch.ones(1))])
+
+
+def test_no_update_without_bias_correction() -> None:
+    with pytest.raises(NotBuiltError, match=r"CPUAdam\(bias_correction=False\)"):
+        CPUAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
+
+
+def test_under_an_engine_moments_are_one_number_per_element() -> None:
+    narrow = CPUAdam([nn.Parameter(torch.ones(1))], moments="bf16")
+    assert fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))["exp_avg"].dtype == torch.bfloat16
+    blocks = CPUAdam([nn.Parameter(torch.ones(1))], moments="int8")
+    with pytest.raises(UnsupportedOptimizerError, match=r"optimizer CPUAdam keeps state 'exp_avg' .* as a Blocks"):
+        fresh_state(blocks, blocks.param_groups[0], torch.zeros(1))
