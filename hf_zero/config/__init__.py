@@ -1,6 +1,7 @@
 """The configuration of a ZeRO engine: strict, frozen, and each value knows where it came from."""
 
 from hf_zero.config.explaining import ExplainRow
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
@@ -14,11 +15,14 @@ from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [
     "PRESETS",
+    "AioSection",
     "Bf16Section",
     "CheckpointSection",
     "ExplainRow",
     "Fp16Section",
     "LaunchSection",
+    "OffloadOptimizer",
+    "OffloadParam",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",

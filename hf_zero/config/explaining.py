@@ -27,7 +27,7 @@ def as_dialect(reading: Reading, unset: Unset) -> dict[str, Any]:
     flat = {path: value for path, value in reading.values.items() if path in KEYS and value is not None}
     if unset == "default":
         for path, key in KEYS.items():
-            if key.field and key.status is Status.ACTIVE and key.default is not None:
+            if key.field and key.status is Status.ACTIVE and key.default is not None and not key.idle(reading.values):
                 flat.setdefault(path, key.default)
     flat.setdefault("zero_optimization.stage", KEYS["zero_optimization.stage"].default)
     flat.update(dict.fromkeys(reading.autos, AUTO))
@@ -50,14 +50,16 @@ def sources(reading: Reading) -> dict[str, str]:
 
 
 def explain(reading: Reading) -> list[ExplainRow]:
-    """A row for every key that acts and for every other key that was written."""
+    """A row for every key that acts here and for every other key that was written."""
     rows = []
     for path, key in [*KEYS.items(), *ACCELERATE_KEYS.items()]:
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
-        elif path in reading.values or _acts(path):
+        elif path in reading.values or (_acts(path) and not key.idle(reading.values)):
             value, note = reading.values.get(path, key.default), key.note
-            if key.status is Status.INERT:
+            if key.idle(reading.values):
+                note = f"no effect: {key.idle(reading.values)}"
+            elif key.status is Status.INERT:
                 note = f"no effect: {note}"
             elif key.status is Status.NOT_BUILT:
                 note = f"off; {note}: not built in this version"

@@ -6,23 +6,12 @@ accepted: a key that is not here is a mistake of the writer, and the error says 
 
 from __future__ import annotations
 
-from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, NAMES, PATH, SECTION, SIZE, SWITCH, TEXT, choice, integer, number
+from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, NAMES, SECTION, SIZE, SWITCH, TEXT, choice, integer, number
+from hf_zero.config.offload_keys import AIO, FORMER, OFFLOAD, OFFLOAD_ALIASES
 from hf_zero.config.rows import Key, Status, active, enabled, inert, larger_than_one, switched, unbuilt, under
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"
-_OFFLOAD = "read only when a device is set, and offload is not built"
-_NVME = "concerns NVMe offload, which is not built"
-_DEVICE = choice("none", "cpu", "nvme")
-_AIO = {
-    "block_size": COUNT,
-    "queue_depth": COUNT,
-    "intra_op_parallelism": COUNT,
-    "thread_count": COUNT,
-    "single_submit": BOOLEAN,
-    "overlap_events": BOOLEAN,
-    "use_gds": BOOLEAN,
-}
 
 _STAGE = active("zero_optimization.stage", integer(0, 3), 0, "stage", "shards 1: optimizer state, 2: gradients too, 3: parameters too")
 
@@ -65,33 +54,6 @@ _ZERO = under(
     inert("save_muon_momentum_buffer_in_memory", BOOLEAN, "concerns the Muon optimizer"),
     unbuilt("load_from_fp32_weights", BOOLEAN, "16-bit weights as the source of a checkpoint's fp32 masters", True),
     unbuilt("legacy_stage1", BOOLEAN, "the former stage 1"),
-    unbuilt("cpu_offload", BOOLEAN, "optimizer offload"),
-    unbuilt("cpu_offload_param", BOOLEAN, "parameter offload"),
-    inert("cpu_offload_use_pin_memory", BOOLEAN, _OFFLOAD),
-    *under(
-        "offload_optimizer",
-        unbuilt("device", _DEVICE, "optimizer offload", "none", field="offload_optimizer"),
-        inert("nvme_path", PATH, _OFFLOAD),
-        inert("pin_memory", BOOLEAN, _OFFLOAD),
-        inert("buffer_count", COUNT, _OFFLOAD),
-        inert("pipeline", BOOLEAN, _OFFLOAD),
-        inert("pipeline_read", BOOLEAN, _OFFLOAD),
-        inert("pipeline_write", BOOLEAN, _OFFLOAD),
-        inert("fast_init", BOOLEAN, _OFFLOAD),
-        inert("ratio", number(0), _OFFLOAD),
-        inert("super_offload", BOOLEAN, _OFFLOAD),
-        inert("cpuadam_cores_perc", number(0), _OFFLOAD),
-    ),
-    *under(
-        "offload_param",
-        unbuilt("device", _DEVICE, "parameter offload", "none", field="offload_param"),
-        inert("nvme_path", PATH, _OFFLOAD),
-        inert("pin_memory", BOOLEAN, _OFFLOAD),
-        inert("buffer_count", COUNT, _OFFLOAD),
-        inert("buffer_size", SIZE, _OFFLOAD),
-        inert("max_in_cpu", SIZE, _OFFLOAD),
-    ),
-    *under("aio", *(inert(name, kind, _NVME) for name, kind in _AIO.items())),
     switched("zenflow", "ZenFlow", asks=bool, off="null"),
     unbuilt("zero_hpz_partition_size", integer(0), "a second copy of the shards (ZeRO++ hpZ)", 1, 0, field="zero.hpz_partition_size"),
     unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
@@ -129,7 +91,7 @@ _BF16 = under(
     unbuilt("check_grad_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
     unbuilt("check_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
     unbuilt("bf16_master_weights_and_grads", BOOLEAN, "master weights in bf16"),
-    unbuilt("bf16_optimizer_states", BOOLEAN, "optimizer states in bf16"),
+    Key("bf16_optimizer_states", BOOLEAN, Status.ACTIVE, "moments in bf16 where the optimizer is offloaded"),
     unbuilt("ddp_bf16", BOOLEAN, "DeepSpeed's DDP mode for bf16"),
 )
 
@@ -157,7 +119,7 @@ _OPTIMIZER = (
     active("scheduler.params", SECTION),
     active("elementwise_optimizers", NAMES, (), note="classes of optimizers that you vouch update each element by itself"),
     inert("zero_allow_untested_optimizer", BOOLEAN, "Accelerate always sets it, so it authorises nothing; use elementwise_optimizers"),
-    inert("zero_force_ds_cpu_optimizer", BOOLEAN, "concerns optimizer offload"),
+    inert("zero_force_ds_cpu_optimizer", BOOLEAN, "under offload the optimizer keeps its class, and is updated on the CPU all the same"),
 )
 
 _RANKS = (
@@ -238,11 +200,28 @@ _FEATURES = (
     switched("datastates_ckpt", "DataStates checkpoints", asks=bool, off="null"),
 )
 
-_GROUPS = ((_STAGE,), _ZERO, _BATCH, _FP16, _BF16, _GRADIENTS, _OPTIMIZER, _RANKS, _CHECKPOINT, _ACTIVATIONS, _REPORTS, _FEATURES)
+_GROUPS = (
+    (_STAGE,),
+    _ZERO,
+    FORMER,
+    OFFLOAD,
+    AIO,
+    _BATCH,
+    _FP16,
+    _BF16,
+    _GRADIENTS,
+    _OPTIMIZER,
+    _RANKS,
+    _CHECKPOINT,
+    _ACTIVATIONS,
+    _REPORTS,
+    _FEATURES,
+)
 
-KEYS: dict[str, Key] = {
-    key.path: key for group in (*_GROUPS, under("aio", *(inert(name, kind, _NVME) for name, kind in _AIO.items()))) for key in group
-}
+KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
+
+# Keys for which "auto" is a value of their own, not a hole that Accelerate or the Trainer fills.
+OWN_AUTOS: frozenset[str] = frozenset(("kernels", "zero_optimization.offload_optimizer.ratio"))
 
 SECTIONS: frozenset[str] = frozenset(path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == ".")
 
@@ -254,13 +233,11 @@ _STAGE3_FIELDS = (
 # Spellings that mean another key: DeepSpeed's former names, the names of its Python fields, and our own keywords.
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
-    "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
     "zero_optimization.hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3_FIELDS.split()},
     "stage": "zero_optimization.stage",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "offload_optimizer": "zero_optimization.offload_optimizer",
-    "offload_param": "zero_optimization.offload_param",
+    **OFFLOAD_ALIASES,
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,36 @@ def number(low: float | None = None, *, above: float | None = None) -> Kind:
     return Kind("a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)), convert)
 
 
+def _block(value: Any) -> int:
+    size = int(integer(4096).convert(value))
+    if size % 4096:
+        raise ValueError(value)
+    return size
+
+
+def _share(value: Any) -> float:
+    part = float(number(above=0).convert(value))
+    if part > 1:
+        raise ValueError(value)
+    return part
+
+
+def _some_or_auto(value: Any) -> float | str:
+    if value == "auto":
+        return "auto"
+    part = float(number(0).convert(value))
+    if part > 1:
+        raise ValueError(value)
+    return part
+
+
+def _elements(value: Any) -> int:
+    size = _size(value)
+    if size < 1:
+        raise ValueError(value)
+    return size
+
+
 def _size(value: Any) -> int:
     """A bucket size: the fraction that a formula such as 0.9 × hidden² leaves is dropped."""
     return int(number(0).convert(value))
@@ -88,6 +119,21 @@ def _path(value: Any) -> str:
     if not hasattr(value, "__fspath__"):
         return _text(value)
     return str(value)
+
+
+def _paths(value: Any) -> str | tuple[str, ...]:
+    """One absolute path, or several. A comma cannot part them, and is not taken for part of one: ``/a,/b`` is a slip."""
+    if isinstance(value, (list, tuple)):
+        paths = tuple(os.path.abspath(os.path.expanduser(_path(path))) for path in value)
+        if len(set(paths)) < len(paths):
+            raise ValueError(value)
+        return paths[0] if len(paths) == 1 else paths
+    path = _path(value)
+    if path.lower() == "none":  # Accelerate's word for no path
+        return ()
+    if "," in path:
+        raise ValueError(value)
+    return os.path.abspath(os.path.expanduser(path))
 
 
 _DTYPES = {
@@ -159,6 +205,7 @@ def _switch(value: Any) -> str:
 BOOLEAN = Kind("true or false", _boolean)
 TEXT = Kind("a non-empty string", _text)
 PATH = Kind("a path", _path)
+PATHS = Kind("a path, or a list of different paths", _paths)
 DTYPE = Kind("one of 'fp32', 'bf16', 'fp16'", _dtype)
 NAMES = Kind("a list of names", _names)
 SECTION = Kind("a section of keys and plain values", _section)
@@ -166,4 +213,8 @@ INTERVAL = Kind("a positive number of steps or infinity", _report_interval)
 SWITCH = Kind("one of 'off', 'auto', 'on'", _switch)
 ANYTHING = Kind("any value", _anything)
 COUNT = integer(0)
+BLOCK = Kind("a multiple of 4096 bytes", _block)
+SHARE = Kind("a number above 0 and at most 1", _share)
+SOME_OR_AUTO = Kind("a number from 0 to 1, or 'auto'", _some_or_auto)
+ELEMENTS = Kind("a number of elements of at least 1", _elements)
 SIZE = Kind("a number of elements of at least 0", _size)

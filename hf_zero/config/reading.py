@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -93,7 +93,7 @@ class Reading:
         path, source = key.path, label if label == "keyword" else f"{label}: {written}"
         if value is None and path != "zero_optimization.stage":
             return
-        if value == AUTO and path not in ("zero_optimization.stage", "kernels"):
+        if value == AUTO and path != "zero_optimization.stage" and path not in OWN_AUTOS:
             self.autos.add(path)
             self.sources[path] = source
             return
@@ -141,6 +141,33 @@ class Reading:
         if str(self.values.get("fp16.type", "")).startswith("b"):
             self._rename("fp16.enabled", "bf16.enabled")
         self.discard("fp16.type")
+        self._translate_former_offload(label)
+
+    def _translate_former_offload(self, label: str) -> None:
+        """DeepSpeed's former booleans: a device, and pinned memory for each section that has one."""
+        zero = "zero_optimization"
+        for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            self._move(f"{zero}.{old}", (f"{zero}.{section}.device",), lambda on: "cpu" if on else "none", label)
+        places = (f"{zero}.offload_optimizer", f"{zero}.offload_param")
+        chosen = [f"{place}.pin_memory" for place in places if self.values.get(f"{place}.device", "none") != "none"]
+        self._move(f"{zero}.cpu_offload_use_pin_memory", chosen or [f"{place}.pin_memory" for place in places], bool, label)
+
+    def _move(self, old: str, targets: Iterable[str], convert: Callable[[Any], Any], label: str) -> None:
+        """Take the value of ``old`` for ``targets``, unless one of them is "auto" or says otherwise."""
+        if old not in self.values and old not in self.autos:
+            return
+        value, source, auto = self.values.get(old), self.sources[old], old in self.autos
+        self.discard(old)
+        for path in targets:
+            if auto:
+                self.autos.add(path)
+            elif path in self.values and self.values[path] != convert(value):
+                raise ConfigError(
+                    f"{label}: {old} = {value!r} contradicts {self.sources[path]} = {self.values[path]!r}: both mean {path}; remove one of them"
+                )
+            else:
+                self.values[path] = convert(value)
+            self.sources.setdefault(path, source)
 
     def _rename(self, old: str, new: str) -> None:
         if old in self.values:

@@ -23,13 +23,18 @@ def _never(value: Any) -> bool:
     return False
 
 
+def _busy(values: Mapping[str, Any]) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Key:
     """One row: ``path`` as in the JSON, ``field`` as in ZeroConfig (empty when it has none there).
 
     ``note`` says what an active key sets, why an inert one has no effect, or which feature is not built. ``asks`` tells
     whether a value asks for that feature, and ``off`` is what to write instead. ``members`` are the keys of a section
-    that is taken or refused as a whole; None leaves them open.
+    that is taken or refused as a whole; None leaves them open. ``idle`` says, from all values by path, why an active key has
+    no effect beside them, or "".
     """
 
     path: str
@@ -41,11 +46,14 @@ class Key:
     asks: Callable[[Any], bool] = _never
     off: str = ""
     members: frozenset[str] | None = None
+    idle: Callable[[Mapping[str, Any]], str] = _busy
 
 
-def active(path: str, kind: Kind, default: Any = None, field: str = "", note: str = "") -> Key:
-    """A key that hf-zero acts on; its field in ZeroConfig is its path unless named."""
-    return Key(path, kind, Status.ACTIVE, note, default, field or path)
+def active(
+    path: str, kind: Kind, default: Any = None, field: str = "", note: str = "", idle: Callable[[Mapping[str, Any]], str] | None = None
+) -> Key:
+    """A key that hf-zero acts on, unless ``idle`` says why not; its field in ZeroConfig is its path unless named."""
+    return Key(path, kind, Status.ACTIVE, note, default, field or path, idle=idle or _busy)
 
 
 def inert(path: str, kind: Kind, why: str, field: str = "") -> Key:

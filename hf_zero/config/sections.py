@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+
 
 @dataclass(frozen=True)
 class ZeroSection:
@@ -78,6 +80,9 @@ SECTIONS: dict[str, Any] = {
     "zero": ZeroSection,
     "fp16": Fp16Section,
     "bf16": Bf16Section,
+    "offload_optimizer": OffloadOptimizer,
+    "offload_param": OffloadParam,
+    "aio": AioSection,
     "checkpoint": CheckpointSection,
     "launch": LaunchSection,
 }

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from hf_zero.config import explaining, resolving
+from hf_zero.config import explaining, offload, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.reading import Reading
 from hf_zero.config.sections import (
     NAMED,
@@ -65,8 +66,9 @@ class ZeroConfig:
     distributed_interface: str | None
     seed: int | None
     kernels: str
-    offload_optimizer: str
-    offload_param: str
+    offload_optimizer: OffloadOptimizer
+    offload_param: OffloadParam
+    aio: AioSection
     checkpoint: CheckpointSection
     dataloader_drop_last: bool
     launch: LaunchSection = field(init=False, compare=False)
@@ -99,8 +101,9 @@ class ZeroConfig:
         distributed_interface: str | None = None,
         seed: int | None = None,
         kernels: str | None = None,
-        offload_optimizer: str | Mapping[str, Any] | None = None,
-        offload_param: str | Mapping[str, Any] | None = None,
+        offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
+        offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
+        aio: AioSection | Mapping[str, Any] | None = None,
         checkpoint: CheckpointSection | Mapping[str, Any] | None = None,
         dataloader_drop_last: bool | None = None,
         **unknown: Any,
@@ -227,6 +230,7 @@ class ZeroConfig:
 
     def _fill(self, reading: Reading, world_size: int | None) -> None:
         """Set every field from the values of ``reading`` and the table's defaults."""
+        offload.settle(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
         values: dict[str, Any] = {key.field: reading.values.get(path, key.default) for path, key in table if key.field}
         for name, section in SECTIONS.items():
@@ -252,14 +256,15 @@ class ZeroConfig:
                 f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no argument of an optimizer; "
                 f"write gradient_clipping: {norm!r}"
             )
+        offload.check(self._reading)
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as a mapping of the dialect: sections from dataclasses, and ``True`` for a precision."""
+    """Keyword arguments as a mapping of the dialect: what sections hold beside their defaults, and ``True`` for a precision."""
     mapping: dict[str, Any] = {}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
-            value = {item.name: getattr(value, item.name) for item in fields(value) if getattr(value, item.name) is not None}
+            value = {item.name: given for item in fields(value) if (given := getattr(value, item.name)) != item.default}
         if name in ("fp16", "bf16") and isinstance(value, bool):
             value = {"enabled": value}
         mapping["zero_optimization" if name == "zero" else name] = value

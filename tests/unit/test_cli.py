@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hf_zero.cli import doctor, launch, main
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
+from hf_zero.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
@@ -64,6 +66,60 @@ def test_estimate_prints_the_library_s_figures(model: str) -> None:
 
 def test_estimate_takes_precision_from_a_config(model: str) -> None:
     assert json.loads(invoke("estimate", model, "--ranks", "2", "--config", ZERO3, "--stage", "3", "--json"))["precision"] == "fp32"
+
+
+def test_estimate_shows_where_bytes_lie(model: str) -> None:
+    options = ["--offload-optimizer", "nvme", "--moments", "int8", "--offload-param", "cpu"]
+    expected = hf_zero.estimate(
+        model, ranks=2, offload_optimizer={"device": "nvme", "nvme_path": ".", "moments": "int8"}, offload_param={"device": "cpu"}
+    )
+    assert json.loads(invoke("estimate", model, "--ranks", "2", *options, "--json")) == json.loads(json.dumps(expected.to_dict()))
+    shown = " ".join(invoke("estimate", model, "--ranks", "2", *options).split())
+    assert "with offload: optimizer on nvme, int8 moments, parameters on cpu" in shown
+    assert all(in_units(nbytes) in shown for row in expected.stages for nbytes in vars(row.tiers).values())
+    assert "pinned" not in invoke("estimate", model, "--ranks", "2")
+
+
+def test_fit_prints_a_configuration_that_can_be_saved(model: str, tmp_path: Path) -> None:
+    state = hf_zero.estimate(model, ranks=1, stage=1).at(1).state
+    small = ["--device-memory", f"{state // 2}B", "--ram", "1GiB"]
+    shown = invoke("estimate", model, "--ranks", "1", "--fit", *small)
+    written = json.loads(shown[shown.index("\n{") :])
+    assert written["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert "stage 1, all on the device" in shown and "needed" in shown and "Activations are not known: 20% of the device" in shown
+    found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", *small, "--json"))
+    assert found["config"] == written and found["free"]["ram"] == 1 << 30
+    (tmp_path / "saved.json").write_text(json.dumps(written))
+    assert "offload_optimizer" in invoke("explain", str(tmp_path / "saved.json"))
+
+
+def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
+    options = ["--fit", "--device-memory", "80GB", "--ram", "1GiB", "--disk", str(tmp_path), "--json"]
+    four = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "4", *options))["free"]
+    two = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "2", *options))["free"]
+    assert (four["ram"], two["ram"]) == ((1 << 30) // 4, (1 << 30) // 2)
+    assert four["disks"][0]["path"] == str(tmp_path) and 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
+    assert not four["host_device"] and four["device"] == 80_000_000_000
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(0, 8), (4, 4)])
+def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("hf_zero.memory.free.free_bytes", lambda device: 1 << 30)
+    found = json.loads(invoke("estimate", model, "--ranks", "8", "--fit", "--ram", "8GiB", "--json"))["free"]
+    assert found["ram"] == (8 << 30) // share and found["host_device"] is (gpus == 0)
+
+
+def test_fit_takes_this_machine_as_it_is(model: str) -> None:
+    found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", "--json"))
+    assert found["config"]["zero_optimization"] == {"stage": 1} and found["free"]["host_device"] is not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_fit_where_nothing_fits_is_code_1(model: str, as_json: list[str]) -> None:
+    result = CliRunner().invoke(app, ["estimate", model, "--ranks", "1", "--fit", "--device-memory", "1kB", "--ram", "1kB", *as_json])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["config"] is None if as_json else "nothing that was tried fits; use more ranks" in result.stdout
 
 
 def test_explain_shows_every_value_with_its_source() -> None:
@@ -153,6 +209,12 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
     [
         (["estimate", "/no/such/model", "--ranks", "2"], "/no/such/model"),
         (["estimate", ZERO3, "--ranks", "0"], "ranks = 0"),
+        (["estimate", "m", "--ranks", "2", "--ram", "80GB"], "--ram = '80GB': it describes a machine for --fit; add --fit"),
+        (["estimate", "m", "--ranks", "2", "--disk", "/a"], "--disk = ['/a']: it describes a machine"),
+        (["estimate", "m", "--ranks", "2", "--fit", "--offload-optimizer", "cpu"], "--offload-optimizer = 'cpu': --fit chooses it"),
+        (["estimate", "m", "--ranks", "2", "--fit", "--ram", "much"], "'much' is no number of bytes; write 80GB"),
+        (["estimate", "m", "--ranks", "2", "--moments", "bf16"], "--moments = 'bf16': it goes with --offload-optimizer cpu or nvme"),
+        (["estimate", "m", "--ranks", "2", "--offload-param", "disk"], "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'"),
         (["explain", "/no/such.yaml"], "/no/such.yaml"),
         (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
         (["launch", "--preset", "zero9", "--", "x.py"], "'zero9' is unknown; choose one of zero0"),
@@ -202,6 +264,47 @@ def test_doctor_sees_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_ZERO_AUTOLOAD", "off")
     status = {finding.name: finding.status for finding in doctor.examine() if finding.part == "slot"}
     assert (status["TORCH_DEVICE_BACKEND_AUTOLOAD"], status["HF_ZERO_AUTOLOAD"]) == ("off", "off")
+
+
+def test_doctor_shows_the_native_core_its_set_and_its_threads() -> None:
+    found = {row["name"]: row for row in json.loads(invoke("doctor", "--json")) if row["part"] == "kernels"}
+    if native.available():
+        assert found["native core"]["status"] == "ok"
+        assert found["instruction set"]["detail"].startswith(f"{native.instruction_set()}; this machine has ")
+        assert found["threads"]["detail"] == f"{native.threads()}: {native.default_share().source}"
+    else:
+        assert found["native core"]["status"] == "off" and native.why_not() in found["native core"]["detail"]
+
+
+def test_doctor_tells_what_moves_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_IO", "python")
+    found = {finding.name: finding for finding in doctor.examine()}["file transfers"]
+    assert (found.status, found.detail) == ("off", "by python")
+    monkeypatch.setenv("HF_ZERO_IO", "pigeons")
+    found = {finding.name: finding for finding in doctor.examine()}["file transfers"]
+    assert found.status == "broken" and "pigeons" in found.detail
+
+
+def test_doctor_says_why_the_native_core_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, doctor.Finding]:
+        native._loaded.cache_clear()
+        return {finding.name: finding for finding in doctor.examine() if finding.part == "kernels"}
+
+    try:
+        monkeypatch.setenv("HF_ZERO_NATIVE", "0")
+        assert found()["native core"].status == "off"
+        assert found()["native core"].detail == "HF_ZERO_NATIVE=0 switches it off; the torch reference runs in its place"
+        monkeypatch.setenv("HF_ZERO_NATIVE", "1")
+        monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
+        assert "install hf-zero again where a C++17 compiler is on PATH" in found()["native core"].detail
+        monkeypatch.setattr(native, "share_of_this_rank", lambda: pytest.fail("not needed without a core"))
+        core = SimpleNamespace(instruction_sets=lambda: ["plain"])
+        monkeypatch.setitem(sys.modules, "hf_zero._cpu", core)
+        monkeypatch.setenv("HF_ZERO_ISA", "mmx")
+        assert found()["native core"].status == "broken" and "this machine has plain" in found()["native core"].detail
+    finally:
+        monkeypatch.undo()
+        native._loaded.cache_clear()
 
 
 def test_doctor_ends_with_1_where_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

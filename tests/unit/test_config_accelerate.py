@@ -141,8 +141,8 @@ def test_unknown_keys() -> None:
         ),
         (
             {"deepspeed_config": {"offload_param_device": "cpu"}},
-            NotBuiltError,
-            "deepspeed_config.offload_param_device = 'cpu' asks for parameter offload",
+            ConfigError,
+            "offload_param.device = 'cpu' (config dict: deepspeed_config.offload_param_device) needs zero_optimization.stage = 3, not 2",
         ),
         ({"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}}, NotBuiltError, "fsdp_config asks for FSDP"),
         ({"deepspeed_config": {}, "megatron_lm_config": {"x": 2}}, NotBuiltError, "megatron_lm_config asks for Megatron-LM"),

@@ -11,6 +11,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.offload_keys import FORMER
 from hf_zero.config.rows import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -34,14 +35,19 @@ SAMPLES: dict[str, Any] = {
     "an integer of at least 0": 4,
     "an integer of at least 1": 4,
     "a number of at least 0": 0.5,
+    "one of 'none', 'cpu', 'nvme'": "nvme",
+    "one of 'fp32', 'bf16', 'int8'": "int8",
+    "a path, or a list of different paths": ["/local_nvme", "/other_nvme"],
+    "a multiple of 4096 bytes": 262144,
+    "a number above 0 and at most 1": 0.5,
+    "a number from 0 to 1, or 'auto'": "auto",
+    "a number of elements of at least 1": 1e8,
     "a number greater than 0": 2.0,
 }
 
 # A value that asks for the feature, for each key that is not built.
 ASKING: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
-    "zero_optimization.offload_optimizer.device": "cpu",
-    "zero_optimization.offload_param.device": "nvme",
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zero_hpz_partition_size": 8,
@@ -71,11 +77,24 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def complete(key: Key, value: Any) -> dict[str, Any]:
-    """A dict that holds one key, and the type that its section cannot do without."""
+    """A dict that holds one key, and what that cannot do without: a type, a folder, a stage, another device."""
     config = nested(key.path, value)
+    zero = config.get("zero_optimization", {})
+    if key.path.endswith(("offload_optimizer.device", "offload_param.device")):
+        zero["stage"] = 3
+        zero[key.path.split(".")[1]]["nvme_path"] = "/local_nvme"
+    if key.path == "zero_optimization.cpu_offload_param":
+        zero["stage"] = 3
+    if key.path == "bf16.bf16_optimizer_states":
+        config["offload_optimizer"] = "cpu"
     if key.path in ("optimizer.params", "scheduler.params"):
         config[key.path.split(".")[0]]["type"] = "AdamW"
     return config
+
+
+def nested_values(config: ZeroConfig) -> dict[str, Any]:
+    """What was written, by path."""
+    return {row.key: row.value for row in config.explain()}
 
 
 def rows(status: Status) -> list[Any]:
@@ -85,12 +104,13 @@ def rows(status: Status) -> list[Any]:
 @pytest.mark.parametrize("key", rows(Status.ACTIVE) + rows(Status.INERT))
 def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
     config = ZeroConfig.from_dict(complete(key, SAMPLES[key.kind.expected]))
-    if key.path == "fp16.type":  # a spelling of another key
+    if key.path in ("fp16.type", *(former.path for former in FORMER)):  # spellings of other keys
+        assert key.path not in config.sources
         return
     assert config.sources[key.path] == f"config dict: {key.path}"
     row = next(row for row in config.explain() if row.key == key.path)
     assert row.source == f"config dict: {key.path}"
-    assert row.note.startswith("no effect: ") == (key.status is Status.INERT)
+    assert row.note.startswith("no effect: ") == (key.status is Status.INERT or bool(key.idle(nested_values(config))))
 
 
 @pytest.mark.parametrize("key", rows(Status.INERT))

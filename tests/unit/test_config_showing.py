@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ExplainRow, ZeroConfig
 from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.offload_keys import FORMER
 from hf_zero.config.rows import Status
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -27,6 +28,13 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "a section of keys and plain values": PARAMS,
     "a positive number of steps or infinity": st.integers(1, 9) | st.just(float("inf")),
     "a number of elements of at least 0": st.floats(0, 1e12),
+    "one of 'none', 'cpu', 'nvme'": st.sampled_from(["none", "CPU", "nvme"]),
+    "one of 'fp32', 'bf16', 'int8'": st.sampled_from(["fp32", "bf16", "int8"]),
+    "a path, or a list of different paths": st.sampled_from(["/local_nvme", "none", "relative", ["/a"], ["/a", "/b"], []]),
+    "a multiple of 4096 bytes": st.sampled_from([4096, 1 << 20, 262144.0]),
+    "a number above 0 and at most 1": st.floats(0.125, 1),
+    "a number from 0 to 1, or 'auto'": st.floats(0, 1) | st.just("auto"),
+    "a number of elements of at least 1": st.floats(1, 1e12),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
     "one of 'gloo', 'nccl'": st.sampled_from(["gloo", "nccl"]),
     "an integer from 1 to 65535": st.integers(1, 65535),
@@ -40,7 +48,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
 DRAWN = {
     path: STRATEGIES[key.kind.expected]
     for path, key in KEYS.items()
-    if key.status is not Status.NOT_BUILT and path not in ("fp16.type", "bf16.enabled")
+    if key.status is not Status.NOT_BUILT and path not in ("fp16.type", "bf16.enabled", *(key.path for key in FORMER))
 }
 
 
@@ -55,6 +63,23 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     for section in ("optimizer", "scheduler"):
         if section in nested:
             nested[section].setdefault("type", "AdamW")
+    return consistent(nested)
+
+
+def consistent(nested: dict[str, Any]) -> dict[str, Any]:
+    """What the values that were drawn cannot do without: folders for files, stage 3, moments that agree."""
+    zero = nested.get("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name, {})
+        if section.get("device") == "nvme" and section.get("nvme_path", "none") in ("none", []):
+            section["nvme_path"] = "/local_nvme"
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        zero["stage"] = 3
+    if nested.get("bf16", {}).get("bf16_optimizer_states"):
+        section = nested.setdefault("zero_optimization", {}).setdefault("offload_optimizer", {})
+        section.pop("moments", None)
+        if section.get("device", "none") == "none":
+            section["device"] = "cpu"
     return nested
 
 
@@ -138,7 +163,7 @@ def test_explain() -> None:
     assert rows["zero_optimization.stage"][:3] == ("zero_optimization.stage", 3, "config file zero3.yaml: zero_optimization.stage")
     assert rows["timeout"] == ExplainRow("timeout", 1800.0, "default", "seconds until a silent wait is an error")
     assert rows["zero_optimization.overlap_comm"].note == "no effect: gathers and reductions are always asynchronous"
-    assert rows["zero_optimization.offload_param.device"].note == "off; parameter offload: not built in this version"
+    assert rows["zero_optimization.offload_param.device"].note == "where the chunks of parameters live; needs stage 3"
     assert rows["gradient_clipping"].value == rows["optimizer.params.lr"].value == "auto"
     assert "zero_optimization.sub_group_size" not in rows
     lines = config.describe().splitlines()

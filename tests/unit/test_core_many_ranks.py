@@ -12,11 +12,14 @@ import transformers
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_zero.config import ZeroConfig
 from hf_zero.core.comm import Comm
+from hf_zero.core.flat import Flat
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.materialize import partition
+from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
-from hf_zero.core.unit import Flat, State, Unit
+from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import cut
 
 META = torch.device("meta")
@@ -48,7 +51,8 @@ def cut_up(model: nn.Module, stage: int, replicas: int, frozen: bool = False) ->
     model = copy.deepcopy(model)
     comm = Comm(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
     groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
-    return partition(model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16"), comm
+    placement = Placement(ZeroConfig(stage), META, comm.rank, comm.world)
+    return partition(model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16", placement), comm
 
 
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
@@ -68,7 +72,7 @@ def test_bytes_of_a_rank(stage: int, world: int, replicas: int, rank: int, seven
         assert size / numel == pytest.approx(want[kind], rel=0.01), kind
     if stage == 3:
         assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), "a unit is whole after partition"
-        stores = {id(flat._storage): flat._storage.nbytes for flat in flats if flat._storage is not None}
+        stores = {id(flat._storage): flat._storage.nbytes()["device"] for flat in flats if flat._storage is not None}
         assert sum(stores.values()) == found["parameters"], "storage holds more or less than the shards"
 
 

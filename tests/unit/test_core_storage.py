@@ -1,61 +1,144 @@
-"""Where shards live: what is stored is fetched, by the row's name, in the row's dtype."""
+"""Where shards live: what is stored is fetched, in the row's dtype, whatever the row."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from hf_zero.core.storage import ROWS, open_storage
-from hf_zero.errors import NotBuiltError
+from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
+from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
+from hf_zero.core.tier import FileTier
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
+ROWS = ("device", "host", "files")
+Open = Callable[[int, torch.dtype], Storage]
 
 
-@pytest.mark.parametrize("row", ROWS)
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+@pytest.fixture(params=ROWS)
+def row(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    if request.param == "device":
+        return lambda numel, dtype: DeviceStorage(numel, dtype, CPU)
+    if request.param == "host":
+        return lambda numel, dtype: HostStorage(numel, dtype, CPU, zeros)
+    tier, buffers = FileTier([tmp_path], 0), ShardBuffers(2, zeros)
+    return lambda numel, dtype: StorageInFiles("shard", numel, dtype, CPU, tier, buffers)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_starts_at_zero_and_gives_back_what_was_stored(row: str, dtype: torch.dtype) -> None:
-    storage = open_storage(row, 24, dtype, CPU)
-    assert storage.dtype == dtype and storage.nbytes == 24 * dtype.itemsize
+def test_it_starts_at_zero_and_gives_back_what_was_stored(row: Open, dtype: torch.dtype) -> None:
+    storage = row(24, dtype)
+    assert storage.dtype == dtype and sum(storage.nbytes().values()) >= 24 * dtype.itemsize
     assert storage.fetch(0, 24).tolist() == [0] * 24
     storage.store(8, torch.arange(1, 9).to(dtype))
     assert storage.fetch(0, 24).tolist() == [0] * 8 + list(range(1, 9)) + [0] * 8
     fetched = storage.fetch(7, 10)
     assert fetched.dtype == dtype and fetched.device == CPU and fetched.tolist() == [0, 1, 2]
+    out = torch.full((3,), 5).to(dtype)
+    storage.fetch_into(9, out)
+    assert out.tolist() == [2, 3, 4]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_values_are_cast_to_the_dtype_of_the_row(row: str) -> None:
-    storage = open_storage(row, 4, torch.bfloat16, CPU)
+def test_values_are_cast_to_the_dtype_of_the_row(row: Open) -> None:
+    storage = row(4, torch.bfloat16)
     values = torch.tensor([1.0, 1.001, -3.0, 1e-3])
     storage.store(0, values)
     assert torch.equal(storage.fetch(0, 4), values.bfloat16())
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_what_was_fetched_can_be_changed_and_stored_in_its_place(row: str) -> None:
-    storage = open_storage(row, 8, torch.float32, CPU)
-    values = storage.fetch(2, 5)
-    values += 4
+def test_memory_that_was_opened_can_be_filled_and_stored(row: Open) -> None:
+    storage = row(8, torch.float32)
+    values = storage.open(2, 5)
+    values.fill_(4)
     storage.store(2, values)
     assert storage.fetch(0, 8).tolist() == [0, 0, 4, 4, 4, 0, 0, 0]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_nothing_can_be_stored_and_fetched(row: str) -> None:
-    storage = open_storage(row, 0, torch.float32, CPU)
+def test_the_host_writes_in_place_part_by_part(row: Open) -> None:
+    storage = row(8, torch.float32)
+    storage.ahead(0, 8)  # what was read ahead must not be taken for what is written now
+    for start in (0, 3):
+        part = storage.in_host_memory(start, min(start + 3, 8))
+        assert part is not None
+        part.fill_(start + 1)
+    last = storage.in_host_memory(6, 8)
+    assert last is not None
+    last.fill_(9)
+    storage.complete()
+    assert storage.fetch(0, 8).tolist() == [1, 1, 1, 4, 4, 4, 9, 9]
+
+
+def test_nothing_can_be_stored_and_fetched(row: Open) -> None:
+    storage = row(0, torch.float32)
     storage.store(0, torch.empty(0))
-    assert storage.fetch(0, 0).numel() == 0 and storage.nbytes == 0
+    assert storage.fetch(0, 0).numel() == 0 and sum(storage.nbytes().values()) == 0
 
 
-def test_fetching_from_the_device_costs_nothing() -> None:
-    storage = open_storage("device", 16, torch.float32, CPU)
-    assert storage.fetch(4, 8).data_ptr() == storage.fetch(0, 16).data_ptr() + 16
+def test_fetching_from_the_device_costs_nothing_and_from_the_host_a_copy() -> None:
+    device, host = DeviceStorage(16, torch.float32, CPU), HostStorage(16, torch.float32, CPU, zeros)
+    assert device.fetch(4, 8).data_ptr() == device.fetch(0, 16).data_ptr() + 16
+    fetched = host.fetch(4, 8)
+    fetched.fill_(3.0)
+    assert host.fetch(0, 16).tolist() == [0.0] * 16
 
 
-@pytest.mark.parametrize("row", ["nvme", "cpu", "tape"])
-def test_a_place_that_is_not_built_is_named_with_those_that_are(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROWS, "device", ROWS["device"])
-    monkeypatch.delitem(ROWS, row, raising=False)
-    with pytest.raises(NotBuiltError, match=rf"storage '{row}' is not built in this version; use one of \['device'\]"):
-        open_storage(row, 8, torch.float32, CPU)
+def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path: Path) -> None:
+    tier, buffers = FileTier([tmp_path], 0), ShardBuffers(3, zeros)
+    shards = [StorageInFiles(str(i), 5000, torch.float32, CPU, tier, buffers) for i in range(6)]
+    for i, shard in enumerate(shards):
+        shard.store(0, torch.full((5000,), float(i)))
+    for order in (range(6), range(5, -1, -1), (3, 3, 0, 5, 0)):
+        for shard in shards:
+            shard.ahead(0, 5000)
+        for i in order:
+            assert shards[i].fetch(0, 5000).eq(i).all()
+    assert buffers.nbytes == 3 * 20480
+
+
+def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) -> None:
+    shard = StorageInFiles("shard", 5000, torch.float32, CPU, FileTier([tmp_path], 0), ShardBuffers(5, zeros))
+    part = shard.in_host_memory(0, 5000)
+    assert part is not None
+    shard.ahead(0, 5000)
+    part.fill_(1.0)
+    shard.complete()
+    assert shard.fetch(0, 5000).eq(1).all()
+
+
+def test_a_shard_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:EIO")
+    tier, buffers = FileTier([tmp_path], 0), ShardBuffers(2, zeros)
+    shard = StorageInFiles("shard", 4096, torch.float32, CPU, tier, buffers)
+    shard.store(0, torch.ones(4096))
+    assert shard.fetch(0, 1).item() == 1.0 and buffers.trouble is None
+    shard.store(0, torch.full((4096,), 2.0))
+    assert shard.fetch(4000, 4096).eq(2).all() and isinstance(buffers.trouble, OSError)
+    shard.store(5, torch.zeros(1))
+    part = shard.in_host_memory(0, 2)
+    assert part is not None
+    part.fill_(7.0)
+    shard.complete()
+    assert shard.fetch(0, 7).tolist() == [7, 7, 2, 2, 2, 0, 2]
+
+
+def test_shards_that_are_larger_than_those_written_before(tmp_path: Path) -> None:
+    tier, buffers = FileTier([tmp_path], 0), ShardBuffers(2, zeros)
+    shards = []
+    for number, numel in enumerate((10, 5000, 3, 20_000, 9000)):
+        shards.append(StorageInFiles(f"shard {number}", numel, torch.float32, CPU, tier, buffers))
+        shards[-1].store(0, torch.full((numel,), float(number)))
+    assert buffers.nbytes == 2 * 81920
+    for number, shard in enumerate(shards):
+        assert shard.fetch(0, 3).eq(number).all()
+        part = shard.in_host_memory(0, 3)
+        assert part is not None and len(part) == 3
+        part.fill_(-1)
+        shard.complete()
+    assert all(shard.fetch(0, 3).eq(-1).all() for shard in shards)

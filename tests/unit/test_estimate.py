@@ -17,6 +17,7 @@ from hf_zero.core.layout import ALIGNMENT
 from hf_zero.core.policy import bytes_per_parameter
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import moments_of
+from hf_zero.memory import Free
 
 TINY = BertConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=128, architectures=["BertForMaskedLM"]
@@ -137,3 +138,77 @@ def test_nothing_is_allocated() -> None:
     )
     assert seen.total_parameters > 60e9
     assert torch.get_default_device() == torch.device("cpu")
+
+
+# -- tiers, and what fits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_without_offload_everything_is_on_the_device(ranks: int) -> None:
+    for row in hf_zero.estimate(TINY, ranks=ranks).stages:
+        beside = row.tiers.device - row.state - row.gradient_buffers
+        assert (row.tiers.ram, row.tiers.pinned, row.tiers.disk) == (0, 0, 0)
+        assert beside == 0 if row.stage < 3 else row.largest_unit <= beside <= 4 * row.largest_unit
+
+
+def test_offload_moves_bytes_between_tiers() -> None:
+    plain = hf_zero.estimate(TINY, ranks=2)
+    moved = hf_zero.estimate(TINY, ranks=2, offload_optimizer={"device": "cpu", "moments": "int8"}, offload_param="cpu")
+    assert [row.state for row in moved.stages] == [row.state for row in plain.stages]
+    for before, after in zip(plain.stages, moved.stages, strict=True):
+        assert after.tiers.device < before.tiers.device and after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
+    # the parameters move at stage 3 alone
+    assert moved.at(2).tiers.device >= moved.at(2).parameters > moved.at(3).tiers.device - moved.at(3).largest_unit * 4
+    assert json.loads(json.dumps(moved.to_dict()))["offload_optimizer"]["moments"] == "int8"
+
+
+def test_offload_comes_from_the_config_too(tmp_path: Path) -> None:
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }
+    by_config = hf_zero.estimate(TINY, ranks=2, stage=2, config=config).at(2).tiers
+    once = hf_zero.estimate(TINY, ranks=2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}).at(2).tiers
+    assert by_config.disk == once.disk > 0
+    assert by_config.ram - once.ram == pytest.approx(BertForMaskedLM(TINY).num_parameters(), rel=0.01)  # 2 bytes more, over 2 ranks
+    assert hf_zero.estimate(TINY, ranks=2, stage=2, config=config, offload_optimizer="none").at(2).tiers.disk == 0
+
+
+def test_gradients_are_summed_in_what_the_config_says() -> None:
+    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert 2 * hf_zero.estimate(TINY, ranks=1, config=config, stage=0).at(0).gradients == hf_zero.estimate(TINY, ranks=1).at(0).gradients
+
+
+def test_a_proposal_can_be_saved_and_fits() -> None:
+    plenty = hf_zero.propose(TINY, 1, Free(1 << 30, 1 << 30))
+    assert plenty.config == {
+        "optimizer": {"type": "AdamW", "params": {}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    }
+    state = hf_zero.estimate(TINY, 1, stage=1).at(1).state
+    scarce = hf_zero.propose(TINY, 1, Free(state // 2, 1 << 30))
+    assert scarce.config is not None and scarce.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert hf_zero.ZeroConfig.from_dict(scarce.config).offload_optimizer.ratio == "auto"
+    shown = json.loads(json.dumps(scarce.to_dict()))
+    assert shown["tried"][0]["fits"] is False and "device: " in shown["tried"][0]["why_not"] and shown["tried"][-1]["fits"] is True
+    assert shown["config"] == scarce.config and shown["margin"] == 0.2
+
+
+def test_a_proposal_keeps_what_the_configuration_says() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_param": {"device": "none"}},
+    }
+    found = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), config=config)
+    assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    only = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), stage=3, config=config)
+    assert only.config is not None and only.config["zero_optimization"]["stage"] == 3
+
+
+def test_nothing_is_proposed_where_nothing_fits() -> None:
+    found = hf_zero.propose(TINY, 1, Free(10, 10), precision="fp32")
+    assert found.config is None and found.fit.chosen is None and found.to_dict()["config"] is None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
-from hf_zero.optim import Lion
+from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
+from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.table import Run, cut, group_runs
 from tests.helpers.flats import ShardFlat, shard
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD-momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
     "SGD-nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "Lion": (Lion, {}),
+    "CPUAdam-amsgrad": (CPUAdam, {"amsgrad": True, "weight_decay": 0.1}),
+    "CPUAdam-coupled": (CPUAdam, {"adamw_mode": False, "maximize": True}),
+    "CPULion": (CPULion, {}),
+    "CPUAdagrad": (CPUAdagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
+    "CPUSGD-momentum": (CPUSGD, {"momentum": 0.9, "dampening": 0.3}),
 }
 FUSED = ["Adagrad", "Adam", "Adam-amsgrad-maximize", "AdamW", "AdamW-amsgrad", "SGD", "SGD-momentum", "SGD-nesterov"]
 UNITS = [
@@ -91,6 +97,8 @@ class World:
 def make(case: str, parameters: dict[str, torch.nn.Parameter], group_of: dict[str, int], groups: int, **more: Any) -> torch.optim.Optimizer:
     cls, options = CASES[case]
     options = {**options, **more}
+    if issubclass(cls, CPUOptimizer):
+        options.pop("foreach", None)  # one loop is all they have
     settings: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.003}, {"lr": 0.03}][:groups]
     if cls is not torch.optim.Rprop:
         settings[0]["weight_decay"] = 0.1

@@ -1,0 +1,113 @@
+"""Files of the disk tier and the ends of processes: killed, living side by side, leftovers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.core.tier import PREFIX, FileTier, remove_leftovers
+
+LIVING = """
+import sys, torch
+from hf_zero.core.tier import FileTier
+tier = FileTier([sys.argv[1]], 0, block_size=8192)
+region = tier.allocate("r", 1 << 22)
+values = torch.arange(1 << 20, dtype=torch.int32)
+region.write(0, values)
+tier.flush()
+print("ready", flush=True)
+sys.stdin.readline()
+out = torch.zeros_like(values)
+region.read(0, out).wait()
+later = tier.allocate("s", 8192)
+later.write(0, out[:2048])
+tier.flush()
+print("same" if torch.equal(out, values) else "other", flush=True)
+"""
+
+
+def living(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", LIVING, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    process = living(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def test_living_processes_leave_each_other_alone(tmp_path: Path) -> None:
+    process = living(tmp_path)
+    for _ in range(3):
+        tier = FileTier([tmp_path], 0, block_size=8192)
+        tier.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20))
+        tier.flush()
+        tier.close()
+    out, _ = process.communicate("go\n", timeout=60)
+    assert out == "same\n"
+    assert process.returncode == 0
+    assert os.listdir(tmp_path) == []
+
+
+KILLED_EARLY = """
+import os, signal, sys
+from hf_zero.core import tier
+tier.open_direct = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+tier.FileTier([sys.argv[1]])
+"""
+
+
+def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(tmp_path: Path, heard_in_full: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = os.listdir(tmp_path)
+    FileTier([tmp_path]).close()
+    assert os.listdir(tmp_path) == []
+    assert heard_in_full == [f"removed {tmp_path / left}, which a run that was killed had left"]
+
+
+def test_what_is_not_a_leftover_stays(tmp_path: Path) -> None:
+    leftover, locked = tmp_path / f"{PREFIX}a", tmp_path / f"{PREFIX}b"
+    full, folder, link, foreign = tmp_path / f"{PREFIX}c", tmp_path / f"{PREFIX}d", tmp_path / f"{PREFIX}e", tmp_path / "model.bin"
+    for path in (leftover, locked, full, foreign):
+        path.touch()
+    full.write_text("somebody's")
+    folder.mkdir()
+    link.symlink_to(foreign)
+    holder = os.open(locked, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    assert remove_leftovers(str(tmp_path)) == [str(leftover)]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (locked, full, folder, link, foreign)}
+    os.close(holder)
+    assert remove_leftovers(str(tmp_path)) == [str(locked)]
+
+
+def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, taken = fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        if not taken:
+            taken.extend(os.listdir(tmp_path))
+            assert remove_leftovers(str(tmp_path)) == [str(tmp_path / taken[0])]
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    tier = FileTier([tmp_path])
+    assert len(taken) == 1
+    region = tier.allocate("r", 8)
+    region.write(0, torch.ones(8, dtype=torch.uint8)).wait()
+    assert os.fstat(tier._files[0].descriptor).st_size == tier.nbytes
+    assert os.listdir(tmp_path) == []
+    tier.close()

@@ -1,0 +1,68 @@
+"""One step of what is offloaded, flat by flat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_zero.optim.kernel_calls import MASTER
+from hf_zero.optim.piecewise import Update
+from hf_zero.optim.table import Part, Segment
+
+PIECES = 3
+
+
+@dataclass(eq=False)
+class Recorded:
+    """States that tell what was held and what was announced, by flat and piece."""
+
+    key: str
+    events: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def hold(self, piece: int) -> dict[str, Tensor]:
+        self.events.append(("held", self.key, piece))
+        return {MASTER: torch.zeros(4)}
+
+    def ahead(self, piece: int) -> None:
+        self.events.append(("ahead", self.key, piece))
+
+    def release(self, piece: int) -> None:
+        """Nothing was kept."""
+
+
+class Stepping:
+    """Stands for the optimizer: each flat has some pieces."""
+
+    def __init__(self, flats: list[Any]) -> None:
+        self._hosted = {
+            flat.key: [Segment(0, 4 * n, 4 * n + 4, [Part(flat, 4 * n, 4 * n + 4, 0)], n) for n in range(PIECES)] for flat in flats
+        }
+
+    def hosted(self, flat: Any) -> list[Segment]:
+        return self._hosted[flat.key]
+
+    def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
+        held[MASTER].add_(grad)
+
+
+@pytest.mark.parametrize("order", ["abc", "cba", "cab", "bca"])
+def test_what_was_updated_is_not_announced_again(order: str) -> None:
+    """Flats may be updated in another order than they were announced in: what waits is what the next forward needs first."""
+    events: list[tuple[str, str, int]] = []
+    flats = {key: SimpleNamespace(key=key, states=Recorded(key, events), grad=torch.ones(4 * PIECES)) for key in "abc"}
+    update = Update(Stepping(list(flats.values())), [None], [{}], {}, set(), 1.0, 0)
+    for key in "abc":
+        update.announce(flats[key])
+    for key in order:
+        update.run(flats[key], lambda start, stop: None, lambda start, stop, values: None)
+    held = [event for event in events if event[0] == "held"]
+    assert held == [("held", key, piece) for key in order for piece in range(PIECES)]
+    for place, (what, key, piece) in enumerate(events):
+        assert what == "held" or ("held", key, piece) in events[place:]
+    assert len(set(events)) == 2 * len(held) - 1, "all but the first were announced"
