@@ -20,7 +20,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
 from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.preflight import check, moments_of, room_for
 
 
 def initialize(
@@ -61,6 +63,7 @@ def initialize(
         ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
+        DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it says what fits.
     """
     _refuse_other_deepspeed()
     if model is None:
@@ -82,6 +85,7 @@ def initialize(
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)
+    _preflight(model, settings, made)
     release_holders(model)
     engine = Engine(model, settings, made)
     engine.training_dataloader = loader
@@ -106,6 +110,23 @@ def _refuse_other_deepspeed() -> None:
             f"another deepspeed is imported in this process ({where}), and Accelerate and Transformers would train with it; "
             "set HF_ZERO_BACKEND=hf_zero before the start, or uninstall it"
         )
+
+
+def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse what does not fit before any memory is taken, on all ranks alike."""
+    world, device = comm.get_world_size(), comm.default_device()
+    free = room_for(model, config, device)
+    if world > 1:
+        least = [min(numbers) for numbers in zip(*comm.everybody().all_gather_object(free.numbers(), "free memory"))]
+        free = free.with_numbers(least)
+    moments = None
+    if optimizer is not None:
+        check_elementwise(optimizer, config.elementwise_optimizers)
+        moments = moments_of(optimizer)
+    report = check(model, config, world, device=device, free=free, moments=moments, trains=optimizer is not None)
+    if comm.get_rank() == 0:
+        for line in filter(None, (report.warning, report.note)):
+            logger.warning("%s", line)
 
 
 def _told(config: ZeroConfig) -> str:

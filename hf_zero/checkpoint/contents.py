@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +21,39 @@ BUFFER, RNG = "buffer::", "rng::"
 
 def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
     """The tensor that holds the values of ``flat`` on this rank, and the name it is stored under."""
-    if flat.master is not None:
-        return MASTER, flat.master
+    master = flat.master
+    if master is not None:
+        return MASTER, master
     if flat.shard is None:
         raise ValueError(f"flat {flat.key!r} has neither master nor shard on this rank; save after initialize and before destroy")
     return SHARD, flat.shard
 
 
-def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Held:
+    """A tensor of this rank that need not be in memory before it is written: [numel]."""
+
+    dtype: torch.dtype
+    numel: int
+    values: Callable[[], torch.Tensor]
+
+    @classmethod
+    def here(cls, tensor: torch.Tensor) -> Held:
+        return cls(tensor.dtype, tensor.numel(), lambda: tensor)
+
+
+def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, Held]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
+    if flat.states is not None and bound is not None:
+        flat.settle()
+        states, numel = flat.states, flat.owned[1] - flat.owned[0]
+        return {name: Held(states.dtype(name), numel, partial(states.fetch, name)) for name in bound.names(flat)}
+    if not flat.trainable:
+        return {SHARD: Held(flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1])}
     name, weights = weights_of(flat)
-    held = {name: weights}
-    if bound is not None and flat.trainable:
-        held |= {key: tensor for key, tensor in bound.tensors(flat).items() if key != MASTER}
+    held = {name: Held.here(weights)}
+    if bound is not None:
+        held |= {key: Held.here(tensor) for key, tensor in bound.tensors(flat).items() if key != MASTER}
     return held
 
 

@@ -36,11 +36,21 @@ class Flat(Protocol):
         """The values in the compute dtype over ``owned``; None where only the master is held."""
 
     @property
+    def states(self) -> Any:
+        """The :class:`hf_zero.core.states.States` where master and optimizer state live that are offloaded, else None."""
+
+    def settle(self) -> None:
+        """Return when no update of this flat is under way."""
+
+    @property
     def writes(self) -> bool:
         """Whether this rank is the one, among those that own the same elements, that saves them."""
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, casting to the compute dtype."""
+
+    def store_master(self, values: torch.Tensor) -> None:
+        """Overwrite the master weights; ``master`` may be a copy of them."""
 
 
 class Bound(Protocol):
@@ -53,6 +63,10 @@ class Bound(Protocol):
         """Parameter name to the index of its optimizer group."""
 
     def tensors(self, flat: Any) -> Mapping[str, torch.Tensor]: ...
+    def names(self, flat: Any) -> Sequence[str]:
+        """Arrays of a flat whose states are offloaded that hold something."""
+
+    def forget(self) -> None: ...
     def load_tensor(self, flat: Any, name: str, tensor: torch.Tensor) -> None: ...
     def scalars(self) -> Sequence[Mapping[str, Any]]: ...
     def load_scalars(self, scalars: Any) -> None: ...

@@ -101,8 +101,11 @@ class _Load:
         if self.optimizer:
             self._forget_unsaved()
         for flat, found in self.runs:
-            if flat.master is not None:
-                self.checkpoint.fill(flat.master.detach(), found)
+            kept = flat.master
+            if kept is not None:
+                master = kept.detach()
+                self.checkpoint.fill(master, found)
+                flat.store_master(master)
             else:
                 values = weights_of(flat)[1].detach().clone()
                 self.checkpoint.fill(values, found)
@@ -142,7 +145,7 @@ class _Load:
         saved = self.manifest.optimizer
         nothing = saved is not None and not any(group.scalars for group in saved.groups)
         if nothing and not any(flat.states for flat in self.manifest.flats):
-            self.engine.bound.optimizer.state.clear()
+            self.engine.bound.forget()
 
     def _load_states(self, flat: Flat, found: list[Run]) -> None:
         bound = self.engine.bound
@@ -156,8 +159,7 @@ class _Load:
             elif sum(run.length for run in chosen) < sum(run.length for run in found):
                 out.zero_()
             self.checkpoint.fill(out, chosen, name)
-            if name not in live:
-                bound.load_tensor(flat, name, out)
+            bound.load_tensor(flat, name, out)
 
     def _load_groups(self) -> None:
         saved, bound = self.manifest.optimizer, self.engine.bound

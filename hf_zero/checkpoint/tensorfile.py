@@ -94,10 +94,12 @@ def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     return Plan(tuple(entries), struct.pack("<Q", len(text)) + text)
 
 
-def write_tensors(path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], tick: Callable[[int], None] | None = None) -> str:
+def write_tensors(
+    path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
+) -> str:
     """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its SHA-256.
 
-    Tensors may be on any device; ``BLOCK`` bytes are copied to the host at a time, so that no tensor is held twice. One
+    A tensor that has to be fetched first is given as what fetches it, and is let go before the next one. Tensors may be on any device; ``BLOCK`` bytes are copied to the host at a time, so that no tensor is held twice. One
     thread hashes a block while this one writes it.
     """
     digest = hashlib.sha256(plan.header)
@@ -106,7 +108,8 @@ def write_tensors(path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], t
         with ThreadPoolExecutor(1) as hasher:
             write_all(fd, memoryview(plan.header))
             for entry in plan.entries:
-                flat = tensors[entry.name].detach().reshape(-1)
+                given = tensors[entry.name]
+                flat = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
                 step = max(1, BLOCK // entry.dtype.itemsize)
                 for start in range(0, entry.numel, step):
                     block = bytes_view(flat[start : start + step].cpu().contiguous())
@@ -115,6 +118,7 @@ def write_tensors(path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], t
                     hashed.result()
                     if tick is not None:
                         tick(len(block))
+                del given, flat
         os.fsync(fd)
     finally:
         os.close(fd)

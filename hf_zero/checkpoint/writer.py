@@ -111,21 +111,21 @@ def save(
 
 def _write_rank(engine: Engine, path: Path, save_id: str, exclude_frozen: bool) -> Written:
     """Write this rank's file."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, contents.Held] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
             continue
         held = contents.flat_tensors(flat, engine.bound)
-        tensors |= {f"{flat.key}::{name}": tensor for name, tensor in held.items()}
+        tensors |= {f"{flat.key}::{name}": each for name, each in held.items()}
         chunks[flat.key] = (*flat.owned, tuple(held))
     if engine.global_rank == 0:
         buffers = contents.persistent_buffers(engine.module, contents.frozen(engine) if exclude_frozen else ())
-        tensors |= {contents.BUFFER + name: buffer for name, buffer in buffers.items()}
-    tensors |= contents.rng_states()
+        tensors |= {contents.BUFFER + name: contents.Held.here(buffer) for name, buffer in buffers.items()}
+    tensors |= {name: contents.Held.here(state) for name, state in contents.rng_states().items()}
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}
-    plan = plan_file([(name, tensor.dtype, [tensor.numel()]) for name, tensor in tensors.items()], metadata, DATA_ALIGNMENT)
-    digest = write_tensors(path, plan, tensors)
+    plan = plan_file([(name, each.dtype, [each.numel]) for name, each in tensors.items()], metadata, DATA_ALIGNMENT)
+    digest = write_tensors(path, plan, {name: each.values for name, each in tensors.items()})
     return Written(FileEntry(path.name, engine.global_rank, plan.size, digest), chunks, contents.scalars_of(engine))
 
 

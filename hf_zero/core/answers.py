@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.unit import Flat
+from hf_zero.core.flat import Flat
+from hf_zero.core.placement import Placement
+from hf_zero.core.states import MASTER
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Answers:
     _accumulation: int
     _norm: torch.Tensor | None
     _applied: bool
+    _placement: Placement
 
     def gradient_accumulation_steps(self) -> int:
         return self._accumulation
@@ -115,26 +119,48 @@ class Answers:
         return self.counters.skipped_steps
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of state on this rank now: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
-        seen: dict[int, int] = {}
-        kinds: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        """Bytes of state on this rank now, wherever they live: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
+        held = self._held()
+        return {
+            kind: sum(nbytes for (each, _), nbytes in held.items() if each == kind) for kind in ("parameters", "gradients", "optimizer")
+        }
 
-        def add(kind: str, tensor: torch.Tensor | None) -> None:
-            if tensor is None or not tensor.numel():
-                return
-            if seen.setdefault(tensor.data_ptr(), tensor.nbytes) == tensor.nbytes and tensor.data_ptr() not in counted:
-                counted.add(tensor.data_ptr())
-                kinds[kind] += tensor.nbytes
+    def bytes_by_tier(self) -> dict[str, int]:
+        """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the buffers between it and files) and ``disk``."""
+        held = self._held()
+        tiers = {tier: sum(nbytes for (_, each), nbytes in held.items() if each == tier) for tier in ("device", "ram", "disk")}
+        tiers["ram"] += sum(self._placement.held().values())
+        return tiers
 
+    def _held(self) -> Counter[tuple[str, str]]:
+        """Bytes by kind and tier."""
+        found: Counter[tuple[str, str]] = Counter()
         counted: set[int] = set()
+
+        def add(kind: str, tier: str, tensor: torch.Tensor | None) -> None:
+            if tensor is not None and tensor.numel() and tensor.data_ptr() not in counted:
+                counted.add(tensor.data_ptr())
+                found[kind, tier] += tensor.nbytes
+
         for flat in self.flats:
-            add("parameters", flat.shard if flat.sharded else flat.full)
-            if flat.trainable:
-                add("gradients", flat.window if flat.window is not None else flat.grad)
-                if flat.dtype in (torch.bfloat16, torch.float16):
-                    add("optimizer", flat.master)
-                if self.bound is not None:
-                    for name, tensor in self.bound.tensors(flat).items():
-                        if name != "master":
-                            add("optimizer", tensor)
-        return kinds
+            if flat.sharded and flat.is_away:
+                for tier, nbytes in flat.shard_bytes().items():
+                    found["parameters", tier] += nbytes
+            else:
+                add("parameters", "device", flat.shard if flat.sharded else flat.full)
+            if not flat.trainable:
+                continue
+            add("gradients", "device", flat.window)
+            if flat.states is not None:
+                add("gradients", "ram", flat.grad)
+                for tier, nbytes in flat.states.nbytes().items():
+                    found["optimizer", tier] += nbytes
+                continue
+            if flat.window is None:
+                add("gradients", "device", flat.grad)
+            if flat.has_own_master:
+                add("optimizer", "device", flat.master)
+            for name, tensor in self.bound.tensors(flat).items() if self.bound is not None else ():
+                if name != MASTER:
+                    add("optimizer", "device", tensor)
+        return found

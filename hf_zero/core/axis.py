@@ -161,6 +161,11 @@ class Axis:
             lanes.append(watch.presence.lane(lane) if watch.presence is not None and self.size > 1 else lane)
         self.gathers, self.reductions = lanes
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Global ranks of the others."""
+        return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
+
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 

@@ -241,7 +241,8 @@ def everybody() -> Everybody:
 class Comm:
     """The ranks of one engine as a mesh of ``shards`` × replicas, and the store in which they agree."""
 
-    def __init__(self, shards: int, device: torch.device, timeout: float = DEFAULT_TIMEOUT):
+    def __init__(self, shards: int, device: torch.device, timeout: float = DEFAULT_TIMEOUT, updates: bool = False):
+        """``updates``: another communicator over the shards, for a thread that gathers updated parameters beside all else."""
         self.rank, self.world = get_rank(), get_world_size()
         self.ledger = Ledger()
         self.timeout = timeout
@@ -270,28 +271,41 @@ class Comm:
         columns = [list(range(start, self.world, shards)) for start in range(shards)]
         self.shard = self._axis(rows, backend, "", device)
         self.replicate = self._axis(columns, backend, " across replicas", device)
+        self.updates = self._axis(rows, backend, " of updates", device, self._quiet(), places=1) if updates and shards > 1 else None
 
-    def _axis(self, sets: list[list[int]], backend: str, kind: str, device: torch.device) -> Axis:
+    def _quiet(self) -> Watch:
+        """A watch that knows what ends this rank, and leaves the watching to whoever waits for the thread: a rank waits for one thing."""
+        watch = Watch(enabled=False)
+        watch.presence = self.watch.presence
+        return watch
+
+    def _axis(
+        self, sets: list[list[int]], backend: str, kind: str, device: torch.device, watch: Watch | None = None, places: int = 2
+    ) -> Axis:
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if len(mine) > 1:
-            for place in range(2):
+            for place in range(places):
                 for ranks in sets:
                     made = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + MARGIN_SECONDS))
                     if self.rank in ranks:
                         groups[place] = made
         name = f"{self.name}{kind}"
-        return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, self.watch, name, self.timeout, device)
+        return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, watch or self.watch, name, self.timeout, device)
+
+    @property
+    def _axes(self) -> list[Axis]:
+        return [self.shard, self.replicate, *([self.updates] if self.updates is not None else [])]
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this mesh end here."""
         if self.agreement is not None:
             self.agreement.close(why)
-        for axis in (self.shard, self.replicate):
+        for axis in self._axes:
             axis.gathers.closed = axis.reductions.closed = why
         if self.watch.presence is not None:
             self.watch.presence.say("here")
         if groups:
-            for axis in (self.shard, self.replicate):
+            for axis in self._axes:
                 axis.close()
 
     def barrier(self) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.flat import Flat
 from hf_zero.core.layout import Slot
-from hf_zero.core.unit import Flat, Unit
+from hf_zero.core.unit import Unit
 
 
 def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
+    unit.settle()
     if unit.sharded:
         engine.schedule.pin(unit)
     try:
@@ -37,23 +39,21 @@ def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
 def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
     """Every parameter whole on its device, one unit at a time; of the master weights where ``dtype`` is float32."""
     for unit in engine.units:
-        masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and _has_own_master(flat)}
+        masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and flat.has_own_master}
         for flat, slot, view in _gathered(engine, unit):
             master = masters.get(flat)
             yield flat, slot, view if master is None else master[slot.offset : slot.end].view(slot.shape)
 
 
-def _has_own_master(flat: Flat) -> bool:
-    return flat.master is not None and flat.master.dtype != flat.dtype
-
-
 def _whole_master(flat: Flat) -> torch.Tensor:
     """The fp32 master weights of all ranks: [padded]."""
-    assert flat.master is not None
+    master = flat.master
+    assert master is not None
     if flat.layout.shards == 1:
-        return flat.master
-    whole = torch.empty(flat.layout.padded, dtype=flat.master.dtype, device=flat.master.device)
-    flat.axis.all_gather([(whole, flat.master)], f"masters of {flat.key}").wait()
+        return master
+    master = master.to(flat.full.device)
+    whole = torch.empty(flat.layout.padded, dtype=master.dtype, device=master.device)
+    flat.axis.all_gather([(whole, master)], f"masters of {flat.key}").wait()
     return whole
 
 

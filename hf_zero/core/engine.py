@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,16 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core import comm as comms
 from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.comm import Comm
-from hf_zero.core.grads import GradientReducer, squared_norm
+from hf_zero.core.flat import Flat
+from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step, refuse_switched
+from hf_zero.core.homeward import Homeward
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.layout import Slot
 from hf_zero.core.losses import Losses
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.parameter import owner_of
+from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.saving import Saving
@@ -29,19 +32,24 @@ from hf_zero.core.schedule import Schedule
 from hf_zero.core.stopping import Stopping
 from hf_zero.core.takeover import give_back, refuse_strangers, take_over
 from hf_zero.core.tree import map_tensors
-from hf_zero.core.unit import Flat, Unit
+from hf_zero.core.trouble import refuse_half_done, refuse_step
+from hf_zero.core.unit import Unit
+from hf_zero.core.update import Updater
+from hf_zero.core.updating import Updating
 from hf_zero.core.wrap import cut
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
+from hf_zero.ops import native
 from hf_zero.optim.elementwise import check
+from hf_zero.optim.offloaded import OffloadedOptimizer
 from hf_zero.optim.segments import BoundOptimizer
-from hf_zero.optim.state import collect
+from hf_zero.optim.state import collect, numbers_kept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-class Engine(Answers, Stopping, Saving):
+class Engine(Answers, Stopping, Saving, Updating):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
@@ -72,7 +80,8 @@ class Engine(Answers, Stopping, Saving):
         self.counters = Counters()
         self.scaler = LossScaler.from_config(config)
         self._policy = POLICIES[config.stage]
-        self.comm = Comm(self._policy.shards(comms.get_world_size(), config.replicate_size), self.device, config.timeout)
+        beside = config.offload_optimizer.on and self._policy.gathers_after_step
+        self.comm = Comm(self._policy.shards(comms.get_world_size(), config.replicate_size), self.device, config.timeout, beside)
         self.global_rank, self.world_size, self.local_rank = self.comm.rank, self.comm.world, comms.get_local_rank()
         self.shard_rank, self.shard_world = self.comm.shard.rank, self.comm.shard.size
         self._accumulation = config.gradient_accumulation_steps or 1
@@ -81,6 +90,9 @@ class Engine(Answers, Stopping, Saving):
         self._syncs = True
         self.max_norm = float(config.gradient_clipping or 0.0)  # to which the gradient is clipped; 0: not. It may change between steps
         self._norm: torch.Tensor | None = None
+        self._placement = Placement(config, self.device, self.comm.rank, self.comm.world)
+        self.updater: Updater | None = None  # of what is offloaded
+        self._threads: int | None = None  # that kernels ran on before
         self._applied = False
         self._destroyed = False
         try:
@@ -90,6 +102,7 @@ class Engine(Answers, Stopping, Saving):
                 flat = owner_of(parameter)
                 if flat is not None and flat.axis in (self.comm.shard, self.comm.replicate):
                     flat.retire()  # the model must not stay with an engine that nobody holds
+            self._placement.close()
             self.comm.close(groups=not self._policy.shards_parameters, why=f"could not build the engine ({comms.first_line(error)})")
             raise
         if not _guarding:
@@ -109,7 +122,7 @@ class Engine(Answers, Stopping, Saving):
         group_of = {name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad}
         if optimizer is not None:  # state that cannot be carried over is refused before the model is cut up
             collect(optimizer, given, {name: Slot(name, tuple(given[name].shape), 0) for name in group_of}, group_of)
-        accumulate = config.gradient_accumulation_dtype
+        accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         self.units = partition(
             model,
             cuts,
@@ -118,18 +131,26 @@ class Engine(Answers, Stopping, Saving):
             self.comm,
             self.device,
             None if self.holds else config.precision,
+            self._placement,
             DTYPES[accumulate] if accumulate else None,
+            DTYPES[wire] if wire else None,
+            numbers_kept(optimizer) if optimizer is not None and self._placement.in_files else 0,
         )
         self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         for flat in self.flats:
             flat.engine = weakref.ref(self)
         self._training = [flat for flat in self.flats if flat.trainable]
-        self.bound = BoundOptimizer(optimizer, self._training, group_of, given) if optimizer is not None else None
+        self.bound = self._bind(optimizer, group_of, given) if optimizer is not None else None
         item = max((flat.dtype.itemsize for flat in self.flats), default=4)
-        self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item)
+        self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item, self._placement.reads_ahead)
         scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
-        wire = config.communication_data_type
-        self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None)
+        away = self._placement.offloads_optimizer and self.bound is not None
+        homeward = Homeward(self.device, self._placement.take_pinned) if away and self.device.type == "cuda" else None
+        if away:
+            self.updater = Updater(self.units, self.comm, self.device, self._placement.piece, self._placement.take_pinned, homeward)
+        self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None, homeward)
+        if self.updater is not None:
+            self.schedule.on_need = self.updater.used
         self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, lambda: self._losses.part_joins())
         self._losses = Losses(self.global_rank, self.scaler, config.precision == "fp16", self._training, self._hooks.is_in_backward)
         self._guards = ModuleGuards(model, self.units, self.schedule)
@@ -140,6 +161,14 @@ class Engine(Answers, Stopping, Saving):
             self._publish_scale()
         with self.schedule.writing():
             pass  # what the partition wrote
+
+    def _bind(self, optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], given: Mapping[str, nn.Parameter]) -> BoundOptimizer:
+        if not self._placement.offloads_optimizer:
+            return BoundOptimizer(optimizer, self._training, group_of, given)
+        if self._placement.cores < 1.0 and native.available():
+            self._threads = native.threads()
+            native.set_threads(max(1, int(self._placement.cores * native.default_share().threads)))
+        return OffloadedOptimizer(optimizer, self._training, group_of, given, self._placement.moments)
 
     def _publish_scale(self) -> None:
         if self.optimizer is not None:
@@ -166,8 +195,12 @@ class Engine(Answers, Stopping, Saving):
     def _backward_begins(self) -> None:
         if self.bound is not None:
             refuse_switched(self.flats)
+            refuse_half_done(self.updater, "another backward")
         self._reducer.weight = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
+        early = self._reducer.reduces and self._placement.updates_in_backward and not (self.max_norm or self._losses.may_overflow)
+        early = early and not self._failed_writes()
+        self._reducer.on_landed = self._update_early if early else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,6 +249,7 @@ class Engine(Answers, Stopping, Saving):
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
         self._reducer.reduce_windows()
+        self._reducer.arrive()
 
     # ---- the step ----
 
@@ -228,6 +262,7 @@ class Engine(Answers, Stopping, Saving):
         self._hooks.reset()
         self._guards.check()
         if self._reducer.spoiled:
+            refuse_half_done(self.updater, "a step whose gradients are not complete")
             raise PartitionError(
                 "a backward was broken by an exception after part of its gradients had been taken in; call engine.zero_grad() and repeat the window"
             )
@@ -240,6 +275,9 @@ class Engine(Answers, Stopping, Saving):
             return
         if self.bound is None:
             raise PartitionError("step() needs an optimizer; pass one to hf_zero.initialize or name one in the config")
+        if self.max_norm:
+            refuse_half_done(self.updater, "gradient clipping that was switched on after the backward")
+        refuse_step(self._failed_writes())
         self._reducer.reduce_windows()
         if self._training and not any(flat.reduced for flat in self._training):
             raise PartitionError("step() without a backward since the last step; call engine.backward(loss) first")
@@ -253,6 +291,8 @@ class Engine(Answers, Stopping, Saving):
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         self._publish_scale()
+        if self._placement.measures and not overflow:
+            self._bring_back_what_fits()
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
         self._applied = not overflow
@@ -269,57 +309,10 @@ class Engine(Answers, Stopping, Saving):
         self.counters.micro_steps += 1
         self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
-        self._reducer.reduce_windows()
-        return float(self._squared_norm().sqrt()) / self.scaler.scale if any(flat.reduced for flat in self._training) else 0.0
-
-    def _squared_norm(self) -> torch.Tensor:
-        return squared_norm([flat.grad for flat in self._training if flat.grad is not None], self.comm, self.device)
-
-    def _update(self) -> bool:
-        """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
-        assert self.bound is not None
-        if self.comm.shard.size == 1:  # nothing else would show that a rank is at another micro-batch
-            self.comm.replicate.mark(f"step {self.counters.global_steps} after {self.comm.replicate.reductions.issued} reductions")
-        total = self._squared_norm()
-        scale, limit = self.scaler.scale, self.max_norm
-        self._norm = total.sqrt() / scale
-        if self._losses.may_overflow and not bool(torch.isfinite(total)):
-            return True
-        divisor = None
-        if limit > 0.0:
-            divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)
-        elif scale != 1.0:
-            divisor = torch.full((), scale, device=self.device)
-        with self.schedule.writing():  # in fp32 the masters are the shards
-            self.bound.step(divisor)
-        self.refresh_params()
-        return False
-
-    @torch.no_grad()
-    def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
-        """Bring parameters up to date with the masters (collective): cast into shards; gather where they are whole."""
-        chosen = self.flats if flats is None else list(flats)
-        with self.schedule.writing():
-            for flat in chosen:
-                if flat.master is not None:
-                    flat.store_shard(flat.master)
-        handles = []
-        for flat in chosen:
-            if not flat.sharded and flat.layout.shards > 1:
-                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
-        for handle in handles:
-            handle.wait()
-        for unit in dict.fromkeys(flat.unit for flat in chosen):
-            if unit.index in self.schedule.gathered:
-                unit.launch_gather()  # pinned across the step: its whole values are those of before
-                unit.finish_gather()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the accumulation window too."""
         self._hooks.reset()
+        refuse_half_done(self.updater, "zero_grad()")
         self._reducer.clear()
         self._losses.forget()
 
@@ -345,6 +338,11 @@ class Engine(Answers, Stopping, Saving):
         if self._destroyed:
             return
         self._destroyed = True
+        failure = self.updater.close() if self.updater is not None else None
+        if self._placement.offloads_anything and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no copy may outlive the host memory that it reads or fills
+        if self._threads is not None:
+            native.set_threads(self._threads)
         self._give_signals_back()
         for unit in self.units:
             if unit.sharded and gather:
@@ -359,9 +357,12 @@ class Engine(Answers, Stopping, Saving):
         self.module.__dict__.pop("zero_grad", None)
         for flat in self.flats:
             flat.retire()
+        self._placement.close()
         self._reducer.close()
         if self.optimizer is not None:
             give_back(self.optimizer)
         self.bound = None
         # Sharded values that stay so can be gathered by another engine, over the groups of this one.
         self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))
+        if failure is not None:  # the values that were given back are not those of the last step
+            raise failure

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_zero.core import comm
+from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
-from hf_zero.core.unit import Flat
 from hf_zero.errors import PartitionError
 
 
@@ -139,7 +139,7 @@ def _owned(parameter: torch.Tensor, what: str) -> Flat:
 
 def _trains(parameter: torch.Tensor, what: str) -> Flat:
     flat = _owned(parameter, what)
-    if flat.master is None:
+    if not flat.has_master:
         raise PartitionError(
             f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer state; unfreeze it before initialize"
         )
@@ -148,7 +148,7 @@ def _trains(parameter: torch.Tensor, what: str) -> Flat:
 
 def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in the parameter's shape."""
-    whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
+    whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
     first, start, stop = flat.own_range(name_of(parameter))
     whole[first : first + stop - start] = own[start:stop]
     if flat.layout.shards > 1:
@@ -171,7 +171,8 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     flat = owner_of(parameter)
     if flat is None:
         return parameter.detach().float()
-    return None if flat.master is None else _whole(flat, parameter, flat.master)
+    master = flat.master
+    return None if master is None else _whole(flat, parameter, master)
 
 
 @torch.no_grad()
@@ -181,10 +182,11 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         parameter.copy_(value)
         return
     flat = _trains(parameter, "safe_set_full_fp32_param")
-    assert flat.master is not None
-    engine = _engine_of(flat)
+    engine, master = _engine_of(flat), flat.master
+    assert master is not None
     with engine.schedule.writing():
-        _write(flat, parameter, flat.master, value, "safe_set_full_fp32_param")
+        _write(flat, parameter, master, value, "safe_set_full_fp32_param")
+        flat.store_master(master)
     engine.refresh_params([flat])
 
 
@@ -216,6 +218,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             "backward and step"
         )
     _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
+    flat.squares = None
 
 
 def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
@@ -238,7 +241,9 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.T
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
     """Overwrite optimizer state ``name`` of ``parameter``; every rank passes the whole tensor."""
     flat = _trains(parameter, "safe_set_full_optimizer_state")
-    _write(flat, parameter, _state(flat, parameter, name, "safe_set_full_optimizer_state"), value, "safe_set_full_optimizer_state")
+    held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
+    _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
+    _engine_of(flat).bound.load_tensor(flat, name, held)
 
 
 def is_owned(parameters: Iterable[torch.Tensor]) -> bool:

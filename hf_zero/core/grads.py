@@ -15,22 +15,23 @@ until the first backward has shown rank 0 a better one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.core.axis import Handle
 from hf_zero.core.comm import Comm
+from hf_zero.core.flat import Flat
+from hf_zero.core.homeward import Homeward
+from hf_zero.core.norm import sum_of_squares
 from hf_zero.core.parameter import raw_grad, set_raw_grad
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
-from hf_zero.core.unit import Flat, Unit
+from hf_zero.core.unit import Unit
 from hf_zero.errors import PartitionError
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
-
-RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
 @dataclass
@@ -47,8 +48,16 @@ class _Flight:
 class GradientReducer:
     """Takes gradients in as units become ready and reduces them in order."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, policy: Policy, scaling: Scaling, wire_dtype: torch.dtype | None = None):
-        """``wire_dtype`` is what travels; None: the dtype of the parameters."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        policy: Policy,
+        scaling: Scaling,
+        wire_dtype: torch.dtype | None = None,
+        homeward: Homeward | None = None,
+    ):
+        """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes offloaded gradients off a GPU."""
         self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
         self._order = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
         self._units = list(units)
@@ -56,7 +65,9 @@ class GradientReducer:
         self._policy = policy
         self._scaling = scaling
         self._wire_dtype = wire_dtype
+        self._homeward = homeward
         self._ready: set[Unit] = set()
+        self._landed: set[Flat] = set()  # in this backward
         self._seen: list[Unit] = []
         self._deferred: set[Unit] = set()  # units whose gradients come in parts: reduced last
         self._known: set[Hashable] = set()
@@ -71,6 +82,7 @@ class GradientReducer:
         self.spoiled = False  # a backward broke after part of its gradients was taken in
         self.weight = 1.0  # of the micro-batch whose backward is under way
         self.reduces = True  # whether this backward ends an accumulation window
+        self.on_landed: Callable[[Unit], None] | None = None  # told of each unit whose last gradient of the window is here
 
     def begin(self, key: Hashable, recording: bool = False) -> None:
         """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks.
@@ -78,11 +90,14 @@ class GradientReducer:
         While the order of gathers is recorded, a rank must not wait for a reduction that others launch only after a
         gather it has yet to join.
         """
+        if self._homeward is not None:
+            self._homeward.arrive()
         self._holds = recording and self._comm.blocks
         if self._broke:
             self._broke = False
             self._comm.meet_after_break()
         self._ready.clear()
+        self._landed.clear()
         self._seen, self._next, self._key, self._open = [], 0, key, True
 
     @property
@@ -165,6 +180,13 @@ class GradientReducer:
                     self._send_window(flat)
             while self._flights:
                 self._land()
+        if self._homeward is not None:
+            self._homeward.add_up()
+
+    def arrive(self) -> None:
+        """Return when every gradient that was reduced can be read."""
+        if self._homeward is not None:
+            self._homeward.arrive()
 
     def close(self) -> None:
         """Let go of everything: the engine is destroyed."""
@@ -200,8 +222,10 @@ class GradientReducer:
     def _take_in_window(self, unit: Unit) -> None:
         """Add this backward's gradients to the whole gradient that is kept for the window."""
         for flat in unit.trainable:
+            if flat.filled or flat.reduced:
+                self._widen(flat)
             assert flat.window is not None and flat.grad is not None
-            if flat.reduced:
+            if flat.reduced and flat.states is None:
                 # A second reduction before the step: what is averaged already must not be averaged again.
                 flat.held = flat.grad.clone()
                 flat.filled = flat.reduced = False
@@ -238,23 +262,52 @@ class GradientReducer:
         else:
             handle = replicate.all_reduce(wire, flat.key, ordered=True)
         self._flights.append(_Flight(flat, handle, scale, borrowed, part))
-        while not self._holds and sum(flight.borrowed is not None for flight in self._flights) > IN_FLIGHT:
+        # Alone, nothing is on the wire, and what has to go to the host should leave at once.
+        most = IN_FLIGHT if self._comm.world > 1 else 0
+        while not self._holds and sum(map(self._takes_memory, self._flights)) > most:
             self._land()
+
+    def _widen(self, flat: Flat) -> None:
+        """Something is added to the gradient of ``flat``, which nobody has announced."""
+        if flat.widens:
+            if self._homeward is not None:
+                self._homeward.arrive()
+            flat.widen_gradient()
+
+    def _takes_memory(self, flight: _Flight) -> bool:
+        return flight.borrowed is not None or (self._homeward is not None and flight.flat.states is not None)
 
     def _land(self) -> None:
         flight = self._flights.pop(0)
         flat = flight.flat
         assert flat.grad is not None
-        accumulate = flat.window is None and flat.reduced
+        flat.settle()
+        accumulate = flat.reduced and (flat.window is None or flat.states is not None)
+        if accumulate:
+            self._widen(flat)
         if flight.part is not None:
             flight.handle.reduce_into(flight.part, False, 1.0)
             flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key, ordered=True)
-        flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
+        if self._homeward is not None and flat.states is not None:
+            wire = flight.borrowed if flight.borrowed is not None else flat.window
+            assert wire is not None
+            values = torch.empty(flat.grad.numel(), dtype=wire.dtype if flight.scale == 1.0 else torch.float32, device=wire.device)
+            flight.handle.reduce_into(values, False, flight.scale)
+            flat.squares = None if accumulate else sum_of_squares(values)
+            self._homeward.send(flat, values, accumulate)
+        else:
+            flat.squares = None
+            flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
         if flat.held is not None:
             flat.grad.add_(flat.held)
             flat.held = None
         flat.filled, flat.reduced = False, True
         self._give_back(flight.borrowed)
+        self._landed.add(flat)
+        # In the first backward of its kind more may come.
+        complete = self.reduces and self._key in self._known and self._landed.issuperset(flat.unit.trainable)
+        if complete and self.on_landed is not None and (self._homeward is None or not self._homeward.is_adding):
+            self.on_landed(flat.unit)
 
     def _give_back(self, wire: torch.Tensor | None) -> None:
         # Kept for the next unit of this size; the size of an embedding or a head comes once a backward and is not held.
@@ -297,35 +350,3 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
         set_raw_grad(parameter, None)
     if not accumulate:
         target[flat.layout.numel :].zero_()
-
-
-def squared_norm(grads: Sequence[torch.Tensor], comm: Comm, device: torch.device) -> torch.Tensor:
-    """Sum of squares of the gradient over the shard axis (0-dim, float64 where the device has it); not finite on overflow."""
-    norms = [norm for grad in _merged(grads) for norm in _norms(grad)]
-    total = torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-    comm.shard.all_reduce(total, "gradient norm").wait()
-    return total
-
-
-def _norms(grad: torch.Tensor) -> list[torch.Tensor]:
-    """Norms of the runs of ``grad``: one long fp32 sum on the CPU is wrong in the third digit, many short ones are not."""
-    even = grad.numel() // RUN * RUN
-    pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
-    kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return [torch.linalg.vector_norm(piece, dim=1, dtype=kind).double() for piece in pieces if piece.numel()]
-
-
-def _merged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Neighbours in one memory joined, so that one pass covers them."""
-    merged: list[torch.Tensor] = []
-    for tensor in tensors:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            and last.storage_offset() + last.numel() == tensor.storage_offset()
-        ):
-            merged[-1] = last.as_strided((last.numel() + tensor.numel(),), (1,))
-        else:
-            merged.append(tensor)
-    return merged

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.unit import Flat, Unit
+from hf_zero.core.unit import Unit
 from hf_zero.errors import PartitionError
 
 

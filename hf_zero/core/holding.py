@@ -14,9 +14,11 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     """Shard ``model`` as it is, at stage 3 if not told otherwise: parameters keep their dtype, and may be frozen and unfrozen (collective).
 
     Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`; of others it takes rank
-    0's values. The model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over.
+    0's values. The model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
+    ``config`` wants those of the training.
     """
-    held = ZeroConfig(stage=stage, replicate_size=config.replicate_size, timeout=config.timeout)
+    away = config.offload_param if stage == 3 else None
+    held = ZeroConfig(stage=stage, replicate_size=config.replicate_size, timeout=config.timeout, offload_param=away, aio=config.aio)
     return Engine(model, held.resolve(comm.get_world_size(), require_batch_size=False, training=False), holds=True)
 
 

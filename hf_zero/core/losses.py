@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.flat import Flat
 from hf_zero.core.precision import LossScaler
 from hf_zero.core.tree import map_tensors, tensors_in
-from hf_zero.core.unit import Flat
 from hf_zero.errors import PartitionError
 
 SCALED_ONCE = (

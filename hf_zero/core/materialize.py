@@ -12,14 +12,17 @@ from torch import nn
 
 from hf_zero.core import attributes
 from hf_zero.core.comm import Comm, agreed
+from hf_zero.core.flat import Flat
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of, source_of
+from hf_zero.core.placement import Chunk, Placement
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import CASTABLE, compute_dtype, is_raw
-from hf_zero.core.storage import open_storage
-from hf_zero.core.unit import Flat, State, Unit
+from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import Cut
 from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.memory.host import give_back_freed
+from hf_zero.optim.table import pieces
 
 T = TypeVar("T")
 
@@ -32,41 +35,49 @@ def partition(
     comm: Comm,
     device: torch.device,
     precision: str | None,
+    placement: Placement,
     accumulate: torch.dtype | None = None,
-    row: str = "device",
+    wire: torch.dtype | None = None,
+    moments: int = 0,
 ) -> list[Unit]:
     """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
 
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are kept frozen: gathered
-    and released as the stage says, never reduced. ``precision`` None leaves every dtype as it is; ``accumulate`` is the
-    dtype gradients are summed in (default fp32).
-    Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models.
+    and released as the stage says, never reduced. ``precision`` None leaves every dtype as it is; ``placement`` says where
+    shards and optimizer state live; ``accumulate`` is the dtype gradients are summed in (default fp32), ``wire`` the one they
+    travel in (default the parameters'); ``moments`` is how many numbers the optimizer keeps for an element.
+    Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models or one of them has no
+    room on its disk, and DiskSpaceError on that one; the model is then as it was.
     """
     _check_alike(cuts, group_of, comm)
     units = [_plan_unit(index, cut, model, group_of, policy, comm, precision) for index, cut in enumerate(cuts)]
     flats = [flat for unit in units for flat in unit.flats]
     for number, flat in enumerate(flats):
         flat.number, flat.engine_flats, flat.comm = number, flats, comm
+    chunks = {flat: Chunk(flat.key, _owned(flat), flat.dtype, flat.trainable) for flat in flats}
+    away = placement.offloaded(list(chunks.values()))
+    pieces_of = {flat: pieces(flat.layout, flat.owned, group_of, placement.piece) for flat in flats if flat.key in away}
+    if placement.in_files:
+        with agreed("take the room on its disk that offloading needs"):
+            placement.reserve([chunks[f] for f in flats if f.sharded], [(chunks[f], those) for f, those in pieces_of.items()], moments)
     whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
-    sharded = [flat for flat in flats if flat.sharded]
-    shards = {}
-    for dtype in dict.fromkeys(flat.dtype for flat in sharded):
-        alike = [flat for flat in sharded if flat.dtype == dtype]
-        storage, at = open_storage(row, sum(flat.layout.chunk for flat in alike), dtype, device), 0
-        for flat in alike:
-            shards[flat] = (storage, at)
-            at += flat.layout.chunk
+    shard_of = placement.shards([chunks[flat] for flat in flats if flat.sharded])
     training = [flat for flat in flats if flat.trainable]
-    masters = _arena([(_owned(flat), torch.float32) for flat in training if _needs_master(flat)], device)
-    sums = [(flat, accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32)) for flat in training]
-    grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, dtype) for flat, dtype in sums], device)
+    masters = _arena([(_owned(flat), torch.float32) for flat in training if flat.key not in away and _needs_master(flat)], device)
+    sums = {flat: accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32) for flat in training}
+    for flat in training:
+        if flat.key in away and accumulate is None:
+            sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
+            flat.widens = sums[flat].itemsize == 2
+    on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]
+    grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, sums[flat]) for flat in on_device], device)
 
     former, staging, reads = _Former(), _Staging(), any(_is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
             full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
-            if flat in shards:
-                flat.keep_shard_in(*shards[flat])
+            if flat.sharded:
+                flat.keep_shard_in(*shard_of(chunks[flat]))
             if _is_pending(flat):
                 own = _read_own(flat, comm, former, staging)
             else:
@@ -74,13 +85,21 @@ def partition(
             flat.use_full(full)
             flat.store_shard(own)
             if flat.trainable:
-                flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
-                buffer = next(grads)
+                buffer = next(grads) if flat in on_device else None
                 flat.window = None if policy.shards_gradients else buffer
-                flat.grad = buffer if policy.shards_gradients else buffer[flat.owned[0] : flat.owned[1]]
+                if flat.key in away:
+                    flat.states = placement.states(chunks[flat], pieces_of[flat])
+                    flat.store_master(own)
+                    flat.grad = placement.take_pinned(_owned(flat), sums[flat])
+                else:
+                    flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
+                    flat.grad = buffer if policy.shards_gradients or buffer is None else buffer[flat.owned[0] : flat.owned[1]]
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
+        former.drop_spent()
+        if placement.offloads_anything:
+            give_back_freed()  # what this unit was in: the next one needs it
     former.let_go()
     if reads:
         with agreed("read its part of the model"):
@@ -202,13 +221,17 @@ class _Former:
     def let_go(self) -> None:
         """Free the shards that have been taken over, and the groups of an engine that nothing is left of."""
         self._flat, self._whole = None, torch.empty(0)
+        self.drop_spent()
         for flats in self._seen.values():
-            left = [flat for flat in flats if any(owner_of(parameter) is flat for parameter, _ in flat.items)]
-            for flat in flats:
-                if flat not in left:
-                    flat.drop()
-            if not left:
+            if not any(_owns(flat) for flat in flats):
                 flats[0].comm.close()
+
+    def drop_spent(self) -> None:
+        """Free the shards of which every parameter has been taken over."""
+        for flats in self._seen.values():
+            for flat in flats:
+                if not _owns(flat):
+                    flat.drop()
 
     def values(self, parameter: torch.Tensor) -> torch.Tensor:
         flat, source = owner_of(parameter), source_of(parameter)
@@ -239,6 +262,10 @@ def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.
     return values
 
 
+def _owns(flat: Flat) -> bool:
+    return any(owner_of(parameter) is flat for parameter, _ in flat.items)
+
+
 class _Staging:
     """Memory for one whole parameter at a time. One piece for all: an allocator keeps many that come and go in sizes of their own."""
 
@@ -261,7 +288,7 @@ def _is_pending(flat: Flat) -> bool:
 def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> torch.Tensor:
     """This rank's elements, each rank reading its own where they can be read in part: [owned], in the precision they came in."""
     given = {parameter.dtype for parameter, _ in flat.items}
-    values = flat.shard if given <= {flat.dtype} else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.shard.device)
+    values = flat.shard_to_fill() if given <= {flat.dtype} else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.full.device)
     for parameter, slot in flat.items:
         first, start, stop = flat.own_range(slot.name)
         source = source_of(parameter)

@@ -164,6 +164,22 @@ class OwnedParameter(nn.Parameter):
         return self._bare().__reduce_ex__(protocol)
 
 
+class UpdatingParameter(OwnedParameter):
+    """A whole parameter whose update is under way: whatever is done with it waits for that."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if not (_called(func) in METADATA and func.__name__ != "__set__"):
+            for parameter in tensors_in((args, kwargs)):
+                if isinstance(parameter, UpdatingParameter):
+                    parameter.__dict__["_hf_zero_flat"].settle()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def _bare(self) -> nn.Parameter:
+        self.__dict__["_hf_zero_flat"].settle()
+        return OwnedParameter._bare(self)  # its class is another one now
+
+
 class _Stage3Facts:
     """What other libraries ask a stage 3 parameter, in DeepSpeed's names."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.consolidate import consolidated, whole_state_dict
+from hf_zero.core.trouble import refuse_half_done
 from hf_zero.errors import PartitionError
 
 
@@ -58,6 +59,7 @@ class Saving(nn.Module):
         from hf_zero import checkpoint
 
         engine: Any = self
+        refuse_half_done(engine.updater, "save_checkpoint()")
         checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest)
         return True
 
@@ -82,6 +84,8 @@ class Saving(nn.Module):
         if unused:
             raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
         engine: Any = self
+        if engine.updater is not None:
+            engine.updater.drop_early()
         with engine.schedule.writing():
             answer = checkpoint.load(
                 engine,

@@ -13,7 +13,7 @@ the unit that ends a forward is still there when its backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,10 +30,12 @@ AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 class Schedule:
     """The gathers and releases of one engine."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, ahead_bytes: int):
+    def __init__(self, units: Sequence[Unit], comm: Comm, ahead_bytes: int, reads_ahead: int = 0):
+        """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read from files before their gather."""
         self._units = list(units)
         self._comm = comm
         self._ahead_bytes = ahead_bytes
+        self._reads_ahead = reads_ahead
         self._plans: dict[Hashable, list[Unit]] = {}
         self._plan: list[Unit] | None = None  # of the pass under way; None while recording
         self._record: list[Unit] = []
@@ -45,6 +47,7 @@ class Schedule:
         self._kept: list[Unit] = []  # for the backward that may follow
         self._written: dict[int, torch.cuda.Event] = {}  # on a GPU: when the shards were written, by epoch
         self.gathers = any(unit.sharded for unit in units)
+        self.on_need: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -108,7 +111,10 @@ class Schedule:
         self._release_unused()
 
     def need(self, unit: Unit) -> None:
-        """Return when ``unit`` is whole on this rank."""
+        """Return when ``unit`` is whole on this rank, with the values of the last step."""
+        if self.on_need is not None:
+            self.on_need(unit)
+        unit.settle()
         if not unit.sharded:
             return
         if unit in self._idle:
@@ -242,7 +248,13 @@ class Schedule:
         return f"gather of {self._units[abs(wish[1])].label}" if wish[0] == GATHER else "end of the pass"
 
     def _prefetch(self) -> None:
-        if self._plan is None or not self._ahead_bytes:
+        if self._plan is None:
+            return
+        for unit in self._plan[self._cursor : self._cursor + self._reads_ahead]:
+            if unit.state is State.RELEASED:
+                for flat in unit.sharded:
+                    flat.announce()
+        if not self._ahead_bytes:
             return
         waiting = sum(unit.nbytes for unit in self._ahead)
         while self._cursor < len(self._plan) and len(self._ahead) < AHEAD:

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.errors import PartitionError
 
-TAKEN = ("step", "add_param_group", "zero_grad")
+TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
@@ -23,7 +23,10 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
 
 
 def take_over(optimizer: Any, owner: Any) -> None:
-    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does not keep alive."""
+    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does not keep alive.
+
+    Its state dict is that of this rank's segments, wherever their state is kept.
+    """
     engine = weakref.ref(owner)
 
     def step(closure: Any = None) -> None:
@@ -46,13 +49,29 @@ def take_over(optimizer: Any, owner: Any) -> None:
             "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again"
         )
 
+    def state_dict() -> dict[str, Any]:
+        alive, packed = engine(), type(optimizer).state_dict(optimizer)
+        return alive.bound.packed(packed) if alive is not None else packed
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        alive = engine()
+        if alive is not None and alive.updater is not None:
+            alive.updater.finish()
+        type(optimizer).load_state_dict(optimizer, state_dict)
+        if alive is not None:
+            alive.bound.unpacked()
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
     optimizer.step, optimizer.zero_grad, optimizer.add_param_group = step, zero_grad, add_param_group
+    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     optimizer.overflow = False
 
 
 def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`take_over`. What the optimizer has learnt went with the engine."""
+    """Undo :func:`take_over`. What the optimizer has learnt went with the engine, and the memory its segments were in."""
     for name in TAKEN:
         optimizer.__dict__.pop(name, None)
     optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for segment in group["params"]:
+            segment.data = segment.data.new_empty(0)

@@ -1,27 +1,29 @@
-"""Units and their flats: the parameters gathered together, and the one-dimensional buffers they live in.
-
-[Note: one storage for life]
-A flat's whole buffer keeps one storage, unless somebody outside has taken views of it (``leave_storage``). Releasing gives its memory back (``resize_(0)``), gathering fills the same
-storage again, so the views that autograd saved in between (``weight.t()``) come back to life with their values. Whoever
-releases must know that nobody will read such a view before the next gather: that would crash the process.
-"""
+"""Units: flats that are gathered and released together, and the calls that use them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.core.axis import Axis, Handle
-from hf_zero.core.layout import FlatLayout, Slot
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, WatchedParameter, become, given_class, owned_class
-from hf_zero.core.storage import Storage
+from hf_zero.core.axis import Handle
+from hf_zero.core.flat import Flat
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, become, given_class, owned_class
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which shards come from host memory to ``device``, beside what it computes; None where transfers are plain copies."""
+    return _stream_of(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class State(Enum):
@@ -30,174 +32,6 @@ class State(Enum):
     RELEASED = "released"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-class Flat:
-    """Parameters of one unit that share dtype and trainability, end to end in one buffer."""
-
-    def __init__(
-        self,
-        number: int,
-        key: str,
-        layout: FlatLayout,
-        parameters: dict[str, nn.Parameter],
-        trainable: bool,
-        dtype: torch.dtype,
-        raw: bool,
-        sharded: bool,
-        axis: Axis,
-        writes: bool,
-    ):
-        self.number = number  # of the flat in its engine
-        self.key = key
-        self.layout = layout
-        self.parameters = parameters
-        self.trainable = trainable
-        self.dtype = dtype
-        self.raw = raw  # bytes that only their module can read: never cast
-        self.sharded = sharded
-        self.axis = axis
-        self.owned = layout.rank_range(axis.rank if layout.shards > 1 else 0)
-        self.writes = writes
-        self.retired = False  # its engine has been destroyed
-        self.filled = False  # ``window`` holds gradients that are not reduced yet
-        self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
-        self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
-        self.switched: set[str] = set()  # parameters whose requires_grad is another one than at initialize
-        self.unit: Unit
-        self.comm: Any = None
-        self.engine_flats: list[Flat] = [self]
-        self.engine: Callable[[], Any] = lambda: None  # a weak reference
-        self.full: torch.Tensor
-        self.views: dict[str, torch.Tensor] = {}
-        self.master: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None  # this rank's part of the gradient, over ``owned``
-        self.window: torch.Tensor | None = None  # the whole gradient of the accumulation window, where the stage keeps it whole
-        self._storage: Storage | None = None
-        self._at = 0
-        self._placeholders: dict[str, torch.Tensor] = {}
-        # torch.utils.swap_tensors would exchange what a view of the flat stands for; it refuses tensors with weak references.
-        self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
-
-    def __repr__(self) -> str:
-        return f"Flat({self.key}, {self.layout.numel} elements, owned {self.owned})"
-
-    @property
-    def references(self) -> int:
-        """How many tensors besides this flat's own share the memory of ``full``, which is gathered."""
-        # Its own: ``full``, the object asked here, and for each parameter a view and the parameter itself.
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - 2 - 2 * len(self.parameters)
-
-    @property
-    def holds_gradient(self) -> bool:
-        return self.filled or self.reduced
-
-    @property
-    def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
-        for slot in self.layout.slots:
-            yield self.parameters[slot.name], slot
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's elements in compute dtype: [owned]."""
-        if self._storage is None:
-            return self.full[self.owned[0] : self.owned[1]]
-        return self._storage.fetch(self._at, self._at + self.layout.chunk)
-
-    def store_shard(self, values: torch.Tensor) -> None:
-        """Overwrite this rank's elements, casting to compute dtype."""
-        if self._storage is None:
-            own = self.shard
-            if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-                own.copy_(values)
-        else:
-            self._storage.store(self._at, values)
-
-    def keep_shard_in(self, storage: Storage, at: int) -> None:
-        self._storage, self._at = storage, at
-
-    def own_range(self, name: str) -> tuple[int, int, int]:
-        """Where this rank's part of parameter ``name`` lies: (first element of it, start in owned, stop in owned)."""
-        slot = self.layout.by_name[name]
-        start, stop = max(slot.offset, self.owned[0]), min(slot.end, self.owned[1])
-        if start >= stop:
-            return 0, 0, 0
-        return start - slot.offset, start - self.owned[0], stop - self.owned[0]
-
-    def own_part(self, name: str) -> torch.Tensor:
-        _, start, stop = self.own_range(name)
-        return self.shard[start:stop]
-
-    def adopt(self, name: str) -> None:
-        """Take the gathered values of parameter ``name`` over into this rank's shard and master weights."""
-        first, start, stop = self.own_range(name)
-        values = self.views[name].reshape(-1)[first : first + stop - start]
-        shard = self.shard
-        if shard.data_ptr() != self.full[self.owned[0] : self.owned[1]].data_ptr():
-            shard[start:stop].copy_(values)
-            self.store_shard(shard)
-        if self.master is not None:
-            self.master[start:stop].copy_(values)
-
-    def use_full(self, full: torch.Tensor) -> None:
-        """Make ``full`` [padded] the buffer of this flat and the parameters views of it. Their values must be in it."""
-        kind = LiveParameter if self.sharded else OwnedParameter
-        self._lay(full)
-        for number, (parameter, slot) in enumerate(self.items):
-            # One element, expanded: true shape and dtype, no memory. In floats all bits set are NaN: a leak cannot pass for a weight.
-            bits = torch.full((self.dtype.itemsize,), 255 if self.dtype.is_floating_point else 0, dtype=torch.uint8, device=full.device)
-            self._placeholders[slot.name] = bits.view(self.dtype).view(()).expand(slot.shape)
-            become(parameter, kind)
-            parameter.__dict__.update(_hf_zero_flat=self, _hf_zero_name=slot.name, _hf_zero_id=self.number * 1_000_000 + number)
-            _set_data(parameter, self.views[slot.name])
-
-    def _lay(self, full: torch.Tensor) -> None:
-        self.full = full
-        self.views = {slot.name: full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots}
-
-    def point_at_full(self) -> None:
-        for parameter, slot in self.items:
-            become(parameter, LiveParameter)
-            _set_data(parameter, self.views[slot.name])
-
-    def leave_storage(self) -> None:
-        """Go on in another storage: this one, with the values it has, belongs to the views that others hold."""
-        self._lay(torch.empty_like(self.full))
-
-    def point_at_nothing(self) -> None:
-        for parameter, slot in self.items:
-            _set_data(parameter, self._placeholders[slot.name])
-            become(parameter, ReleasedParameter)
-
-    def retire(self) -> None:
-        """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""
-        self.retired = True
-        self.master = self.grad = self.window = self.held = None
-        for parameter, slot in self.items:
-            if not isinstance(parameter, ReleasedParameter):
-                if self.sharded:
-                    _set_data(parameter, self.views[slot.name].clone())
-                forget(parameter)
-        if not self.sharded:
-            self.drop()  # the parameters alone keep the memory from now on
-
-    def drop(self) -> None:
-        """Let go of this rank's memory: the parameters belong to another flat by now, or to themselves."""
-        self._storage, self.views, self._placeholders = None, {}, {}
-        self.full = self.full.new_empty(0)
-
-    def whole_from_shards(self) -> torch.Tensor:
-        """A new buffer with the values of all ranks' shards, past the parameters: [padded]. Collective."""
-        whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
-        self.axis.all_gather([(whole, self.shard)], self.key).wait()
-        return whole
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` what it was when it was given, with the data it has."""
-    for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
-        parameter.__dict__.pop(key, None)
-    parameter.__class__ = given_class(parameter)
 
 
 class OuterCall:
@@ -242,6 +76,7 @@ class Unit:
         self._watchers = 0
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
+        self._brought: torch.cuda.Event | None = None  # the shards are here, and their gather is on its way
         for flat in self.flats:
             flat.unit = self
 
@@ -256,6 +91,11 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of the gathered flats."""
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
+
+    def settle(self) -> None:
+        """Return when no update of this unit is under way: its parameters are those of the last step."""
+        for flat in self.trainable:
+            flat.settle()
 
     @property
     def in_use(self) -> bool:
@@ -296,14 +136,23 @@ class Unit:
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
-                pairs.append((flat.full, flat.shard))
-            with torch.no_grad():
+            device = self.sharded[0].full.device
+            beside = stream_beside(device) if any(flat.is_away for flat in self.sharded) else None
+            if beside is not None:
+                beside.wait_stream(torch.cuda.current_stream(device))  # which has used this memory before
+            with torch.no_grad(), torch.cuda.stream(beside) if beside is not None else contextlib.nullcontext():
+                for flat in self.sharded:
+                    pairs.append((flat.full, flat.bring_shard()))
                 self._handle = self.sharded[0].axis.all_gather(pairs, self.label)
+                self._brought = beside.record_event() if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
+        if self._brought is not None:
+            torch.cuda.current_stream(self.sharded[0].full.device).wait_event(self._brought)
+            self._brought = None
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
@@ -314,8 +163,8 @@ class Unit:
             self.state = State.GATHERED
 
     def chunk_bytes(self) -> bytes:
-        """This rank's chunks of all sharded flats, end to end."""
-        return b"".join(flat.shard.detach().cpu().view(torch.uint8).numpy().tobytes() for flat in self.sharded)
+        """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread beside the one that trains."""
+        return b"".join(flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes() for flat in self.sharded)
 
     def fill(self, chunks: Mapping[int, bytes]) -> None:
         """Become gathered from the other shards' :meth:`chunk_bytes`, without a collective."""
@@ -324,7 +173,7 @@ class Unit:
             for flat in self.sharded:
                 size = flat.layout.chunk * flat.dtype.itemsize
                 flat.full.untyped_storage().resize_(flat.layout.padded * flat.dtype.itemsize)
-                flat.full[flat.owned[0] : flat.owned[1]].copy_(flat.shard)
+                flat.bring_shard()
                 for shard, data in chunks.items():
                     values = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8).view(flat.dtype)
                     start, stop = flat.layout.rank_range(shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,25 +56,36 @@ class BoundOptimizer:
         self.group_of = dict(group_of)
         self._base = elementwise_base(type(optimizer))
         self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
-        self._homed = False
-        flats = [flat for flat in flats if flat.trainable]
-        slots: dict[str, Slot] = {slot.name: slot for flat in flats for slot in flat.layout.slots}
+        self._flats = [flat for flat in flats if flat.trainable]
+        slots: dict[str, Slot] = {slot.name: slot for flat in self._flats for slot in flat.layout.slots}
         carried = state.collect(optimizer, parameters, slots, group_of)
+        self._bind(self._flats, {group_of[name] for name in slots if name in group_of})
+        self._carry(carried, group_of)
 
-        self._regions = cut(flats, group_of)
+    def _bind(self, flats: Sequence[Flat], groups: set[int]) -> None:
+        """Cut ``flats`` into segments and put them into the optimizer's groups, with no state; each of ``groups`` gets one."""
+        self._homed = False
+        self._regions = self._cut(flats)
         self._region_of = {flat.key: (region, base) for region in self._regions for flat, base in region.flats}
         segments = [segment for region in self._regions for segment in region.segments]
         self._stand_ins: list[Segment] = []
-        for group in sorted({group_of[name] for name in slots if name in group_of} - {segment.group for segment in segments}):
+        for group in sorted(groups - {segment.group for segment in segments}):
             stand_in = Segment(group, 0, 1, [])
-            stand_in.tensor = torch.nn.Parameter(masters(flats[0]).new_zeros(1), requires_grad=False)
+            stand_in.tensor = torch.nn.Parameter(self._stand_in(flats), requires_grad=False)
             self._stand_ins.append(stand_in)
         self._segments = segments + self._stand_ins
-        optimizer.state.clear()
+        self._stepped = self._segments  # by :meth:`step`
+        self.optimizer.state.clear()
         for index, live in enumerate(self.groups):
             live["params"] = [segment.tensor for segment in self._segments if segment.group == index]
             self._choose_fused(live)
-        self._carry(carried, group_of)
+
+    @staticmethod
+    def _stand_in(flats: Sequence[Flat]) -> Tensor:
+        return masters(flats[0]).new_zeros(1)
+
+    def _cut(self, flats: Sequence[Flat]) -> list[Region]:
+        return cut(flats, self.group_of)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -104,7 +115,24 @@ class BoundOptimizer:
         if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
             optimizer._opt_called = True
             return
-        gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in self._segments]
+        gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in self._stepped]
+        self._step_over(self._stepped, gradients, grad_scale, found_inf, in_kernel, self._step)
+        # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to notice this call.
+        optimizer._opt_called = True
+        if not self._homed:
+            self._settle()
+
+    def _step_over(
+        self,
+        segments: Sequence[Segment],
+        gradients: list[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        in_kernel: bool,
+        step: Callable[[], Any],
+    ) -> None:
+        """``step`` with ``gradients``; the optimizer passes over segments that have none."""
+        optimizer: Any = self.optimizer
         if grad_scale is not None and not in_kernel and gradients:
             torch._foreach_div_(gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device))
         try:
@@ -112,18 +140,14 @@ class BoundOptimizer:
                 # The kernels skip on exactly 1.0 and take fp32.
                 optimizer.grad_scale = None if grad_scale is None else grad_scale.detach().to(torch.float32).reshape(())
                 optimizer.found_inf = None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
-            for segment, gradient in zip(self._segments, gradients):
+            for segment, gradient in zip(segments, gradients):
                 segment.tensor.grad = gradient
-            self._step()
+            step()
         finally:
-            for segment in self._segments:
+            for segment in segments:
                 segment.tensor.grad = None
             if in_kernel:
                 del optimizer.grad_scale, optimizer.found_inf
-        # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to notice this call.
-        optimizer._opt_called = True
-        if not self._homed:
-            self._settle()
 
     def _choose_fused(self, group: dict[str, Any]) -> None:
         op = _FUSED_OPS.get(self._base) if self._base is not None else None
@@ -173,7 +197,7 @@ class BoundOptimizer:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         if name == "master":
-            masters(flat).copy_(tensor)
+            _copy(masters(flat), tensor)
             return
         touched = [(segment, part) for segment in self._segments for part in segment.parts if part.flat is flat]
         known = []
@@ -189,7 +213,11 @@ class BoundOptimizer:
             )
         for segment, part in known:
             place = self.optimizer.state[segment.tensor][name][part.offset : part.offset + part.stop - part.start]
-            place.copy_(tensor[part.start : part.stop])
+            _copy(place, tensor[part.start : part.stop])
+
+    def forget(self) -> None:
+        """Make all state what it was before the first step."""
+        self.optimizer.state.clear()
 
     def scalars(self) -> list[dict[str, float]]:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on every rank."""
@@ -232,6 +260,14 @@ class BoundOptimizer:
         self._same_groups(saved, "hyperparameters")
         for group, values in zip(self.groups, saved):
             hyperparameters.restore(group, values)
+
+    def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's own state dict ``packed``, over the segments of this rank, with what is not kept in its books."""
+        return packed
+
+    def unpacked(self) -> None:
+        """The optimizer's own ``load_state_dict`` has given its segments other state."""
+        self._homed = False
 
     # ---- how state is kept ----
 
@@ -303,9 +339,14 @@ class BoundOptimizer:
             for part in segment.parts:
                 for key, start, stop, at in part.pieces():
                     for name, whole in carried.tensors.get(key, {}).items():
-                        if name not in live:
-                            live[name] = torch.zeros_like(segment.tensor)
-                        live[name][at : at + stop - start].copy_(whole[start:stop])
+                        self._put(segment, name, at, whole[start:stop])
+
+    def _put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
+        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
+        live = self.optimizer.state[segment.tensor]
+        if name not in live:
+            live[name] = torch.zeros_like(segment.tensor)
+        live[name][at : at + values.numel()].copy_(values)
 
     def _same_groups(self, given: Sequence[Any], what: str) -> None:
         if len(given) != len(self.groups):
@@ -313,3 +354,8 @@ class BoundOptimizer:
                 f"{what} of {len(given)} groups cannot go into optimizer {type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
+
+
+def _copy(into: Tensor, values: Tensor) -> None:
+    if into.data_ptr() != values.data_ptr():
+        into.copy_(values)

@@ -52,16 +52,7 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
     names, dtypes and the devices of counters are its own. What stands on the user's object in place of ``step`` (the
     engine's own, a scheduler's wrapper) and its hooks are left out of it.
     """
-    probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
-    probe.grad = torch.zeros_like(probe)
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": [probe]}]
-    twin.step()
+    twin, probe = _stepped_twin(optimizer, group, like)
     state = kept(twin.state[probe])
     for name, value in state.items():
         if is_scalar(name, value, probe.shape):
@@ -70,6 +61,45 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
         elif not is_elementwise(name, value, probe.shape):
             refuse_unknown(optimizer, name, value, "a parameter of shape (1,)")
     return state
+
+
+def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
+    """Numbers that ``optimizer`` keeps for each element, in the group that keeps most."""
+    kept = [fresh_state(optimizer, in_numbers(group), torch.zeros(1)) for group in optimizer.param_groups]
+    return max((sum(is_elementwise(name, value, (1,)) for name, value in each.items()) for each in kept), default=0)
+
+
+def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """Names of the numbers that a step changes in ``group`` or on the optimizer itself, and not in the state of a parameter."""
+    twin, _ = _stepped_twin(optimizer, group, torch.zeros(1))
+    changed = [name for name, value in twin.param_groups[0].items() if _is_other(value, group.get(name))]
+    return changed + [name for name, value in vars(twin).items() if _is_other(value, vars(optimizer).get(name))]
+
+
+def _is_other(now: Any, before: Any) -> bool:
+    number = isinstance(now, Number) or (isinstance(now, Tensor) and now.numel() == 1)
+    return number and (before is None or bool(now != before))
+
+
+def _stepped_twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
+    """A throw-away twin of ``optimizer`` after one step over a throw-away parameter of one element, with a gradient of zero."""
+    probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    twin.state = defaultdict(dict)
+    settings = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    twin.param_groups = [{**settings, "params": [probe]}]
+    twin.step()
+    return twin, probe
+
+
+def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``group`` with moments of plain numbers, however it wants them kept."""
+    return {**group, "moments": "fp32"} if "moments" in group else group
 
 
 def scalar_like(value: Any, number: float) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ class Flat(Protocol):
     def master(self) -> Tensor | None: ...
     @property
     def grad(self) -> Tensor | None: ...
+    @property
+    def states(self) -> Any:
+        """Where master weights and moments live that are offloaded (``hf_zero.core.states``), or None."""
+
+    def settle(self) -> None:
+        """Return when no update of the flat is under way."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Segment:
     start: int
     stop: int
     parts: list[Part]
+    piece: int = 0  # of the flat whose states are offloaded
     tensor: Tensor = field(init=False)
 
     def extend(self, flat: Flat, start: int, stop: int) -> None:
@@ -145,6 +152,24 @@ def group_runs(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str
     elif start < stop and layout.slots:
         runs = [Run(group_of.get(layout.slots[-1].name), 0, stop - start)]
     return runs
+
+
+def pieces(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int) -> list[tuple[int, int]]:
+    """The runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
+    found = []
+    for run in group_runs(layout, owned, group_of):
+        found += [(start, min(start + limit, run.stop)) for start in range(run.start, run.stop, limit)]
+    return found
+
+
+def apart(flat: Flat, group_of: Mapping[str, int]) -> Region:
+    """The region of a flat whose states are offloaded: each of their pieces is a segment, bound by whoever knows where they are."""
+    region = Region([(flat, 0)], [], flat.owned[1] - flat.owned[0])
+    for run in group_runs(flat.layout, flat.owned, group_of):
+        for piece, (start, stop) in enumerate(flat.states.pieces):
+            if run.group is not None and run.start <= start < run.stop:
+                region.segments.append(Segment(run.group, start, stop, [Part(flat, start, stop, 0)], piece))
+    return region
 
 
 def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:

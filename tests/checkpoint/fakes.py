@@ -50,10 +50,18 @@ class Flat:
     shard: torch.Tensor | None = None
     grad: torch.Tensor | None = None
     raw: bool = False
+    states: Any = None
+
+    def settle(self) -> None:
+        """Nothing updates it."""
 
     def store_shard(self, values: torch.Tensor) -> None:
         assert self.shard is not None
         self.shard.copy_(values)
+
+    def store_master(self, values: torch.Tensor) -> None:
+        assert self.master is not None
+        self.master.copy_(values)
 
 
 class Scaler:

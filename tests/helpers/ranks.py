@@ -87,6 +87,8 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     store.set_timeout(timedelta(seconds=timeout))
     meetings = Meetings()
     meetings.install()
+    of_a_rank = threading.Thread.start
+    threading.Thread.start = _start_in_the_same_rank  # type: ignore[method-assign]
     ranks = [_Rank(rank, world, store, timeout, meetings, fn, args) for rank in range(world)]
     try:
         for thread in ranks:
@@ -99,9 +101,28 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     finally:
         for thread in ranks:
             thread.end()
+        threading.Thread.start = of_a_rank  # type: ignore[method-assign]
         meetings.uninstall()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+_start_thread = threading.Thread.start
+
+
+def _start_in_the_same_rank(thread: threading.Thread) -> None:
+    """A thread that a rank starts belongs to that rank, as it would in a process of its own."""
+    world = threaded.ThreadLocalWorld._world.__dict__.get("world")
+    run = thread.run
+
+    def run_as_rank() -> None:
+        if world is not None:
+            threaded.ThreadLocalWorld._world.world = world
+        run()
+
+    if not isinstance(thread, _Rank):
+        thread.run = run_as_rank  # type: ignore[method-assign]
+    _start_thread(thread)
 
 
 def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:

@@ -1,0 +1,322 @@
+"""Flats: the parameters of one unit that share dtype and trainability, end to end in one buffer of which each rank keeps a part.
+
+[Note: one storage for life]
+A flat's whole buffer keeps one storage, unless somebody outside has taken views of it (``leave_storage``). Releasing gives its memory back
+(``resize_(0)``), gathering fills the same storage again, so the views that autograd saved in between (``weight.t()``) come back to
+life with their values. Whoever releases must know that nobody will read such a view before the next gather: that would crash the process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.axis import Axis
+from hf_zero.core.layout import FlatLayout, Slot
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, become, given_class
+from hf_zero.core.states import MASTER, States
+from hf_zero.core.storage import Storage
+
+if TYPE_CHECKING:
+    from hf_zero.core.unit import Unit
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Flat:
+    """Parameters of one unit that share dtype and trainability, end to end in one buffer."""
+
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        layout: FlatLayout,
+        parameters: dict[str, nn.Parameter],
+        trainable: bool,
+        dtype: torch.dtype,
+        raw: bool,
+        sharded: bool,
+        axis: Axis,
+        writes: bool,
+    ):
+        self.number = number  # of the flat in its engine
+        self.key = key
+        self.layout = layout
+        self.parameters = parameters
+        self.trainable = trainable
+        self.dtype = dtype
+        self.raw = raw  # bytes that only their module can read: never cast
+        self.sharded = sharded
+        self.axis = axis
+        self.owned = layout.rank_range(axis.rank if layout.shards > 1 else 0)
+        self.writes = writes
+        self.retired = False  # its engine has been destroyed
+        self.filled = False  # ``window`` holds gradients that are not reduced yet
+        self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
+        self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
+        self.switched: set[str] = set()  # parameters whose requires_grad is another one than at initialize
+        self.unit: Unit
+        self.comm: Any = None
+        self.engine_flats: list[Flat] = [self]
+        self.engine: Callable[[], Any] = lambda: None  # a weak reference
+        self.full: torch.Tensor
+        self.views: dict[str, torch.Tensor] = {}
+        self.states: States | None = None  # where master weights and moments live that are offloaded
+        self.grad: torch.Tensor | None = None  # this rank's part of the gradient, over ``owned``
+        self.widens = False  # gradients are kept in 16 bits as long as nothing is added to them
+        self.squares: torch.Tensor | None = None  # the sum of its squares, where that was taken on the device before it left
+        self.window: torch.Tensor | None = None  # the whole gradient of the accumulation window, where the stage keeps it whole
+        self.updating: Callable[[], None] | None = None  # waits for the update of this flat that is under way
+        self.update: Future[torch.cuda.Event | None] | None = None  # that one; it gives what tells of its last copy to the device
+        self._master: torch.Tensor | None = None
+        self._storage: Storage | None = None
+        self._at = 0
+        self._placeholders: dict[str, torch.Tensor] = {}
+        # torch.utils.swap_tensors would exchange what a view of the flat stands for; it refuses tensors with weak references.
+        self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
+
+    def __repr__(self) -> str:
+        return f"Flat({self.key}, {self.layout.numel} elements, owned {self.owned})"
+
+    @property
+    def references(self) -> int:
+        """How many tensors besides this flat's own share the memory of ``full``, which is gathered."""
+        # Its own: ``full``, the object asked here, and for each parameter a view and the parameter itself.
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - 2 - 2 * len(self.parameters)
+
+    @property
+    def holds_gradient(self) -> bool:
+        return self.filled or self.reduced
+
+    @property
+    def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
+        for slot in self.layout.slots:
+            yield self.parameters[slot.name], slot
+
+    def settle(self) -> None:
+        """Return when no update of this flat is under way."""
+        if self.updating is not None:
+            self.updating()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements in compute dtype, on the compute device: [owned]. Written with :meth:`store_shard`."""
+        self.settle()
+        return self._shard_as_it_is()
+
+    def _shard_as_it_is(self) -> torch.Tensor:
+        if self._storage is None:
+            return self.full[self.owned[0] : self.owned[1]]
+        return self._storage.fetch(self._at, self._at + self.layout.chunk)
+
+    def shard_for_others(self) -> torch.Tensor:
+        """As :attr:`shard`, for a thread beside the one that trains, which has to wait for the update all the same: its stream does."""
+        update = self.update
+        copied = update.result() if update is not None else None
+        if copied is not None:
+            copied.synchronize()
+        return self._shard_as_it_is()
+
+    def shard_to_fill(self) -> torch.Tensor:
+        """Memory for new values of this rank's elements, to be given to :meth:`store_shard`: [owned]."""
+        if self._storage is None:
+            return self.shard
+        return self._storage.open(self._at, self._at + self.layout.chunk)
+
+    def bring_shard(self) -> torch.Tensor:
+        """This rank's elements where they stand in ``full``, brought there if they live elsewhere: [owned]."""
+        self.settle()
+        own = self.full[self.owned[0] : self.owned[1]]
+        if self._storage is not None:
+            self._storage.fetch_into(self._at, own)
+        return own
+
+    def announce(self) -> None:
+        """Say that the shard will be needed soon. One that is going to be another one is not read ahead."""
+        if self._storage is not None and (self.update is None or self.update.done()):
+            self._storage.ahead(self._at, self._at + self.layout.chunk)
+
+    def store_shard(self, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements, casting to compute dtype."""
+        self.settle()
+        self.store_part(0, values)
+
+    def store_part(self, start: int, values: torch.Tensor) -> None:
+        """Overwrite the elements from ``start`` of ``owned`` on: for the update under way, which waits for nobody."""
+        if self._storage is not None:
+            self._storage.store(self._at + start, values)
+            return
+        at = self.owned[0] + start
+        own = self.full[at : at + values.numel()]
+        if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
+            own.copy_(values, non_blocking=True)
+
+    def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
+        """Elements ``[start, stop)`` of ``owned`` where the host can write them, if it can."""
+        if self._storage is not None:
+            return self._storage.in_host_memory(self._at + start, self._at + stop)
+        own = self.full[self.owned[0] + start : self.owned[0] + stop]
+        return own if own.device.type == "cpu" else None
+
+    def updated(self) -> None:
+        """All parts have been written by the host."""
+        if self._storage is not None:
+            self._storage.complete()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether this rank's elements live somewhere else than on the compute device."""
+        return self._storage is not None and self._storage.nbytes()["device"] == 0
+
+    def shard_bytes(self) -> dict[str, int]:
+        """Bytes by tier of the shard, which is away."""
+        assert self._storage is not None
+        return self._storage.nbytes()
+
+    def keep_shard_in(self, storage: Storage, at: int) -> None:
+        self._storage, self._at = storage, at
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The master weights: [owned], fp32, or fp64 of parameters that are; None for what does not train. Written with :meth:`store_master`."""
+        if self.states is None:
+            return self._master
+        self.settle()
+        return self.states.fetch(MASTER)
+
+    @master.setter
+    def master(self, master: torch.Tensor | None) -> None:
+        self._master = master
+
+    def store_master(self, values: torch.Tensor, start: int = 0) -> None:
+        """Overwrite the master weights from element ``start`` of ``owned`` on."""
+        if self.states is not None:
+            self.settle()
+            self.states.store(MASTER, start, values)
+        elif self._master is not None:
+            own = self._master[start : start + values.numel()]
+            if own.data_ptr() != values.data_ptr():
+                own.copy_(values)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether this flat trains, and so has master weights."""
+        return self.states is not None or self._master is not None
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master weights are others than the shard."""
+        return self.states is not None or (self._master is not None and self._master.dtype != self.dtype)
+
+    def widen_gradient(self) -> None:
+        """Keep gradients in 32 bits from now on: they are going to be sums, which would lose what is small."""
+        self.settle()
+        self.widens = False
+        if self.window is not None:
+            self.window = self.window.float()
+        if self.window is not None and self.states is None:
+            self.grad = self.window[self.owned[0] : self.owned[1]]
+        elif self.grad is not None:
+            self.grad = self.grad.float()
+
+    def bring_states_back(self) -> None:
+        """Keep master weights and gradient on the device from now on; whoever knows the moments takes them first."""
+        master = self.master
+        assert self.states is not None and master is not None and self.grad is not None
+        self.states.close()
+        self.states = None
+        device = self.full.device
+        self.master = master.to(device, copy=True) if self.dtype != master.dtype else self.shard
+        if self.window is not None:
+            self.grad = self.window[self.owned[0] : self.owned[1]]
+        else:
+            self.grad, self.widens = torch.zeros(self.grad.numel(), dtype=master.dtype, device=device), False
+
+    def own_range(self, name: str) -> tuple[int, int, int]:
+        """Where this rank's part of parameter ``name`` lies: (first element of it, start in owned, stop in owned)."""
+        slot = self.layout.by_name[name]
+        start, stop = max(slot.offset, self.owned[0]), min(slot.end, self.owned[1])
+        if start >= stop:
+            return 0, 0, 0
+        return start - slot.offset, start - self.owned[0], stop - self.owned[0]
+
+    def own_part(self, name: str) -> torch.Tensor:
+        _, start, stop = self.own_range(name)
+        return self.shard[start:stop]
+
+    def adopt(self, name: str) -> None:
+        """Take the gathered values of parameter ``name`` over into this rank's shard and master weights."""
+        first, start, stop = self.own_range(name)
+        values = self.views[name].reshape(-1)[first : first + stop - start]
+        self.settle()
+        self.store_part(start, values)
+        self.store_master(values, start)
+
+    def use_full(self, full: torch.Tensor) -> None:
+        """Make ``full`` [padded] the buffer of this flat and the parameters views of it. Their values must be in it."""
+        kind = LiveParameter if self.sharded else OwnedParameter
+        self._lay(full)
+        for number, (parameter, slot) in enumerate(self.items):
+            # One element, expanded: true shape and dtype, no memory. In floats all bits set are NaN: a leak cannot pass for a weight.
+            bits = torch.full((self.dtype.itemsize,), 255 if self.dtype.is_floating_point else 0, dtype=torch.uint8, device=full.device)
+            self._placeholders[slot.name] = bits.view(self.dtype).view(()).expand(slot.shape)
+            become(parameter, kind)
+            parameter.__dict__.update(_hf_zero_flat=self, _hf_zero_name=slot.name, _hf_zero_id=self.number * 1_000_000 + number)
+            _set_data(parameter, self.views[slot.name])
+
+    def _lay(self, full: torch.Tensor) -> None:
+        self.full = full
+        self.views = {slot.name: full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots}
+
+    def point_at_full(self) -> None:
+        for parameter, slot in self.items:
+            become(parameter, LiveParameter)
+            _set_data(parameter, self.views[slot.name])
+
+    def leave_storage(self) -> None:
+        """Go on in another storage: this one, with the values it has, belongs to the views that others hold."""
+        self._lay(torch.empty_like(self.full))
+
+    def point_at_nothing(self) -> None:
+        for parameter, slot in self.items:
+            _set_data(parameter, self._placeholders[slot.name])
+            become(parameter, ReleasedParameter)
+
+    def retire(self) -> None:
+        """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""
+        self.settle()
+        self.retired = True
+        self.master = self.grad = self.window = self.held = self.squares = None
+        if self.states is not None:
+            self.states.close()
+            self.states = None
+        for parameter, slot in self.items:
+            if not isinstance(parameter, ReleasedParameter):
+                if self.sharded:
+                    _set_data(parameter, self.views[slot.name].clone())
+                forget(parameter)
+        if not self.sharded:
+            self.drop()  # the parameters alone keep the memory from now on
+
+    def drop(self) -> None:
+        """Let go of this rank's memory: the parameters belong to another flat by now, or to themselves."""
+        self._storage, self.views, self._placeholders = None, {}, {}
+        self.full = self.full.new_empty(0)
+
+    def whole_from_shards(self) -> torch.Tensor:
+        """A new buffer with the values of all ranks' shards, past the parameters: [padded]. Collective."""
+        whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
+        self.axis.all_gather([(whole, self.shard)], self.key).wait()
+        return whole
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` what it was when it was given, with the data it has."""
+    for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
+        parameter.__dict__.pop(key, None)
+    parameter.__class__ = given_class(parameter)

@@ -1,0 +1,241 @@
+"""Where one engine keeps what: the rows of storage that its configuration chooses for parameters and for optimizer state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.states import MASTER, Form, Piece, States, StatesInMemory
+from hf_zero.core.states_in_files import Buffers, StatesInFiles, paged, size_in_file
+from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
+from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
+from hf_zero.core.tier import FileTier
+from hf_zero.ops.host_memory import HostArena
+
+PIECE_ELEMENTS = 4096  # a piece is a multiple of this many, so that it begins at a page and at a block
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What has to be known of a flat to place it: this rank's elements, and the tensors there are to be."""
+
+    key: str
+    numel: int
+    dtype: torch.dtype
+    trainable: bool
+
+
+def room_beside_a_step(device: torch.device) -> int:
+    """Bytes of ``device`` that the largest step so far has left, but for a tenth that fragmentation may take. None of a CPU: its memory is the host's."""
+    if device.type != "cuda":
+        return 0
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(0, int(0.9 * free))
+
+
+class Placement:
+    """Rows for the flats of one engine on this rank. Memory and files are taken when they are first asked for."""
+
+    def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
+        self._optimizer, self._param, self._aio = config.offload_optimizer, config.offload_param, config.aio
+        self._device, self._rank = device, rank
+        self._accumulates = (config.gradient_accumulation_steps or 1) > 1
+        self._divides_later = (config.precision == "fp16" and world > 1) or config.prescale_gradients
+        self._explicit = config.gradient_accumulation_dtype is not None
+        self._arenas: dict[bool, HostArena] = {}
+        self._tiers: dict[tuple[str, ...], FileTier] = {}
+        self._shards: ShardBuffers | None = None
+        self.buffers: Buffers | None = None
+        self._measured = False
+        self._kept_in_memory = 0  # elements of parameters that need not go to files
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self._optimizer.on
+
+    @property
+    def offloads_parameters(self) -> bool:
+        return self._param.on
+
+    @property
+    def reads_ahead(self) -> int:
+        """Units whose shards are to be read from files before they are needed."""
+        return self._param.buffer_count if self._param.device == "nvme" else 0
+
+    @property
+    def offloads_anything(self) -> bool:
+        return self._optimizer.on or self._param.on
+
+    @property
+    def moments(self) -> str:
+        return self._optimizer.moments if self._optimizer.on else "fp32"
+
+    @property
+    def piece(self) -> int:
+        """Elements that are updated at a time, at most."""
+        return max(PIECE_ELEMENTS, self._optimizer.buffer_size // PIECE_ELEMENTS * PIECE_ELEMENTS)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether anything is offloaded to a disk, on any rank."""
+        return "nvme" in (self._optimizer.device, self._param.device)
+
+    def trouble(self) -> OSError | None:
+        """A write that has failed; what was to be written is in memory. Waits for what is being written."""
+        used: list[Buffers | ShardBuffers] = [each for each in (self.buffers, self._shards) if each is not None]
+        for each in used:
+            each.flush()
+        return next((each.trouble for each in used if each.trouble is not None), None)
+
+    def offloaded(self, chunks: Sequence[Chunk]) -> set[str]:
+        """Keys of the flats whose states are offloaded. Those that come first in the model stay: their update is over first."""
+        if not self._optimizer.on:
+            return set()
+        training = [chunk for chunk in chunks if chunk.trainable]
+        share = 1.0 if self._optimizer.ratio == "auto" else float(self._optimizer.ratio)
+        room = (1.0 - share) * sum(chunk.numel for chunk in training)
+        chosen = set()
+        for chunk in training:
+            room -= chunk.numel
+            if room < 0:
+                chosen.add(chunk.key)
+        return chosen
+
+    @property
+    def cores(self) -> float:
+        """Share of this rank's cores that update."""
+        return self._optimizer.cores
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self._optimizer.on and self._optimizer.update_in_backward
+
+    @property
+    def measures(self) -> bool:
+        """Whether a first step is to show how much of what is offloaded fits on the device."""
+        return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
+
+    def measured(self) -> None:
+        """It has shown."""
+        self._measured = True
+
+    def fitting(self, chunks: Sequence[Chunk], moments: int, room: int) -> list[str]:
+        """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the device, ``moments`` numbers an element."""
+        chosen = []
+        for chunk in chunks:
+            own_master = 0 if chunk.dtype.itemsize >= 4 else 4
+            room -= (own_master + 4 * moments + 4) * chunk.numel
+            if room < 0:
+                break
+            chosen.append(chunk.key)
+        return chosen
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that only the host reads and writes."""
+        return self._arena(pinned=False).take(numel, dtype)
+
+    def take_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device copies to or from, for gradients and updated parameters."""
+        return self._taken(self._optimizer.pin_memory, numel, dtype)
+
+    def take_for_shards(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device copies to or from, for parameters that live there or pass."""
+        return self._taken(self._param.pin_memory, numel, dtype)
+
+    def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._arena(pinned=pin is not False and self._device.type == "cuda").take(numel, dtype)
+
+    def _arena(self, pinned: bool) -> HostArena:
+        if pinned not in self._arenas:
+            self._arenas[pinned] = HostArena(pinned, self._device if self._device.type == "cuda" else None)
+        return self._arenas[pinned]
+
+    def _tier(self, paths: tuple[str, ...]) -> FileTier:
+        if paths not in self._tiers:
+            aio = self._aio
+            self._tiers[paths] = FileTier(paths, self._rank, block_size=aio.block_size, queue_depth=aio.queue_depth, threads=aio.threads)
+        return self._tiers[paths]
+
+    def shards(self, chunks: Iterable[Chunk]) -> Callable[[Chunk], tuple[Storage, int]]:
+        """What tells where the shard of each of the sharded flats lives: a storage and the place of its first element.
+
+        Memory of the host is taken as it is asked for: what a flat takes over from is then given back before the next one.
+        """
+        if self._param.on:
+            return lambda chunk: (self._shard(chunk), 0)
+        placed: dict[str, tuple[Storage, int]] = {}
+        alike: dict[torch.dtype, list[Chunk]] = {}
+        for chunk in chunks:
+            alike.setdefault(chunk.dtype, []).append(chunk)
+        for dtype, those in alike.items():
+            storage, at = DeviceStorage(sum(chunk.numel for chunk in those), dtype, self._device), 0
+            for chunk in those:
+                placed[chunk.key] = (storage, at)
+                at += chunk.numel
+        return lambda chunk: placed[chunk.key]
+
+    def _shard(self, chunk: Chunk) -> Storage:
+        fits = self._kept_in_memory + chunk.numel <= self._param.max_in_cpu
+        if self._param.device == "cpu" or fits:
+            self._kept_in_memory += chunk.numel
+            return HostStorage(chunk.numel, chunk.dtype, self._device, self.take_for_shards)
+        if self._shards is None:
+            self._shards = ShardBuffers(self._param.buffer_count, self.take_for_shards)
+        tier = self._tier(self._param.nvme_path)
+        return StorageInFiles(f"{chunk.key}.shard", chunk.numel, chunk.dtype, self._device, tier, self._shards)
+
+    def reserve(self, shards: Iterable[Chunk], states: Iterable[tuple[Chunk, Sequence[Piece]]], moments: int) -> None:
+        """Take the room for all that is going to be in files; ``moments`` numbers are kept for each element that trains.
+
+        Raises ConfigError and DiskSpaceError, before anything else has been done.
+        """
+        wanted: Counter[tuple[str, ...]] = Counter()
+        in_memory = 0
+        for chunk in shards if self._param.device == "nvme" else ():
+            if in_memory + chunk.numel <= self._param.max_in_cpu:
+                in_memory += chunk.numel
+            else:
+                wanted[self._param.nvme_path] += paged(chunk.numel * chunk.dtype.itemsize)
+        for chunk, those in states if self._optimizer.device == "nvme" else ():
+            wide = torch.float64 if chunk.dtype == torch.float64 else torch.float32
+            kept = {"fp32": Form(wide), "bf16": Form(torch.bfloat16), "int8": Form(wide, blocks=True)}[self.moments]
+            for start, stop in those:
+                wanted[self._optimizer.nvme_path] += size_in_file(Form(wide), stop - start) + moments * size_in_file(kept, stop - start)
+        for paths, nbytes in wanted.items():
+            self._tier(paths).reserve(nbytes)
+
+    def states(self, chunk: Chunk, pieces: Sequence[Piece]) -> States:
+        """The arrays of an offloaded flat, of which the master weights are there."""
+        made: States
+        if self._optimizer.device == "nvme":
+            if self.buffers is None:
+                how = self._optimizer
+                self.buffers = Buffers(how.buffer_count, self.take, how.pipeline_read, how.pipeline_write)
+            made = StatesInFiles(chunk.key, chunk.numel, pieces, self._tier(self._optimizer.nvme_path), self.buffers)
+        else:
+            made = StatesInMemory(chunk.numel, pieces, self.take)
+        made.add(MASTER, Form(torch.float64 if chunk.dtype == torch.float64 else torch.float32))
+        return made
+
+    def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
+        """What the gradient of an offloaded flat is kept in: 16 bits where one reduction fills it with just what it sent."""
+        if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
+            return wire
+        return torch.float64 if chunk.dtype == torch.float64 else torch.float32
+
+    def close(self) -> None:
+        """Let go: memory and files go with whatever is the last to use them."""
+        self._tiers.clear()
+        self._arenas.clear()
+
+    def held(self) -> dict[str, Any]:
+        """Bytes of buffers, by what they are for."""
+        return {
+            "states": self.buffers.nbytes if self.buffers is not None else 0,
+            "shards": self._shards.nbytes if self._shards is not None else 0,
+        }

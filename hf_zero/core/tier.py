@@ -1,0 +1,281 @@
+"""The disk as a tier of storage: this rank's regions in files on one or several paths.
+
+[Note: files without names]
+A rank has one file on each path, and takes its name away as soon as it is open. So nothing is left behind however the process
+ends, no later run can mistake it for its own, and a directory that is removed or closed to writing in mid-run changes nothing. What
+is used shows in ``df``, not in ``du`` (``lsof +L1`` lists it). Only between making a file and unnaming it can a kill leave a
+name, of a file that is still empty and no longer locked: the next tier on that path removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
+from hf_zero.logs import logger
+from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Piece, Priority, Ticket, open_direct
+
+PREFIX = "hf-zero-offload-"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GB = 1e9
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _no_room(path: str, needed: int, free: int, name: str, number: int) -> DiskSpaceError:
+    why = "RLIMIT_FSIZE (ulimit -f) forbids it" if number == errno.EFBIG else f"{free / _GB:.3f} GB are free"
+    return DiskSpaceError(
+        number, f"{needed / _GB:.3f} GB more are needed for {name}, and {why}; free some, or name further paths in nvme_path", path
+    )
+
+
+def remove_leftovers(path: str) -> list[str]:
+    """Remove what runs that were killed left at ``path``, and say what it was. Files of living processes are locked, and not empty."""
+    removed = []
+    with os.scandir(path) as entries:
+        names = [entry.path for entry in entries if entry.name.startswith(PREFIX) and entry.is_file(follow_symlinks=False)]
+    for name in names:
+        with contextlib.suppress(OSError):  # gone meanwhile, locked, or another user's
+            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_size == 0:
+                    os.unlink(name)
+                    removed.append(name)
+            finally:
+                os.close(descriptor)
+    return removed
+
+
+def _nameless_file(path: str, rank: int) -> OpenFile:
+    """A new file on the file system of ``path``, open and without a name (the note)."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=path)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else can lock it either, and so nobody removes it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink == 0:  # another rank took it for a leftover before it was locked
+            os.close(descriptor)
+            continue
+        try:
+            direct = open_direct(name)
+        except OSError:
+            os.close(descriptor)
+            raise
+        finally:
+            os.unlink(name)
+        return OpenFile(name, descriptor, direct)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    start: int
+    stop: int
+    write: bool
+    ticket: Ticket
+
+
+class Region:
+    """``nbytes`` bytes of the tier that belong together; zeros at first.
+
+    Requests for bytes that overlap take effect in the order they were made, whatever their priorities.
+    """
+
+    def __init__(self, tier: FileTier, name: str, start: int, nbytes: int):
+        self.name = name
+        self.nbytes = nbytes
+        self._tier = tier
+        self._start = start
+        self._pending: list[_Pending] = []
+
+    def read(self, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
+        """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the region. The ticket's ``wait`` raises OSError."""
+        return self._move(False, offset, out, priority)
+
+    def write(self, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND) -> Ticket:
+        """Write ``data`` (CPU, contiguous, not to be changed until done) at byte ``offset``. The ticket's ``wait`` raises OSError."""
+        return self._move(True, offset, data, priority)
+
+    def _move(self, write: bool, offset: int, tensor: torch.Tensor, priority: Priority) -> Ticket:
+        stop = offset + tensor.nbytes
+        if offset < 0 or stop > self.nbytes:
+            raise OffloadError(
+                f"bytes {offset} to {stop} were asked of region {self.name!r}, which has {self.nbytes}; allocate a larger one"
+            )
+        with self._tier.lock:
+            # A write that failed stays, so that nobody reads what it should have replaced, until another one covers it.
+            self._pending = [
+                other
+                for other in self._pending
+                if not other.ticket.done()
+                or (other.ticket.failed() and other.write and not (write and offset <= other.start and other.stop <= stop))
+            ]
+            after = [other.ticket for other in self._pending if (write or other.write) and other.start < stop and offset < other.stop]
+            ticket = self._tier.move(write, self._start + offset, tensor, priority, after, self.name)
+            self._pending.append(_Pending(offset, stop, write, ticket))
+        return ticket
+
+
+class FileTier:
+    """This rank's files: regions are allocated once and then read and written through one queue.
+
+    paths: directories that exist and can be written. With several, blocks of ``block_size`` bytes go round them in turn.
+    rank: for the names of files and messages.
+    block_size, queue_depth, threads: as in ``FileQueue``; on several paths the queue is shared.
+
+    Raises ConfigError for a path that cannot be used and DiskSpaceError where there is no room. A failure in mid-run is an OSError of
+    the ticket: what other regions hold is untouched, and what was to be written is still in the caller's memory.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        rank: int = 0,
+        block_size: int = 1 << 20,
+        queue_depth: int = 32,
+        threads: int = 8,
+        backend: str | None = None,
+    ):
+        if not paths:
+            raise ConfigError("offloading to nvme needs nvme_path: at least one directory on the disk")
+        self.paths = [os.fspath(path) for path in paths]
+        self.rank = rank
+        self.lock = threading.RLock()
+        self._stripe = block_size
+        self._used = 0
+        self._regions: dict[str, Region] = {}
+        self._writes: list[Ticket] = []
+        self._files = [self._open(path) for path in self.paths]
+        self._sizes = [0] * len(self._files)
+        self._queue = FileQueue(block_size, queue_depth, threads, backend)
+        self._told: set[str] = set()
+        self._tell_of_buffering()
+
+    def _open(self, path: str) -> OpenFile:
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme_path {path!r} is not a directory here; make it, or check that the disk is mounted")
+        try:
+            for name in remove_leftovers(path):
+                logger.info("removed %s, which a run that was killed had left", name)
+            return _nameless_file(path, self.rank)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise ConfigError(
+                    f"nvme_path {path!r} cannot be written by this user ({error.strerror}); change its mode, or name another"
+                ) from error
+            if error.errno in _NO_ROOM:
+                raise _no_room(path, 0, 0, "a file", error.errno) from error
+            raise
+
+    def _tell_of_buffering(self) -> None:
+        for path, file in zip(self.paths, self._files):
+            if not file.direct and path not in self._told:
+                self._told.add(path)
+                logger.warning("the file system of nvme_path %s takes no O_DIRECT: transfers go through the page cache", path)
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache on all paths."""
+        return all(file.direct for file in self._files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken on all paths together."""
+        return sum(self._sizes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take room for regions of ``nbytes`` bytes in all, beside those that are there, or raise DiskSpaceError."""
+        self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        """A new region. Raises DiskSpaceError with the path, what is needed and what is free."""
+        with self.lock:
+            self._check_open()
+            if name in self._regions or nbytes < 0:
+                raise OffloadError(f"region {name!r} of {nbytes} bytes: names must differ and sizes be 0 or more; allocate each once")
+            self._grow(self._used + nbytes, f"{name!r} of rank {self.rank}")
+            region = Region(self, name, self._used, nbytes)
+            self._used = _round_up(self._used + nbytes, ALIGNMENT)
+            self._regions[name] = region
+        return region
+
+    def _grow(self, end: int, name: str) -> None:
+        stripes, paths = -(-end // self._stripe), len(self._files)
+        for index, (path, file) in enumerate(zip(self.paths, self._files)):
+            share = _round_up(end, ALIGNMENT) if paths == 1 else (stripes - index + paths - 1) // paths * self._stripe
+            have = self._sizes[index]
+            if share <= have:
+                continue
+            state = os.fstatvfs(file.descriptor)
+            free = state.f_bavail * state.f_frsize
+            if share - have > free:
+                raise _no_room(path, share - have, free, name, errno.ENOSPC)
+            try:
+                os.posix_fallocate(file.descriptor, have, share - have)
+            except OSError as error:
+                os.ftruncate(file.descriptor, have)
+                if error.errno in _NO_ROOM:
+                    raise _no_room(path, share - have, free, name, error.errno) from error
+                raise OSError(error.errno, f"{error.strerror} (taking {share - have} bytes for {name})", path) from error
+            self._sizes[index] = share
+
+    def _pieces(self, start: int, nbytes: int) -> list[Piece]:
+        if len(self._files) == 1:
+            return [Piece(self._files[0], start, 0, nbytes)]
+        pieces, at = [], 0
+        while at < nbytes:
+            stripe, within = divmod(start + at, self._stripe)
+            length = min(self._stripe - within, nbytes - at)
+            row, path = divmod(stripe, len(self._files))
+            pieces.append(Piece(self._files[path], row * self._stripe + within, at, length))
+            at += length
+        return pieces
+
+    def move(self, write: bool, start: int, tensor: torch.Tensor, priority: Priority, after: Sequence[Ticket], name: str) -> Ticket:
+        """A transfer of a region's bytes, which stand from ``start`` on. For ``Region``."""
+        self._check_open()
+        kept = "its values are still in memory" if write else "what it holds was not changed"
+        context = f" for {name!r} of rank {self.rank}; {kept}, and other regions are untouched"
+        ticket = self._queue.transfer(write, self._pieces(start, tensor.nbytes), tensor, priority, after, context)
+        if write:
+            self._writes = [other for other in self._writes if not other.done() or other.failed()]
+            self._writes.append(ticket)
+        return ticket
+
+    def flush(self) -> None:
+        """Return when everything written so far is in the files; raises the OSError of the first write that failed."""
+        with self.lock:
+            writes, self._writes = self._writes, []
+        failure: OSError | None = None
+        for ticket in writes:
+            try:
+                ticket.wait()
+            except OSError as error:
+                failure = failure or error
+        self._tell_of_buffering()
+        if failure is not None:
+            raise failure
+
+    def _check_open(self) -> None:
+        if not self._files:
+            raise OffloadError(f"the offloaded files of rank {self.rank} are closed; the engine that held them was destroyed")
+
+    def close(self) -> None:
+        """Give the disk back. What is under way ends first, what is queued is dropped. May be called again."""
+        self._queue.close(cancel=True)
+        with self.lock:
+            self._files = []
+            self._sizes = []
+            self._regions.clear()
+            self._writes = []

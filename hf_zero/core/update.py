@@ -1,0 +1,260 @@
+"""The update of what is offloaded: unit by unit on a thread of its own, in the order in which the next forward needs them.
+
+[Note: exact and without staleness]
+``engine.step`` returns while units are still being updated. Whoever needs one waits for it: a forward as it comes to the
+unit (``schedule.need``), a gather, a reduction into its gradient, and anything that reads its parameters, masters or moments
+(:meth:`Flat.settle`; whole parameters are :class:`UpdatingParameter` in between). The optimizer's groups were copied when the step
+began, so that a scheduler may set the next learning rate at once. Where the optimizer itself has to step, it does so
+before ``engine.step`` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import torch
+
+from hf_zero.core.axis import Axis
+from hf_zero.core.comm import Comm
+from hf_zero.core.flat import Flat
+from hf_zero.core.homeward import Homeward
+from hf_zero.core.lane import Wait
+from hf_zero.core.parameter import OwnedParameter, UpdatingParameter, become, given_class, owned_class
+from hf_zero.core.states import Take
+from hf_zero.core.unit import Unit, stream_beside
+from hf_zero.optim.piecewise import Update
+
+STAGED = 3  # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
+
+
+@dataclass(order=True)
+class _Task:
+    """The update of one unit; the smallest is done first."""
+
+    urgency: int
+    number: int
+    run: Callable[[], torch.cuda.Event | None] = field(compare=False)
+    future: Future[torch.cuda.Event | None] = field(compare=False)
+
+
+class Updater:
+    """Updates the units that have offloaded flats. ``take`` gives memory that a GPU can copy from.
+
+    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: a unit is then gathered by the thread that
+    has updated it, in the order of the model on all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, device: torch.device, piece: int, take: Take, homeward: Homeward | None = None):
+        self._all = list(units)
+        self._axis, self._watch = comm.updates, comm.watch
+        self._device = device
+        self._piece = piece
+        self._take = take
+        self._homeward = homeward
+        self._pending: dict[Unit, Future[torch.cuda.Event | None]] = {}
+        self._uses: list[Unit] = []  # in the order of the forward under way
+        self._worker: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._staged: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self.early: Update | None = None  # begun in the backward under way
+        self._started: list[Unit] = []  # by it
+        self._waiting: list[_Task] = []  # a heap
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look which units have offloaded flats now."""
+        self._units = [unit for unit in self._all if any(flat.states is not None for flat in unit.trainable)]
+        self._order = list(self._units)
+
+    @property
+    def pending(self) -> tuple[Unit, ...]:
+        """Units whose update nobody has waited for yet."""
+        return tuple(self._pending)
+
+    def used(self, unit: Unit) -> None:
+        """A forward needs ``unit`` now."""
+        if unit in self._order and unit not in self._uses:
+            self._uses.append(unit)
+
+    def start(self, update: Update) -> None:
+        """Begin ``update``, in the order of the last forward; where units are gathered, in that of the model."""
+        if self._axis is None and self._uses:
+            self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
+        self._uses = []
+        if self.early is update:
+            self.early = None
+            self._submit(update, [unit for unit in self._order if unit not in self._started])
+        else:
+            self.finish()
+            self._submit(update, self._order)
+
+    def start_early(self, update: Update, unit: Unit) -> None:
+        """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on. :meth:`start` follows with the rest."""
+        if self.early is not update:
+            self.finish()
+            self.early, self._started = update, []
+        if unit in self._units:
+            self._started.append(unit)
+            self._submit(update, [unit])
+
+    def drop_early(self) -> None:
+        """The rest of what was begun in a backward will not follow: everything is going to be overwritten."""
+        self.finish()
+        self.early = None
+
+    def _submit(self, update: Update, units: Sequence[Unit]) -> None:
+        units = self._begun_at_once(units)
+        events: list[torch.cuda.Event] = []
+        if self._device.type == "cuda":
+            events.append(torch.cuda.current_stream(self._device).record_event())  # nothing reads the parameters any more
+            beside = stream_beside(self._device)
+            events += [beside.record_event()] if beside is not None else []  # nor do shards leave the memory that is written
+        for unit in units:
+            for flat in unit.trainable:
+                if flat.states is not None:
+                    update.announce(flat)
+        if update.touches_optimizer:
+            for unit in units:
+                self._wait_for(self._run(update, unit, [*events, *self._landings(unit)]))
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "hf-zero update")
+            weakref.finalize(self, self._worker.shutdown, wait=False)
+        for place, unit in enumerate(units):
+            future: Future[torch.cuda.Event | None] = Future()
+            self._pending[unit] = future
+            _mark(unit, partial(self.finish, unit), future)
+            # Of those that wait the thread takes the one that the next forward needs first; where all ranks gather, the first that came.
+            urgency = self._order.index(unit) if self._axis is None and update is self.early else len(self._order) + place
+            task = _Task(urgency, next(self._numbers), partial(self._run, update, unit, [*events, *self._landings(unit)]), future)
+            with self._lock:
+                heapq.heappush(self._waiting, task)
+            self._worker.submit(self._run_next)
+
+    def _landings(self, unit: Unit) -> list[torch.cuda.Event]:
+        """What tells that the gradients of ``unit`` are in host memory."""
+        if self._homeward is None:
+            return []
+        found = [self._homeward.event(flat) for flat in unit.trainable if flat.states is not None]
+        return [event for event in found if event is not None]
+
+    def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """``units``, not begun with the one whose gradients are the last to come: that of a model's first unit, as a rule."""
+        if self._homeward is None or self._axis is not None or len(units) < 2 or self._homeward.last not in units[0].trainable:
+            return units
+        return [units[1], units[0], *units[2:]]
+
+    def finish(self, unit: Unit | None = None) -> None:
+        """Wait for the update of ``unit``, or of all units. Raises what it has raised."""
+        for each in [unit] if unit is not None else list(self._pending):
+            future = self._pending.get(each)
+            if future is None:
+                continue
+            # The thread's own waits are not watched: what a rank waits for is one thing, and this is it.
+            with self._watch.over(Wait(f"the update of {each.label}", needs=self._axis.peers if self._axis is not None else ())):
+                copied = future.result()
+            self._wait_for(copied)
+            if self._pending.pop(each, None) is not None:
+                _unmark(each)
+
+    def _wait_for(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def close(self) -> BaseException | None:
+        """Wait, and end the thread; returns what an update has raised, if one has."""
+        failure: BaseException | None = None
+        for unit in list(self._pending):
+            try:
+                self.finish(unit)
+            except Exception as error:
+                failure = failure or error
+                del self._pending[unit]
+                _unmark(unit)
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        return failure
+
+    # ---- on the worker ----
+
+    def _run_next(self) -> None:
+        with self._lock:
+            task = heapq.heappop(self._waiting)
+        try:
+            task.future.set_result(task.run())
+        except BaseException as error:
+            task.future.set_exception(error)
+
+    @torch.no_grad()
+    def _run(self, update: Update, unit: Unit, ready: Sequence[torch.cuda.Event]) -> torch.cuda.Event | None:
+        for event in ready:
+            event.synchronize()
+        for flat in unit.trainable:
+            if flat.states is not None:
+                update.run(flat, partial(self._place, flat), partial(self._placed, flat))
+                flat.updated()
+        if self._axis is not None:
+            self._gather(unit, self._axis)
+        return self._stream.record_event() if self._stream is not None else None
+
+    def _gather(self, unit: Unit, axis: Axis) -> None:
+        """Have the other ranks' parts of the whole parameters of ``unit``."""
+        pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.trainable if flat.states is not None]
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            axis.all_gather(pairs, f"updated {unit.label}").wait()
+
+    def _place(self, flat: Flat, start: int, stop: int) -> torch.Tensor | None:
+        own = flat.part_in_host_memory(start, stop)
+        if own is not None:
+            return own
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if len(self._staged) < STAGED:
+            memory, left = self._take(self._piece * torch.float32.itemsize, torch.uint8), None
+        else:
+            memory, left = self._staged.pop(0)
+        if left is not None:
+            left.synchronize()
+        self._staged.append((memory, None))
+        return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
+
+    def _placed(self, flat: Flat, start: int, stop: int, values: torch.Tensor | None) -> None:
+        if values is None or self._stream is None or flat.part_in_host_memory(start, stop) is not None:
+            return
+        with torch.cuda.stream(self._stream):
+            flat.store_part(start, values)
+            memory, _ = self._staged[-1]
+            self._staged[-1] = (memory, self._stream.record_event())
+
+
+def _mark(unit: Unit, finish: Callable[[], None], future: Future[torch.cuda.Event | None]) -> None:
+    for flat in unit.trainable:
+        if flat.states is not None:
+            flat.updating, flat.update = finish, future
+            if not flat.sharded:
+                _turn(flat, OwnedParameter, UpdatingParameter)
+
+
+def _unmark(unit: Unit) -> None:
+    for flat in unit.trainable:
+        if flat.updating is not None:
+            flat.updating = flat.update = None
+            if not flat.sharded:
+                _turn(flat, UpdatingParameter, OwnedParameter)
+
+
+def _turn(flat: Flat, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
+    for parameter, _ in flat.items:
+        if type(parameter) is owned_class(before, given_class(parameter)):
+            become(parameter, after)

@@ -1,0 +1,125 @@
+"""From reduced gradients to new parameters: the norm, the update of what is on the device and of what is offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.core.answers import Counters
+from hf_zero.core.comm import Comm
+from hf_zero.core.flat import Flat
+from hf_zero.core.grads import GradientReducer
+from hf_zero.core.losses import Losses
+from hf_zero.core.norm import squared_norm
+from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
+from hf_zero.core.precision import LossScaler
+from hf_zero.core.schedule import Schedule
+from hf_zero.core.states import MASTER
+from hf_zero.core.trouble import failed_writes
+from hf_zero.core.unit import Unit
+from hf_zero.core.update import Updater
+from hf_zero.logs import logger
+
+
+class Updating:
+    """Methods of :class:`hf_zero.core.engine.Engine` that change parameters."""
+
+    flats: list[Flat]
+    comm: Comm
+    device: torch.device
+    schedule: Schedule
+    scaler: LossScaler
+    counters: Counters
+    bound: Any
+    updater: Updater | None
+    max_norm: float
+    global_rank: int
+    _training: list[Flat]
+    _reducer: GradientReducer
+    _losses: Losses
+    _placement: Placement
+    _norm: torch.Tensor | None
+
+    def _failed_writes(self) -> str:
+        return failed_writes(self._placement, self.updater, self.schedule, self.comm)
+
+    def _update_early(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are here, and nothing can forbid its update any more."""
+        assert self.updater is not None
+        if any(flat.states is not None for flat in unit.trainable):
+            self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
+        self._reducer.reduce_windows()
+        return float(self._squared_norm().sqrt()) / self.scaler.scale if any(flat.reduced for flat in self._training) else 0.0
+
+    def _squared_norm(self) -> torch.Tensor:
+        return squared_norm(self._training, self.comm, self.device)
+
+    def _update(self) -> bool:
+        """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
+        assert self.bound is not None
+        if self.comm.shard.size == 1:  # nothing else would show that a rank is at another micro-batch
+            self.comm.replicate.mark(f"step {self.counters.global_steps} after {self.comm.replicate.reductions.issued} reductions")
+        total = self._squared_norm()
+        scale, limit = self.scaler.scale, self.max_norm
+        self._norm = total.sqrt() / scale
+        if self._losses.may_overflow and not bool(torch.isfinite(total)):
+            return True
+        divisor = None
+        if limit > 0.0:
+            divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)
+        elif scale != 1.0:
+            divisor = torch.full((), scale, device=self.device)
+        with self.schedule.writing():  # in fp32 the masters are the shards
+            self.bound.step(divisor)
+            if self.updater is not None:
+                update = self.updater.early or self.bound.begin(1.0 if divisor is None else float(divisor), self.counters.global_steps)
+                self.updater.start(update)
+        self._refresh([flat for flat in self.flats if flat.states is None], self.flats)
+        return False
+
+    @torch.no_grad()
+    def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
+        """Bring parameters up to date with the masters (collective): cast into shards; gather where they are whole."""
+        chosen = self.flats if flats is None else list(flats)
+        self._refresh(chosen, chosen)
+
+    def _refresh(self, stale: Sequence[Flat], chosen: Sequence[Flat]) -> None:
+        """Cast the masters of ``stale`` into their shards, and gather them where they are whole; and units among ``chosen`` that are pinned."""
+        with self.schedule.writing():
+            for flat in stale:
+                master = flat.master
+                if master is not None:
+                    flat.store_shard(master)
+        handles = []
+        for flat in stale:
+            if not flat.sharded and flat.layout.shards > 1:
+                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
+        for handle in handles:
+            handle.wait()
+        for unit in dict.fromkeys(flat.unit for flat in chosen):
+            if unit.index in self.schedule.gathered:
+                unit.launch_gather()  # pinned across the step: its whole values are those of before
+                unit.finish_gather()
+
+    def _bring_back_what_fits(self) -> None:
+        """After the first step: keep the state of those units on the device that come first and for which it has room (collective)."""
+        assert self.updater is not None
+        self._placement.measured()
+        self.updater.finish()
+        chunks = [Chunk(flat.key, flat.owned[1] - flat.owned[0], flat.dtype, True) for flat in self._training if flat.states is not None]
+        names = {name for flat in self._training for name in self.bound.tensors(flat)} - {MASTER}
+        room = min(self.comm.all_gather_object(room_beside_a_step(self.device), "room on the device"))
+        chosen = self._placement.fitting(chunks, len(names), room)
+        flats = {flat.key: flat for flat in self._training}
+        self.bound.bring_back({key: flats[key].bring_states_back for key in chosen})
+        self.updater.refresh()
+        if self.global_rank == 0:
+            logger.info(
+                "offload ratio auto: %d of %d flats fit on the device beside the first step and stay there", len(chosen), len(chunks)
+            )

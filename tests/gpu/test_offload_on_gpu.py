@@ -1,0 +1,273 @@
+"""Offload on one GPU: equal to the same training on the device, whatever is slow, in pinned memory of the size asked for.
+
+tests/ranks/test_offload.py shows the same numbers on the CPU, where transfers are copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.core import comm
+from hf_zero.core.flat import Flat
+from hf_zero.core.homeward import Homeward
+from hf_zero.errors import ConfigError
+from hf_zero.ops.host_memory import HostArena
+from hf_zero.optim.piecewise import Update
+from tests.helpers import oracle
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import ARCHITECTURES, Stack, seeded
+from tests.helpers.offloads import WAYS, offload, stages_of
+from tests.helpers.training import ArchitectureJob, Plan, trainable
+
+STEPS = 5
+CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
+SLOW = 20_000_000  # cycles that a delayed stream sleeps: some 10 ms
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    comm.init_distributed()
+    yield
+    comm.destroy_process_group()
+
+
+def wide() -> torch.nn.Module:
+    """Blocks of several pieces, so that the staging memory is used again and again."""
+    return seeded(lambda: Stack(depth=4, width=128))
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 7, generator=generator).cuda() for _ in range(STEPS)]
+
+
+def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """It steps itself, on the device and on the host: one update of elements, but kernels of two devices."""
+    return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trainable(model), lr=1e-3, eps=1e-6)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Additions and products alone, which every device rounds alike."""
+    return torch.optim.SGD(trainable(model), lr=0.125, foreach=False, fused=False)
+
+
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def train(
+    section: dict[str, Any], precision: str = "fp32", make: Make = adamw, clip: float = 1.0
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights (fp32, on the CPU) and losses after :data:`STEPS` steps."""
+    model = wide()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": section,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    engine = hf_zero.initialize(model=model, optimizer=make(model), config=config)[0]
+    losses = []
+    for inputs in batches():
+        loss = engine(inputs.bfloat16() if precision == "bf16" else inputs).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    weights = {name: hf_zero.safe_get_full_fp32_param(p).float().cpu().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    return weights, [loss.item() for loss in losses]
+
+
+def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The difference, relative in norm."""
+    difference = sum(float((got[name] - want[name]).double().square().sum()) for name in want)
+    return (difference / sum(float(weights.double().square().sum()) for weights in want.values())) ** 0.5
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 5e-3)])
+@pytest.mark.parametrize("way, stage", CELLS)
+def test_every_way_equals_the_device(way: str, stage: int, precision: str, tolerance: float, tmp_path: Path) -> None:
+    want, losses = train({"stage": stage}, precision)
+    got, away = train(offload(way, stage, tmp_path), precision)
+    assert apart(got, want) < tolerance
+    assert away == pytest.approx(losses, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("way, stage", CELLS)
+def test_the_same_additions_give_the_same_bits(way: str, stage: int, tmp_path: Path) -> None:
+    """Unclipped, so that no norm is summed in another order."""
+    want, losses = train({"stage": stage}, make=sgd, clip=0.0)
+    got, away = train(offload(way, stage, tmp_path), make=sgd, clip=0.0)
+    assert away == losses
+    for name, weights in want.items():
+        assert torch.equal(got[name], weights), name
+
+
+@pytest.mark.parametrize("make", [adamw, rmsprop])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_moments_in_fewer_bits_stay_close(moments: str, make: Make, tmp_path: Path) -> None:
+    if moments != "fp32" and make is rmsprop:
+        with pytest.raises(ConfigError, match="fp32 only"):
+            train(offload("optimizer on cpu", 2, tmp_path, moments=moments), make=make)
+        return
+    want, _ = train({"stage": 2}, make=make)
+    got, _ = train(offload("optimizer on cpu", 2, tmp_path, moments=moments), make=make)
+    assert apart(got, want) < (1e-5 if moments == "fp32" else 2e-2)
+
+
+# ---- who waits for whom ----
+
+
+@pytest.fixture(params=["nothing", "gradients", "parameters", "compute", "host"])
+def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One of the parties sleeps before each of its transfers: who does not wait for it reads what was there before."""
+    kind = request.param
+
+    def sleeping(function: Any, stream: Callable[[Any], torch.cuda.Stream | None]) -> Any:
+        def slept(owner: Any, *args: Any) -> Any:
+            chosen = stream(owner) or torch.cuda.current_stream()
+            with torch.cuda.stream(chosen):
+                torch.cuda._sleep(SLOW)
+            return function(owner, *args)
+
+        return slept
+
+    if kind == "gradients":
+        monkeypatch.setattr(Homeward, "send", sleeping(Homeward.send, lambda homeward: homeward._stream))
+    elif kind == "parameters":
+        monkeypatch.setattr(Flat, "store_part", sleeping(Flat.store_part, lambda flat: None))
+        monkeypatch.setattr(Flat, "bring_shard", sleeping(Flat.bring_shard, lambda flat: None))
+    elif kind == "compute":
+        monkeypatch.setattr(Stack, "body", sleeping(Stack.body, lambda model: None))
+    elif kind == "host":
+        apply = Update._apply
+
+        def late(update: Any, *args: Any) -> None:
+            time.sleep(0.002)
+            apply(update, *args)
+
+        monkeypatch.setattr(Update, "_apply", late)
+    return str(kind)
+
+
+@pytest.mark.parametrize("make", [adamw, rmsprop])
+@pytest.mark.parametrize(
+    "way, stage", [("optimizer on cpu", 0), ("optimizer on cpu", 2), ("optimizer on cpu", 3), ("all on cpu", 3), ("all in files", 3)]
+)
+def test_nobody_reads_what_has_not_come(way: str, stage: int, make: Make, slow: str, tmp_path: Path) -> None:
+    want, _ = train({"stage": stage}, make=make)
+    got, _ = train(offload(way, stage, tmp_path), make=make)
+    assert apart(got, want) < 1e-5, slow
+
+
+def test_evaluation_reads_the_parameters_of_the_last_step(slow: str, tmp_path: Path) -> None:
+    """A forward right after step, in no_grad, while the update is under way."""
+    outputs = []
+    for section in ({"stage": 2}, offload("optimizer on cpu", 2, tmp_path)):
+        model = wide()
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": section}
+        engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
+        seen = []
+        for inputs in batches():
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+            with torch.no_grad():
+                seen.append(engine(inputs).clone())
+        outputs.append(torch.stack(seen))
+        engine.destroy()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+
+
+ALONE = """
+import json, sys, torch
+from pathlib import Path
+from tests.gpu.test_offload_on_gpu import train
+from hf_zero.core import comm
+from tests.helpers.offloads import offload
+comm.init_distributed()
+way, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+weights, losses = train(offload(way, stage, folder), "bf16")
+print("@" + json.dumps([losses, sum(float(w.double().abs().sum()) for w in weights.values())]))
+comm.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 2), ("all on cpu", 3)])
+def test_blocking_launches_change_nothing(way: str, stage: int, tmp_path: Path) -> None:
+    said = []
+    for blocking in ("0", "1"):
+        env = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
+        env.pop("MASTER_PORT", None)
+        command = [sys.executable, "-c", ALONE, way, str(stage), str(tmp_path)]
+        answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
+        said.append(json.loads(next(line for line in answer.splitlines() if line.startswith("@"))[1:]))
+    assert said[0] == said[1]
+
+
+# ---- bytes ----
+
+
+def test_pinned_memory_is_what_was_asked_for() -> None:
+    arena = HostArena(True, torch.device("cuda", torch.cuda.current_device()))
+    taken = [arena.take(numel, torch.float32) for numel in (1 << 20, 3_000_001, 17_000_000)]
+    asked = sum(tensor.nbytes for tensor in taken)
+    assert arena.pinned
+    assert asked <= arena.nbytes <= 1.05 * asked
+    assert all(tensor.is_pinned() for tensor in taken)
+
+
+def peak_of(section: dict[str, Any]) -> tuple[int, int]:
+    """Most bytes of the GPU in some bf16 steps of a model of 50M parameters, and what it computes with alone."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = seeded(lambda: Stack(depth=12, width=1024)).bfloat16()
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": section, "bf16": {"enabled": True}}
+    engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    torch.cuda.reset_peak_memory_stats()
+    for inputs in batches():
+        engine.backward(engine(inputs.bfloat16()).float().square().mean())
+        engine.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    numel = sum(flat.layout.numel for flat in engine.flats)
+    engine.destroy()
+    return peak, numel
+
+
+def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
+    """Parameters (2 bytes) stay, and gradients of a bounded number of units; at stage 3 with parameters away, a few units."""
+    whole, numel = peak_of({"stage": 2})
+    unit = numel // 12
+    assert whole > 16 * numel
+    away, _ = peak_of(offload("optimizer on cpu", 2, tmp_path, buffer_size=1 << 20))
+    assert away < 2 * numel + 2 * 9 * unit + (8 << 20)
+    nothing, _ = peak_of(offload("all on cpu", 3, tmp_path, buffer_size=1 << 20))
+    assert nothing < 2 * 14 * unit + (8 << 20)
+
+
+def test_weights_after_the_oracle_in_bf16(tmp_path: Path) -> None:
+    """Llama against the plain mixed-precision loop, as on the CPU."""
+    job, plan = ArchitectureJob(ARCHITECTURES["llama"]), Plan(ranks=1, steps=4, precision="bf16", clip=1.0)
+    exact, mixed = oracle.kept(job, Plan(ranks=1, steps=4, clip=1.0)), oracle.mixed(job, plan, 2)
+    model = job.build()
+    engine = start(model, job.optimizer(model), config_of(2, plan, zero_optimization=offload("optimizer on cpu", 2, tmp_path)))
+    for step in range(plan.steps):
+        batch = {name: value.cuda() for name, value in ARCHITECTURES["llama"].batch(step, 0, 0).items()}
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    got = {name: weights.cpu() for name, weights in full_weights(engine).items()}
+    engine.destroy()
+    assert apart(got, exact.weights) < 1.2 * apart(mixed.weights, exact.weights) + 1e-5

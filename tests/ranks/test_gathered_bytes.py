@@ -1,0 +1,53 @@
+"""The most that units gathered at once take at stage 3, as the preflight predicts it and as an engine holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.core.wrap import cut
+from hf_zero.preflight import Plan, groups_of
+from hf_zero.preflight.needs import gathered_bytes
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, adamw
+from tests.helpers.training import Plan as Run
+
+WIDTH, DEPTH = 48, 6
+BLOCK = 18912  # bytes of a block of that width, in bf16
+
+
+def deep() -> nn.Module:
+    return seeded(lambda: Stack(depth=DEPTH, width=WIDTH))
+
+
+@pytest.mark.parametrize("prefetch, ahead", [(0, 0), (BLOCK // 2, 1), (BLOCK, 2), (50_000_000, 2)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int) -> None:
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch}
+
+    def run(rank: int, model: Any) -> int:
+        engine = start(model, adamw(model), config_of(3, Run(precision="bf16"), zero_optimization=zero))
+        held: list[int] = []
+        for unit in engine.units:
+
+            def launch(gather: Any = unit.launch_gather) -> None:
+                gather()
+                held.append(sum(flat.full.untyped_storage().nbytes() for flat in engine.flats if flat.sharded))
+
+            unit.launch_gather = launch
+        for number in range(3):
+            engine.backward(squared(engine, At(number, 0, rank), torch.bfloat16))
+            engine.step()
+        return max(held)
+
+    model = deep()
+    groups = groups_of(cut(model)[0], model, "bf16")
+    predicted = gathered_bytes(groups, Plan(3, ranks, prefetch=prefetch))
+    assert on_ranks(ranks, run, build=deep) == [predicted] * ranks
+    root = sum(group.numel for group in groups if group.unit == "(root)") * 2
+    assert predicted == pytest.approx(root + (1 + ahead) * BLOCK, abs=64)

@@ -1,0 +1,182 @@
+"""Offloaded optimizer state and parameters against the oracle, and bit for bit against the same training on the device."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero.core.updating as updating
+from hf_zero.core.update import Updater
+from hf_zero.ops import native
+from hf_zero.optim import CPUAdam, Lion
+from tests.helpers import oracle
+from tests.helpers.engines import OnEngine, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.offloads import WAYS, offload, stages_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import ArchitectureJob, Plan, sgd, trainable
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
+
+
+def covering() -> list[tuple]:
+    """Each way at each of its stages in each precision; ranks, accumulation, clipping and architecture take turns."""
+    cells = []
+    for index, ((way, stage), precision) in enumerate(itertools.product(CELLS, PRECISIONS)):
+        name = ("bert", "gpt2", "llama", "t5")[index % 4]
+        cells.append((way, stage, precision, (1, 2, 3)[(index // 2) % 3], (1, 2)[(index // 3) % 2], (0.0, 1.0)[(index // 5) % 2], name))
+    return cells
+
+
+def check(way, stage, precision, ranks, accumulation, clip, name, folder: Path, **more) -> None:
+    job = ArchitectureJob(ARCHITECTURES[name])
+    plan = Plan(ranks=ranks, steps=4, accumulation=accumulation, precision=precision, clip=clip)
+    got = train_on_threads(job, plan, engine_opener(stage, zero_optimization=offload(way, stage, folder, **more)))
+    exact = oracle.kept(job, Plan(ranks=ranks, steps=4, accumulation=accumulation, clip=clip))
+    if precision == "fp32":
+        oracle.compare(got, exact)
+    else:
+        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
+    gc.collect()  # shards stay as long as the model, so that another engine can take them over
+    assert list(folder.iterdir()) == [], "files are left behind"
+
+
+@pytest.mark.parametrize("way, stage, precision, ranks, accumulation, clip, name", covering())
+def test_against_the_oracle(way, stage, precision, ranks, accumulation, clip, name, tmp_path):
+    check(way, stage, precision, ranks, accumulation, clip, name, tmp_path)
+
+
+PRODUCT = list(itertools.product(CELLS, PRECISIONS, (1, 2, 4), (1, 3), (0.0, 1.0)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell, precision, ranks, accumulation, clip", PRODUCT)
+def test_the_whole_product(cell, precision, ranks, accumulation, clip, tmp_path):
+    check(*cell, precision, ranks, accumulation, clip, "llama", tmp_path)
+
+
+def rmsprop(model):
+    return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
+
+
+def lion(model):
+    return Lion(trainable(model), lr=1e-4, weight_decay=0.1)
+
+
+def amsgrad(model):
+    return torch.optim.Adam(trainable(model), lr=1e-3, eps=1e-6, amsgrad=True)
+
+
+def adagrad(model):
+    return torch.optim.Adagrad(trainable(model), lr=1e-2, initial_accumulator_value=0.1)
+
+
+def dampened(model):
+    return torch.optim.SGD(trainable(model), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01)
+
+
+def nadam(model):
+    return torch.optim.NAdam(trainable(model), lr=1e-3, eps=1e-6)
+
+
+@pytest.mark.parametrize("make", [sgd, rmsprop, lion, amsgrad, adagrad, dampened, nadam])
+@pytest.mark.parametrize("way", ["optimizer on cpu", "optimizer in files"])
+def test_every_optimizer(way, make, tmp_path):
+    """Those that a host kernel updates, and those that step themselves."""
+    job = ArchitectureJob(ARCHITECTURES["gpt2"], make)
+    job.name += f" with {make.__name__}"
+    plan = Plan(ranks=2, steps=4, clip=1.0)
+    got = train_on_threads(job, plan, engine_opener(2, zero_optimization=offload(way, 2, tmp_path)))
+    oracle.compare(got, oracle.kept(job, plan))
+
+
+def weights_after(rank, models, section, make, steps, precision):
+    plan = Plan(ranks=len(models), precision=precision, clip=1.0)
+    model = models[rank]
+    engine = start(model, make(model), config_of(section["stage"], plan, zero_optimization=section))
+    for step in range(steps):
+        batch = ARCHITECTURES["llama"].batch(step, 0, rank)
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def fused_adamw(model):
+    return torch.optim.AdamW(trainable(model), lr=1e-3, fused=True)
+
+
+def cpu_adam(model):
+    return CPUAdam(trainable(model), lr=1e-3, weight_decay=0.1)
+
+
+@pytest.fixture(params=["native", "torch"])
+def core(request, monkeypatch):
+    """With the native core, and without it."""
+    monkeypatch.setenv("HF_ZERO_NATIVE", "1" if request.param == "native" else "0")
+    native._loaded.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    native._loaded.cache_clear()
+
+
+@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)])
+def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
+    """The same kernel does the update: RMSprop steps itself on both sides, as AdamW does without the native core; CPUAdam is the host kernel on both."""
+    for make in (rmsprop, cpu_adam, *([fused_adamw] if core == "torch" else [])):
+        results = []
+        for section in ({"stage": stage}, offload(way, stage, tmp_path)):
+            models = [ARCHITECTURES["llama"].build() for _ in range(2)]
+            results.append(run_ranks(2, weights_after, models, section, make, 4, "fp32")[0])
+        device, away = results
+        for name, weights in device.items():
+            assert torch.equal(weights, away[name]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage, ranks", [(1, 2), (2, 1), (3, 2)])
+def test_what_fits_on_the_device_comes_back_after_the_first_step(stage, ranks, precision, tmp_path, monkeypatch):
+    """Device memory that the first step has left over takes the units that come first; training goes on as before."""
+    room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision]  # for some of the flats of a rank, not all
+    monkeypatch.setattr(updating, "room_beside_a_step", lambda device: room)
+    homes = []
+
+    def opener(model, optimizer, plan):
+        config = config_of(stage, plan, zero_optimization=offload("optimizer on cpu", stage, tmp_path, ratio="auto"))
+
+        class Seen(OnEngine):
+            def step(self):
+                super().step()
+                homes.append([flat.states is None for flat in self.engine.flats])
+
+        return Seen(start(model, optimizer, config), plan)
+
+    job = ArchitectureJob(ARCHITECTURES["gpt2"])
+    plan = Plan(ranks=ranks, steps=4, precision=precision, clip=1.0)
+    got = train_on_threads(job, plan, opener)
+    exact = oracle.kept(job, Plan(ranks=ranks, steps=4, clip=1.0))
+    if precision == "fp32":
+        oracle.compare(got, exact)
+    else:
+        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype)
+    assert all(sorted(each, reverse=True) == each for each in homes), "those that come first"
+    assert any(homes[-1]) and not all(homes[-1])
+
+
+@pytest.mark.parametrize("way", ["optimizer on cpu", "all in files"])
+@pytest.mark.parametrize("precision, accumulation", [("fp32", 1), ("bf16", 2)])
+def test_updates_begin_in_the_backward(way, precision, accumulation, tmp_path, monkeypatch):
+    begun = []
+    early = Updater.start_early
+    monkeypatch.setattr(Updater, "start_early", lambda self, update, unit: (begun.append(unit.label), early(self, update, unit))[1])
+    check(way, 3, precision, 2, accumulation, 0.0, "llama", tmp_path, update_in_backward=True)
+    assert len(begun) >= 2 * 3 * 3, "two ranks, the steps after the first, the units"
+    begun.clear()
+    check(way, 3, precision, 2, accumulation, 1.0, "llama", tmp_path, update_in_backward=True)
+    assert not begun, "clipping needs the norm first"
