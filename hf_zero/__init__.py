@@ -32,6 +32,7 @@ _EXPORTS = {
     "Init": "hf_zero.integrations.building",
     "convert_checkpoint": "hf_zero.checkpoint",
     "estimate": "hf_zero.estimate",
+    "propose": "hf_zero.estimate",
     "HfZeroError": "hf_zero.errors",
 }
 

@@ -1,7 +1,7 @@
 """``hf_zero.estimate``: bytes of training state a rank will hold, from layouts, without memory for the model.
 
 The model is cut as the engine cuts it, laid out as the engine lays it out (padding included), and priced by the stage
-table. Activations are not counted: they depend on the batch.
+table and, tier by tier, by :mod:`hf_zero.preflight`. Activations are not counted: they depend on the batch.
 """
 
 from __future__ import annotations
@@ -9,31 +9,42 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from hf_zero.config import OptimizerConfig, ZeroConfig
-from hf_zero.core.grads import IN_FLIGHT
-from hf_zero.core.layout import FlatLayout
-from hf_zero.core.policy import POLICIES, Policy
-from hf_zero.core.precision import compute_dtype
-from hf_zero.core.wrap import Cut, cut
+from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.core.policy import POLICIES
+from hf_zero.core.wrap import cut
 from hf_zero.errors import ConfigError
-from hf_zero.optim.build import build_optimizer
+from hf_zero.memory import Free
+from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, needs
+from hf_zero.preflight.moments import moments_of
+from hf_zero.preflight.needs import gradient_buffers, unit_bytes
 
-MASTER_BYTES = 4
+__all__ = ["MemoryEstimate", "Proposal", "StageEstimate", "Tiers", "estimate", "moments_of", "propose"]
+
 PRECISIONS = {"fp32": "fp32", "float32": "fp32", "no": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Bytes one rank holds in each place. ``device`` has the gathered units and the gradient buffers too; ``pinned`` is part of ``ram``."""
+
+    device: int
+    pinned: int
+    ram: int
+    disk: int
 
 
 @dataclass(frozen=True)
 class StageEstimate:
     """Bytes one rank holds at one stage.
 
-    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all the time. The largest
+    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all the time; they are what they
+    are without offload, and ``tiers`` says where the bytes lie with it. The largest
     unit is whole while it computes (stage 3), and so are its neighbours ahead. ``gradient_buffers`` hold gradients on
     their way between ranks and stay for the next step; over gloo with more than two ranks, chunks from all peers add to it.
     """
@@ -45,6 +56,7 @@ class StageEstimate:
     largest_unit: int
     largest_unit_name: str
     gradient_buffers: int
+    tiers: Tiers
 
     @property
     def state(self) -> int:
@@ -56,7 +68,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What :func:`estimate` returns: the model counted, and one row a stage. ``moments``: fp32 numbers the optimizer keeps a parameter."""
+    """What :func:`estimate` returns: the model counted, and one row a stage. ``moments``: numbers the optimizer keeps a parameter."""
 
     model: str
     total_parameters: int
@@ -68,6 +80,8 @@ class MemoryEstimate:
     optimizer: str
     moments: int
     stages: tuple[StageEstimate, ...]
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    offload_param: OffloadParam = field(default_factory=OffloadParam)
 
     def at(self, stage: int) -> StageEstimate:
         for row in self.stages:
@@ -78,24 +92,29 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Everything, fit for JSON."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**plain, "stages": [row.to_dict() for row in self.stages]}
+        offload = {name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")}
+        return {**plain, **offload, "stages": [row.to_dict() for row in self.stages]}
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Parameters that share a flat: as many elements, computed in ``dtype``, gathered with unit ``unit``."""
+class Proposal:
+    """What :func:`propose` returns: a configuration that fits, None if none does, and everything that was tried on the way."""
 
-    unit: str
-    trainable: bool
-    dtype: torch.dtype
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    model: str
+    config: dict[str, Any] | None
+    fit: Fit
+    free: Free
 
-    def layout(self, shards: int) -> FlatLayout:
-        return FlatLayout.build(self.shapes, shards)
-
-    @property
-    def has_master(self) -> bool:
-        return self.trainable and self.dtype in (torch.bfloat16, torch.float16)
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, fit for JSON."""
+        tried = [{"name": trial.name, "fits": trial.verdict.fits, "why_not": trial.why, **_sums(trial.needs)} for trial in self.fit.trials]
+        return {
+            "model": self.model,
+            "config": self.config,
+            "margin": self.fit.margin,
+            "free": dataclasses.asdict(self.free),
+            "tried": tried,
+        }
 
 
 def estimate(
@@ -106,8 +125,10 @@ def estimate(
     stage: int | None = None,
     *,
     config: Any = None,
+    offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
+    offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one.
+    """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and where they lie.
 
     Args:
         model: a module (on any device, meta too), a transformers configuration or a dict of one, a model folder, a
@@ -116,41 +137,87 @@ def estimate(
         precision: ``fp32``, ``bf16`` or ``fp16``.
         optimizer: a name, or an ``OptimizerConfig`` with the parameters that decide what it keeps (momentum, amsgrad).
         stage: 0 to 3; None estimates all four.
-        config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer and replicas take the place of the arguments'.
+        config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas, accumulation and offload take the place
+            of the arguments'.
+        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of the config's. Parameters are
+            offloaded at stage 3 alone.
 
     Raises:
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
     """
-    replicas = 1
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1")
-    if config is not None:
-        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(ranks, training=False)
-        precision, optimizer, replicas = settings.precision, settings.optimizer or optimizer, settings.replicate_size
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
-    precision = PRECISIONS[precision]
-    wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
-    name, module = _open(model)
-    cuts, _ = cut(module)
-    groups = [group for piece in cuts for group in _groups(piece, module, precision)]
-    moments = moments_of(wanted)
+    plan, wanted = _plan(ranks, precision, optimizer, config, offload_optimizer, offload_param)
+    name, groups, units = _counted(model, plan)
     return MemoryEstimate(
         model=name,
         total_parameters=sum(group.layout(1).numel for group in groups),
         trainable_parameters=sum(group.layout(1).numel for group in groups if group.trainable),
-        units=len(cuts),
+        units=units,
         ranks=ranks,
-        replicas=replicas,
-        precision=precision,
+        replicas=plan.replicas,
+        precision=plan.precision,
         optimizer=wanted.type,
-        moments=moments,
-        stages=tuple(
-            _row(POLICIES[each], groups, ranks, replicas, moments) for each in ([stage] if stage is not None else sorted(POLICIES))
-        ),
+        moments=plan.moments,
+        stages=tuple(_row(groups, replace(plan, stage=each)) for each in ([stage] if stage is not None else sorted(POLICIES))),
+        offload_optimizer=plan.optimizer,
+        offload_param=plan.param,
     )
+
+
+def propose(
+    model: Any,
+    ranks: int,
+    free: Free,
+    precision: str = "bf16",
+    optimizer: str | OptimizerConfig = "AdamW",
+    stage: int | None = None,
+    *,
+    config: Any = None,
+    margin: float = ACTIVATIONS,
+) -> Proposal:
+    """The fastest configuration whose state fits into ``free``, the bytes of one rank (:func:`hf_zero.memory.measure`).
+
+    ``margin`` is the share of the device that is left to activations, which are not known. Other arguments as for
+    :func:`estimate`; with ``config`` its stage and the larger ones are tried, without stages 1 to 3, with ``stage`` that one.
+    """
+    plan, wanted = _plan(ranks, precision, optimizer, config, None, None)
+    plan = replace(plan, gpu=not free.host_device)
+    name, groups, _ = _counted(model, plan)
+    stages = [stage] if stage is not None else list(range(plan.stage, 4)) if config is not None else [1, 2, 3]
+    found = fit(groups, plan, free, margin, stages)
+    return Proposal(name, _written(config, plan, wanted, found), found, free)
+
+
+def _plan(
+    ranks: int, precision: str, optimizer: str | OptimizerConfig, config: Any, offload: Any, param: Any
+) -> tuple[Plan, OptimizerConfig]:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1")
+    wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
+    if config is not None:
+        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(ranks, training=False)
+        wanted = settings.optimizer or wanted
+    else:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
+        exact = PRECISIONS[precision]
+        settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
+    # stage 3, at which every section of offload is allowed: the rows of smaller stages leave the parameters where they are
+    given = {name: section for name, section in (("offload_optimizer", offload), ("offload_param", param)) if section is not None}
+    sections = ZeroConfig(3, **given)
+    plan = Plan.of(settings, ranks, moments=moments_of(wanted))
+    return replace(
+        plan,
+        optimizer=sections.offload_optimizer if offload is not None else plan.optimizer,
+        param=sections.offload_param if param is not None else plan.param,
+    ), wanted
+
+
+def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
+    name, module = _open(model)
+    cuts, _ = cut(module)
+    return name, groups_of(cuts, module, plan.precision), len(cuts)
 
 
 def _open(model: Any) -> tuple[str, nn.Module]:
@@ -162,50 +229,47 @@ def _open(model: Any) -> tuple[str, nn.Module]:
     return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(module).__name__, module
 
 
-def _groups(piece: Cut, module: nn.Module, precision: str) -> list[_Group]:
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
-    for name, parameter in piece.parameters:
-        kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
-        kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
-    return [_Group(piece.name or "(root)", trainable, dtype, tuple(shapes)) for (trainable, dtype), shapes in kinds.items()]
-
-
-def _row(policy: Policy, groups: Sequence[_Group], ranks: int, replicas: int, moments: int) -> StageEstimate:
-    shards = policy.shards(ranks, replicas)
-    parameters = gradients = optimizer = 0
-    whole: Counter[str] = Counter()
+def _row(groups: Sequence[Group], plan: Plan) -> StageEstimate:
+    if plan.stage < 3:
+        plan = replace(plan, param=OffloadParam())
+    policy, shards, plain = plan.policy, plan.shards, plan.on_device()
+    sums: Counter[str] = Counter()
     for group in groups:
         layout = group.layout(shards if group.trainable else policy.parameter_shards(shards))
-        price = policy.bytes_per_parameter(layout.shards, str(group.dtype).removeprefix("torch."), moments)
-        parameters += round(price["parameters"] * layout.padded)
-        whole[group.unit] += layout.padded * group.dtype.itemsize
-        if group.trainable:
-            gradients += round(price["gradients"] * layout.padded)
-            optimizer += round(price["optimizer"] * layout.padded)
-    largest, size = max(whole.items(), key=lambda item: item[1], default=("", 0))
-    return StageEstimate(policy.stage, parameters, gradients, optimizer, size, largest, _buffers(policy, groups, shards, ranks))
+        kept = {"gradient": _name(plan.accumulation_dtype)} if plan.accumulation_dtype else {}
+        price = policy.bytes_per_parameter(layout.shards, str(group.dtype).removeprefix("torch."), plan.moments, **kept)
+        for what in ("parameters", "gradients", "optimizer") if group.trainable else ("parameters",):
+            sums[what] += round(price[what] * layout.padded)
+    largest, size = max(unit_bytes(groups, plan).items(), key=lambda item: item[1], default=("", 0))
+    return StageEstimate(
+        plan.stage,
+        sums["parameters"],
+        sums["gradients"],
+        sums["optimizer"],
+        size,
+        largest,
+        gradient_buffers(groups, plain),
+        Tiers(**_sums(needs(groups, plan))),
+    )
 
 
-def _buffers(policy: Policy, groups: Sequence[_Group], shards: int, ranks: int) -> int:
-    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine keeps for the next unit.
-
-    Whole fp32 gradients that are there anyway (stages 0 and 1) travel from where they are.
-    """
-    sizes = Counter((group.layout(shards).padded, group.dtype.itemsize) for group in groups if group.trainable)
-    total = 0
-    for (padded, itemsize), count in sizes.items():
-        copied = policy.shards_gradients or (itemsize < MASTER_BYTES and ranks > 1)
-        if copied and count > 1:
-            total += IN_FLIGHT * itemsize * padded
-        if shards > 1:
-            total += min(count, shards) * itemsize * (padded // shards)
-    return total
+def _name(dtype: str) -> str:
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
 
 
-def moments_of(optimizer: OptimizerConfig) -> int:
-    """Numbers the optimizer keeps for each parameter, found by letting it take one step over three of them."""
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    built = build_optimizer(optimizer, [parameter])
-    built.step()
-    return sum(isinstance(value, torch.Tensor) and value.numel() == 3 for value in built.state[parameter].values())
+def _sums(own: Any) -> dict[str, int]:
+    return {"device": own.device_bytes, "pinned": own.pinned, "ram": own.ram_bytes, "disk": own.disk_bytes}
+
+
+def _written(config: Any, plan: Plan, wanted: OptimizerConfig, found: Fit) -> dict[str, Any] | None:
+    """The configuration that was asked about, or one of the arguments, with what fits."""
+    if found.chosen is None:
+        return None
+    if config is not None:
+        written = ZeroConfig.coerce(config, allow_auto=True).to_dict()
+    else:
+        written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
+        if plan.precision != "fp32":
+            written[plan.precision] = {"enabled": True}
+    kept = {key: value for key, value in written.get("zero_optimization", {}).items() if key not in ("offload_optimizer", "offload_param")}
+    return {**written, "zero_optimization": {**kept, **found.chosen.to_config()["zero_optimization"]}}

@@ -157,4 +157,39 @@ def _kernels() -> Iterator[Finding]:
     )
     triton = find_spec("triton") is not None
     yield Finding("kernels", "triton", "ok" if triton else "off", "installed" if triton else "not installed; hf-zero does not need it")
-    yield Finding("kernels", "hf-zero kernels", "off", "not built in this version: torch's own operations run")
+    yield from _native_core()
+    yield from _transfers()
+    yield Finding("kernels", "GPU kernels", "off", "not built in this version: torch's own operations run")
+
+
+def _transfers() -> Iterator[Finding]:
+    from hf_zero.errors import ConfigError
+    from hf_zero.ops.files import FileQueue
+
+    try:
+        queue = FileQueue()
+    except ConfigError as error:
+        yield Finding("kernels", "file transfers", "broken", str(error))
+        return
+    refused = f"; the kernel refuses io_uring ({queue.backend.refusal})" if queue.backend.refusal else ""
+    yield Finding("kernels", "file transfers", "off" if refused or queue.kind == "python" else "ok", f"by {queue.kind}{refused}")
+    queue.close()
+
+
+def _native_core() -> Iterator[Finding]:
+    from hf_zero.errors import ConfigError
+    from hf_zero.ops import native
+
+    try:
+        here = native.available()
+    except ConfigError as error:
+        yield Finding("kernels", "native core", "broken", str(error))
+        return
+    if not here:
+        yield Finding("kernels", "native core", "off", f"{native.why_not()}; the torch reference runs in its place")
+        return
+    yield Finding("kernels", "native core", "ok", "built: optimizers, norms and casts on the CPU")
+    yield Finding(
+        "kernels", "instruction set", "ok", f"{native.instruction_set()}; this machine has {', '.join(native.instruction_sets())}"
+    )
+    yield Finding("kernels", "threads", "ok", f"{native.threads()}: {native.default_share().source}")

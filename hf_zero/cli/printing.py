@@ -10,6 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.sizes import in_units
+
+__all__ = ["AsJson", "in_units", "print_json", "print_table"]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -22,12 +26,3 @@ def print_table(table: Table) -> None:
     # A pipe has no width: nothing is worth cutting off there. Paths and values are no markup.
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
     console.print(table)
-
-
-def in_units(nbytes: float) -> str:
-    """Bytes in decimal units: 1.23 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.2f} TB"

@@ -1,0 +1,27 @@
+"""What an optimizer keeps for each parameter, and what that costs in each storage of moments."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.config import OptimizerConfig
+from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.state import numbers_kept
+
+MASTER_BYTES = 4
+BLOCK = 256  # numbers of an int8 moment that share one fp32 scale
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def moment_bytes(kind: str, count: int, numel: int) -> int:
+    """Bytes of ``count`` moments over ``numel`` elements each, stored as ``kind``."""
+    scales = -(-numel // BLOCK) * 4 if kind == "int8" else 0
+    return count * (BYTES[kind] * numel + scales)
+
+
+def moments_of(optimizer: OptimizerConfig | torch.optim.Optimizer) -> int:
+    """Numbers the optimizer keeps for each parameter, in the group that keeps most, found by letting it step over a parameter of its own."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = build_optimizer(optimizer, [nn.Parameter(torch.ones(1))])
+    return numbers_kept(optimizer)

@@ -1,0 +1,233 @@
+"""Bytes that the engine takes on one rank, tier by tier: the one model of it, which the estimate and the preflight share.
+
+[Note: the model]
+A model is a list of :class:`Group`, as many as the engine has flats; each is laid out as the engine does (padding included).
+Per trainable flat, with K bytes a parameter of master (4) and moments:
+
+- Optimizer on the device: parameters, gradients and K as the stage table says; moments in fp32.
+- Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the gradient of a whole window stays on
+  the device as well. The device keeps no master; in fp32 training the one in RAM is a copy beside the parameters.
+- Optimizer in files: K on disk, the gradients in RAM, and there the pieces that are under way.
+- ``ratio``: of the chunks laid end to end those that lie within the first ``1 - ratio`` stay on the device.
+- Parameters on the CPU: their chunks in RAM, frozen ones too; in files: the first of them that ``max_in_cpu`` elements hold in RAM,
+  the rest on disk, and in RAM those that are under way. The device holds the units that are gathered.
+
+A gradient in which no micro-batches are added up is kept in 16 bits; see :meth:`Plan.gradient_bytes`. What a model computes with
+beside its state (activations) is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_zero.core.grads import IN_FLIGHT
+from hf_zero.core.schedule import AHEAD
+from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
+from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
+
+SECTOR = 4096  # what O_DIRECT reads and writes in; every array of a file begins at one
+STAGING = 3  # pieces of parameters on their way to the GPU
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the bytes of a tier, and what they are."""
+
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank in each tier. ``pinned`` is that part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder."""
+
+    device: tuple[Part, ...]
+    ram: tuple[Part, ...]
+    disk: tuple[Part, ...]
+    pinned: int
+    files: tuple[tuple[str, int], ...]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(part.nbytes for part in self.device)
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(part.nbytes for part in self.ram)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(part.nbytes for part in self.disk)
+
+
+def needs(groups: Sequence[Group], plan: Plan) -> Needs:
+    """The bytes of one rank; see the note above."""
+    flats = [_Laid.of(group, plan) for group in groups]
+    trainable = [flat for flat in flats if flat.group.trainable]
+    keep = (1.0 - plan.ratio) * sum(flat.chunk for flat in trainable)
+    for flat in trainable:
+        keep -= flat.chunk
+        flat.stays = flat.chunk if keep >= 0 else 0
+    state, state_on_disk, state_pieces, gradients = _offloaded(trainable, plan)
+    parameters, parameters_on_disk, units = _parameters(flats, plan)
+    largest = max((flat.leaves for flat in trainable), default=0)
+    wide = max((flat.group.dtype.itemsize for flat in trainable), default=0)
+    staging = STAGING * min(plan.optimizer.buffer_size, largest) * wide if plan.gpu else 0
+    on_device = 0 if plan.param.on else sum(flat.parameter_chunk * flat.group.dtype.itemsize for flat in flats)
+    pins = plan.gpu and plan.optimizer.pin_memory is not False
+    return Needs(
+        device=_parts(
+            ("parameters", on_device),
+            ("gathered units", gathered_bytes(groups, plan)),
+            ("gradients", sum(flat.gradient_on_device(plan) for flat in trainable)),
+            ("gradients under way", gradient_buffers(groups, plan)),
+            ("master weights and moments", sum(flat.state_on_device(plan) for flat in trainable)),
+        ),
+        ram=_parts(
+            ("master weights and moments", state),
+            ("gradients", gradients),
+            ("parameters", parameters),
+            ("pieces between files and the update", state_pieces),
+            ("shards between files and the device", units),
+            ("parameters on their way to the GPU", staging),
+        ),
+        disk=_parts(("master weights and moments", state_on_disk), ("parameters", parameters_on_disk)),
+        pinned=(gradients + staging if pins else 0) + (parameters + units if plan.gpu and plan.param.pin_memory is not False else 0),
+        files=_files((plan.optimizer.nvme_path, state_on_disk), (plan.param.nvme_path, parameters_on_disk)),
+    )
+
+
+@dataclass
+class _Laid:
+    """A group laid out for a plan: elements of this rank's chunk, of the gathered flat, and how many of the chunk stay."""
+
+    group: Group
+    chunk: int
+    padded: int
+    parameter_chunk: int
+    stays: int = 0
+
+    @classmethod
+    def of(cls, group: Group, plan: Plan) -> _Laid:
+        parameter_shards = plan.policy.parameter_shards(plan.shards)
+        layout = group.layout(plan.shards if group.trainable else parameter_shards)
+        return cls(group, layout.chunk, layout.padded, layout.padded // parameter_shards)
+
+    @property
+    def leaves(self) -> int:
+        """Elements whose optimizer state is offloaded."""
+        return self.chunk - self.stays
+
+    def gradient_on_device(self, plan: Plan) -> int:
+        kept = plan.accumulator_bytes(self.group.dtype)
+        if plan.policy.shards_gradients:
+            return kept * self.stays
+        shards = self.padded // self.chunk if self.chunk else 0
+        return shards * (kept * self.stays + plan.gradient_bytes(self.group.dtype) * self.leaves)
+
+    def state_on_device(self, plan: Plan) -> int:
+        """Where the update runs on the device, 32-bit parameters are their own masters."""
+        master = MASTER_BYTES if self.group.dtype in SIXTEEN_BITS else 0
+        return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
+
+
+def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, int]:
+    """State in RAM, state on disk, pieces between them, gradients in RAM."""
+    gradients = sum(plan.gradient_bytes(flat.group.dtype) * flat.leaves for flat in trainable)
+    kind, count = plan.optimizer.moments, plan.moments
+    if plan.optimizer.device != "nvme":
+        return sum(MASTER_BYTES * flat.leaves + moment_bytes(kind, count, flat.leaves) for flat in trainable), 0, 0, gradients
+    limit = plan.optimizer.buffer_size
+    on_disk = sum(_in_files(flat.leaves, limit, kind, count) for flat in trainable)
+    buffer = _in_files(min(limit, max((flat.leaves for flat in trainable), default=0)), limit, kind, count)
+    return 0, on_disk, plan.optimizer.buffer_count * buffer, gradients
+
+
+def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
+    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each array of a piece begins at a sector."""
+
+    def piece(size: int) -> int:
+        codes = moment_bytes(kind, 1, size)
+        scales = codes - size if kind == "int8" else 0
+        return _sectors(MASTER_BYTES * size) + count * (_sectors(codes - scales) + _sectors(scales))
+
+    return numel // limit * piece(limit) + piece(numel % limit)
+
+
+def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
+    """Chunks of parameters in RAM, on disk, and units between them."""
+    if not plan.param.on:
+        return 0, 0, 0
+    room = plan.param.max_in_cpu if plan.param.device == "nvme" else sum(flat.parameter_chunk for flat in flats)
+    in_ram, in_files = 0, [0]
+    for flat in flats:
+        size = flat.parameter_chunk * flat.group.dtype.itemsize
+        if flat.parameter_chunk <= room:
+            room -= flat.parameter_chunk
+            in_ram += size
+        else:
+            in_files.append(_sectors(size))
+    return in_ram, sum(in_files), max(2, plan.param.buffer_count) * max(in_files)
+
+
+def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:
+    """Bytes of each unit while it is gathered, in the order of the model."""
+    whole: dict[str, int] = {}
+    for group in groups:
+        flat = _Laid.of(group, plan)
+        whole[group.unit] = whole.get(group.unit, 0) + flat.padded * group.dtype.itemsize
+    return whole
+
+
+def gathered_bytes(groups: Sequence[Group], plan: Plan) -> int:
+    """Most bytes of units that are gathered at once at stage 3: the root, a unit, and those gathered ahead of their use."""
+    if not plan.policy.shards_parameters:
+        return 0
+    whole = unit_bytes(groups, plan)
+    root, sizes = whole.pop("(root)", 0), list(whole.values())
+    ahead = plan.prefetch * max((group.dtype.itemsize for group in groups), default=0)
+    most = 0
+    for order in (sizes, sizes[::-1]):
+        for index, size in enumerate(order):
+            following = order[index + 1 : index + 1 + (AHEAD if ahead else 0)]
+            while len(following) > 1 and sum(following) > ahead:
+                following = following[:-1]
+            most = max(most, size + sum(following))
+    return root + most
+
+
+def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
+    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine keeps for the next unit.
+
+    Whole gradients that are there anyway, and in the dtype of the wire (stages 0 and 1), travel from where they are.
+    """
+    policy, shards = plan.policy, plan.shards
+    sizes = Counter((group.layout(shards).padded, group.dtype) for group in groups if group.trainable)
+    total = 0
+    for (padded, dtype), count in sizes.items():
+        window = plan.gradient_bytes(dtype) if plan.ratio == 1.0 else plan.accumulator_bytes(dtype)
+        copied = policy.shards_gradients or (dtype.itemsize < window and plan.ranks > 1)
+        if copied and count > 1:
+            total += IN_FLIGHT * dtype.itemsize * padded
+        if shards > 1:
+            total += min(count, shards) * dtype.itemsize * (padded // shards)
+    return total
+
+
+def _sectors(nbytes: int) -> int:
+    return -(-nbytes // SECTOR) * SECTOR
+
+
+def _parts(*parts: tuple[str, int]) -> tuple[Part, ...]:
+    return tuple(Part(what, nbytes) for what, nbytes in parts if nbytes)
+
+
+def _files(*sections: tuple[tuple[str, ...], int]) -> tuple[tuple[str, int], ...]:
+    """Bytes by folder: several folders of a section share its bytes equally."""
+    by_folder: Counter[str] = Counter()
+    for folders, nbytes in sections:
+        for folder in folders if nbytes else ():
+            by_folder[folder] += -(-nbytes // len(folders))
+    return tuple(by_folder.items())

@@ -1,0 +1,120 @@
+"""What decides bytes: the flats of a model before they are laid out, and the settings beside the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.core.layout import FlatLayout
+from hf_zero.core.policy import POLICIES, Policy
+from hf_zero.core.precision import compute_dtype
+from hf_zero.core.wrap import Cut
+from hf_zero.preflight.moments import moments_of
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``."""
+
+    unit: str
+    trainable: bool
+    dtype: torch.dtype
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+    def layout(self, shards: int) -> FlatLayout:
+        """The flat as one slot: as long, padded and cut as with one for each parameter."""
+        return FlatLayout.build([(self.unit, (self.numel,))], shards)
+
+
+def groups_of(cuts: Sequence[Cut], module: nn.Module, precision: str) -> list[Group]:
+    """The flats of a model that :func:`hf_zero.core.wrap.cut` has cut, before they are laid out."""
+    found = []
+    for piece in cuts:
+        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
+        for name, parameter in piece.parameters:
+            kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
+            kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
+        found += [Group(piece.name or "(root)", trainable, dtype, tuple(shapes)) for (trainable, dtype), shapes in kinds.items()]
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides bytes beside the model. ``moments``: numbers the optimizer keeps a parameter; ``gpu``: the device is one."""
+
+    stage: int
+    ranks: int
+    replicas: int = 1
+    precision: str = "bf16"
+    moments: int = 2
+    accumulation: int = 1
+    accumulation_dtype: str | None = None
+    prefetch: int = 50_000_000
+    optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    param: OffloadParam = field(default_factory=OffloadParam)
+    gpu: bool = True
+
+    @classmethod
+    def of(cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None) -> Plan:
+        """The plan of a configuration for ``world`` ranks. ``moments`` None: what the configuration's optimizer keeps (AdamW's)."""
+        wanted = config.optimizer or OptimizerConfig("AdamW", {})
+        return cls(
+            stage=config.stage,
+            ranks=world,
+            replicas=config.replicate_size,
+            precision=config.precision,
+            moments=moments_of(wanted) if moments is None else moments,
+            accumulation=config.gradient_accumulation_steps or 1,
+            accumulation_dtype=config.gradient_accumulation_dtype,
+            prefetch=config.zero.prefetch_bucket_size,
+            optimizer=config.offload_optimizer,
+            param=config.offload_param,
+            gpu=gpu,
+        )
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.stage]
+
+    @property
+    def shards(self) -> int:
+        return self.policy.shards(self.ranks, self.replicas)
+
+    @property
+    def ratio(self) -> float:
+        """The share that is offloaded. "auto" is measured after the first step: until then all of it is."""
+        if not self.optimizer.on:
+            return 0.0
+        return 1.0 if self.optimizer.ratio == "auto" else float(self.optimizer.ratio)
+
+    @property
+    def offloads(self) -> bool:
+        return self.optimizer.on or self.param.on
+
+    def on_device(self) -> Plan:
+        """The same without offload."""
+        return replace(self, optimizer=OffloadOptimizer(), param=OffloadParam())
+
+    def accumulator_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a gradient that is kept on the device and updated there."""
+        return max(ACCUMULATED[self.accumulation_dtype], dtype.itemsize if dtype == torch.float64 else 0)
+
+    def gradient_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a gradient that leaves for the CPU: 2 where nothing is added up in it that 16 bits would lose."""
+        once = self.accumulation == 1 and self.accumulation_dtype is None
+        if dtype in SIXTEEN_BITS and once and (self.precision == "bf16" or self.ranks == 1):
+            return dtype.itemsize
+        return self.accumulator_bytes(dtype)
