@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.errors import RankMismatchError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.launching import cpu_forced, launched, zero_asked_for
@@ -78,6 +79,25 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
         return {} if state is None and finder.chosen() else state
 
     return get_state_dict
+
+
+def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where "auto" is a value of ours it stays (``DeepSpeedPlugin.fill_match``)."""
+
+    def fill_match(self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any) -> None:
+        if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
+            original(self, ds_key_long, mismatches, must_match, **kwargs)
+
+    return fill_match
+
+
+def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The script's optimizer stays what it is: the engine updates any that is element-wise (``map_pytorch_optim_to_deepspeed``)."""
+
+    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+        return optimizer if finder.chosen() else original(optimizer)
+
+    return map_pytorch_optim_to_deepspeed
 
 
 def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:

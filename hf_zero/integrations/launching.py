@@ -67,6 +67,12 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         if _flag(environment.pop("ACCELERATE_USE_CPU", "false")) or getattr(args, "use_cpu", False) or getattr(args, "cpu", False):
             # Accelerate reads ACCELERATE_USE_CPU as "no DEEPSPEED". Ranks that see no GPU choose the CPU by themselves.
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        for path in (
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+        ):  # the plugin asks for them, and Accelerate passes on neither
+            if getattr(args, path, None) is not None:
+                environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
         return command, environment
 
     return prepare_deepspeed_cmd_env

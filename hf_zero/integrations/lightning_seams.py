@@ -15,7 +15,7 @@ from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, 
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``zero_stage_0`` … ``zero_stage_3`` beside DeepSpeed's names (``DeepSpeedStrategy.register_strategies``)."""
+    """``zero_stage_0`` … ``zero_stage_3_offload`` beside DeepSpeed's names (``DeepSpeedStrategy.register_strategies``)."""
 
     package = original.__module__.partition(".strategies.")[0]
 

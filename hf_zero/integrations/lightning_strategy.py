@@ -291,6 +291,13 @@ class StrategyMethods:
 
 
 def register(registry: Any, strategy: Any) -> None:
-    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies."""
+    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies, and each of them with ``_offload`` after it.
+
+    Those keep the optimizer in the host's memory, and at stage 3 the parameters too.
+    """
     for stage in STAGES:
-        registry.register(f"zero_stage_{stage}", strategy, description=f"hf-zero, ZeRO stage {stage}", override=True, stage=stage)
+        said, name = f"hf-zero, ZeRO stage {stage}", f"zero_stage_{stage}"
+        registry.register(name, strategy, description=said, override=True, stage=stage)
+        away = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+        config = {"zero_optimization": {"stage": stage, **away}}
+        registry.register(f"{name}_offload", strategy, description=f"{said}, offloaded to the CPU", override=True, config=config)

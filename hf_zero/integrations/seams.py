@@ -74,7 +74,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(args)",
         wrapper="hf_zero.integrations.launching:prepare_ranks",
         versions=ACCELERATE,
-        why="several machines default to `pdsh`, which runs a program named deepspeed; `use_cpu` never reaches the ranks",
+        why="several machines default to `pdsh`, which runs a program named deepspeed; neither `use_cpu` nor the `nvme_path`s reach the ranks",
     ),
     Seam(
         target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
@@ -99,6 +99,20 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.accelerate:shard_on_cpu",
         versions=ACCELERATE,
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no group and wait_for_everyone raises",
+    ),
+    Seam(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",
+        signature="(self, ds_key_long, mismatches=None, must_match=True, **kwargs)",
+        wrapper="hf_zero.integrations.accelerate:leave_own_autos",
+        versions=ACCELERATE,
+        why="takes every auto for a hole and raises where nothing fills it; offload_optimizer.ratio and kernels mean it",
+    ),
+    Seam(
+        target="accelerate.accelerator:map_pytorch_optim_to_deepspeed",
+        signature="(optimizer)",
+        wrapper="hf_zero.integrations.accelerate:keep_the_optimizer",
+        versions=ACCELERATE,
+        why="under offload every optimizer that is not Adagrad or Lion becomes Adam, SGD too, without a word",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",

@@ -160,3 +160,13 @@ def test_another_deepspeed_is_left_alone(file: Callable[..., str], started: list
     launch.launch_command(parse("--cpu", "--config", file()))
     assert [kind for kind, _, _ in started] == ["zero", "simple"]
     assert started[0][1].deepspeed_multinode_launcher == "pdsh"
+
+
+def test_the_ranks_hear_of_the_folders_for_files(file: Callable[..., str], started: list[Any]) -> None:
+    """Accelerate passes on the devices alone, by the file and by the flags."""
+    named = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/one", "offload_param_device": "nvme"}
+    launch.launch_command(parse("--config", file(deepspeed_config={"zero_stage": 3, **named, "offload_param_nvme_path": "/two"})))
+    launch.launch_command(parse("--offload_param_nvme_path", "/three", "--config", file()))
+    launch.launch_command(parse("--config", file()))
+    told = [[found.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH") for what in ("OPTIMIZER", "PARAM")] for _, _, found in started]
+    assert told == [["/one", "/two"], [None, "/three"], [None, None]]

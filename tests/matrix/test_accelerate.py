@@ -25,10 +25,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return out, [alone(SCRIPT, out, "--cases", *CASES)]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
+ON_CPU = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+IN_FILES = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "."}
+PARAMETERS_IN_FILES = {"offload_param_device": "nvme", "offload_param_nvme_path": "."}
+WAYS = {
+    "stage 2": (2, {}),
+    "stage 3": (3, {}),
+    "stage 2, optimizer on cpu": (2, {"offload_optimizer_device": "cpu"}),
+    "stage 2, optimizer in files": (2, IN_FILES),
+    "stage 3, all on cpu": (3, ON_CPU),
+    "stage 3, all in files": (3, {**IN_FILES, **PARAMETERS_IN_FILES}),
+}
+FAST = ("stage 3", "stage 3, all on cpu")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(way, marks=() if way in FAST else pytest.mark.long) for way in WAYS])
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    out = tmp_path_factory.mktemp(f"stage{request.param}")
-    return out, accelerate_launch(SCRIPT, out, "--cases", *CASES, stage=request.param, gradient_clipping=0.5, gradient_accumulation_steps=3)
+    out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
+    stage, keys = WAYS[request.param]
+    return out, accelerate_launch(SCRIPT, out, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=3, **keys)
 
 
 def assert_same_training(found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int) -> None:

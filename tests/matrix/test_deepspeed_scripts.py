@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.launched import alone, environment, torchrun
+from tests.helpers.offloads import offload
 from tests.matrix.scripts.deepspeed_api import CASES, HALF, config_of
 
 SCRIPT = Path(__file__).with_name("scripts") / "deepspeed_api.py"
@@ -26,11 +27,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return alone(SCRIPT, tmp_path_factory.mktemp("plain"), "--ranks", str(RANKS))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3], ids="stage{}".format)
+WAYS = [
+    pytest.param((2, ""), marks=pytest.mark.long),
+    (3, ""),
+    pytest.param((3, "all on cpu"), marks=pytest.mark.long),
+    (2, "optimizer in files"),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"stage{way[0]} {way[1]}".strip())
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Path]:
-    folder = tmp_path_factory.mktemp(f"stage{request.param}")
+    stage, away = request.param
+    folder = tmp_path_factory.mktemp(f"stage{stage}")
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(config_of(CASES["file"], request.param, named_optimizer=True)))
+    zero = offload(away, stage, folder) if away else {"stage": stage}
+    config.write_text(json.dumps(config_of(CASES["file"], zero, named_optimizer=True)))
     return torchrun(SCRIPT, folder, "--deepspeed", "--deepspeed_config", str(config), ranks=RANKS), folder
 
 

@@ -105,6 +105,16 @@ def test_training_is_that_of_one_process(sharded: Run, plain: Run, strategy: str
     same_course(sharded, plain, strategy, case)
 
 
+@pytest.mark.long
+def test_offloaded_by_name_training_is_the_same(tmp_path: Path, plain: Run) -> None:
+    """One rank, which has the rows of both."""
+    names = ("zero_stage_1_offload", "zero_stage_3_offload")
+    run = cases(tmp_path, "--strategies", ",".join(names), "--cases", "fit,manual")
+    for name in names:
+        same_course(run, plain, name, "fit")
+        same_course(run, plain, name, "manual")
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_evaluated_is_what_was_trained(sharded: Run, plain: Run, strategy: str) -> None:
     want = plain.case("plain", "fit")
@@ -264,6 +274,19 @@ def test_the_other_stages_and_ways(tmp_path: Path, plain: Run, model: Path) -> N
 
 
 @pytest.mark.long
+def test_offloaded_on_two_ranks(tmp_path: Path, plain: Run, model: Path) -> None:
+    names = ("zero_stage_2_offload", "zero_stage_3_offload")
+    chosen = ("fit", "manual", "own_hooks", "evaluated_first", "pretrained", *SLOW)
+    run = cases(tmp_path, "--strategies", ",".join(names), "--cases", ",".join((*chosen, "saved")), "--model", str(model), ranks=2)
+    for name in names:
+        for case in chosen:
+            if case != "pretrained":
+                same_course(run, plain, name, case)
+        same_weights(run.weights(name, "pretrained"), plain.weights("plain", "pretrained"))
+        same_weights(run.weights(name, "saved"), plain.weights("plain", "fit"))
+
+
+@pytest.mark.long
 def test_precisions(tmp_path: Path) -> None:
     """In 16 bits losses are near those of fp32, and begin where plain Lightning with whole 16-bit modules begins."""
     want = cases(tmp_path / "plain", "--cases", ",".join(["32-true", *PRECISIONS]))
@@ -303,7 +326,7 @@ def four(script: Path, out: Path, *arguments: str, timeout: float) -> list[Repor
 @pytest.mark.long
 def test_lightnings_deepspeed_strategy_on_the_facade(tmp_path: Path) -> None:
     """With its check for CUDA taken away. Its windows cross epochs, its clipping is DeepSpeed's, and it divides the loss twice."""
-    names = ["deepspeed_stage_3", "deepspeed_stage_2"]
+    names = ["deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_3_offload", "deepspeed_stage_2_offload"]
     chosen = (
         "--samples",
         "64",

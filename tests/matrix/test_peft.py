@@ -77,6 +77,21 @@ def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, di
         oracle.compare_tensors(f"loaded and merged {case}", loaded.state_dict(), merged_plain(folder, case))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stage, keys", [(2, {}), (3, {"offload_param_device": "cpu"})], ids=["optimizer on cpu", "all on cpu"])
+def test_loops_for_accelerate_with_the_adapters_state_and_the_base_offloaded(
+    stage: int, keys: dict[str, str], base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, want = plain_loop
+    keys = {"offload_optimizer_device": "cpu", **keys}
+    for got in launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys):
+        for case in peft_base.CASES:
+            for part in ("first", "resumed", "again"):
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (case, part)
+    for case in peft_base.CASES:
+        same_files(tmp_path / case / "adapter", folder / case / "adapter")
+
+
 def merged_plain(folder: Path, case: str) -> dict[str, torch.Tensor]:
     return torch.load(folder / case / "merged-0.pt")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 
 from tests.helpers import oracle
 from tests.helpers.launched import alone, torchrun
+from tests.helpers.offloads import offload
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_cases.py"
 FAST = ("bart", "stopped")
@@ -47,8 +49,10 @@ def shape(entry: Any) -> Any:
     return None if isinstance(entry, float) else entry
 
 
-def compare(cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path) -> None:
-    reports = torchrun(SCRIPT, out, "--cases", *cases, "--stages", *map(str, stages))
+def compare(cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path, offloaded: str = "") -> None:
+    section = offload(offloaded, max(stages), out) if offloaded else {}
+    section.pop("stage", None)
+    reports = torchrun(SCRIPT, out, "--cases", *cases, "--stages", *map(str, stages), "--offload", json.dumps(section))
     place, want = plain(cases)
     for stage in stages:
         for case in cases:
@@ -72,6 +76,12 @@ def test_generation_metrics_and_early_stopping(plain: Plain, tmp_path: Path) -> 
 @pytest.mark.long
 def test_the_same_at_stage_2(plain: Plain, tmp_path: Path) -> None:
     compare(FAST, (2,), plain, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage, offloaded", [(2, "optimizer on cpu"), (3, "all on cpu"), (3, "all in files")])
+def test_the_same_offloaded(stage: int, offloaded: str, plain: Plain, tmp_path: Path) -> None:
+    compare(FAST, (stage,), plain, tmp_path, offloaded)
 
 
 @pytest.mark.long

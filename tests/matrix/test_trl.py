@@ -39,11 +39,13 @@ Report = dict[str, Any]
 class Started:
     """The reports of all ranks of one launch, and those of the plain process over the same cases."""
 
-    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int):
+    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: str):
         self.stage = stage
         arguments = ("--material", str(material), "--cases", ",".join(cases))
         self.plain = launched.alone(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT)
-        self.ranks = launched.accelerate_launch(SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT)
+        self.ranks = launched.accelerate_launch(
+            SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT, **keys
+        )
 
     def compare(self, case: str) -> None:
         want = self.plain[case]
@@ -129,3 +131,18 @@ def below(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
 @pytest.mark.parametrize("case", OFTEN + SELDOM)
 def test_at_stage_2_as_in_one_process(case: str, below: Started) -> None:
     below.compare(case)
+
+
+OFFLOADED = ("sft.plain", "sft.adapters", "dpo.resumed", "grpo.sharded")
+
+
+@pytest.fixture(scope="module")
+def offloaded(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    keys = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    return Started(material, tmp_path_factory.mktemp("offloaded"), OFFLOADED, stage=3, **keys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offloaded_as_in_one_process(case: str, offloaded: Started) -> None:
+    offloaded.compare(case)

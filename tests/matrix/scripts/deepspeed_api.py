@@ -123,9 +123,10 @@ class Case:
 
     def torch_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         name, settings = self.optimizer
-        return getattr(torch.optim, name)(groups(model) if self.grouped else model.parameters(), **settings)
+        return getattr(torch.optim, PLAINLY.get(name, name))(groups(model) if self.grouped else model.parameters(), **settings)
 
 
+PLAINLY = {"DeepSpeedCPUAdam": "AdamW"}  # what a script without DeepSpeed would write
 CASES = {
     "file": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), clip=0.5),
     "total": Case({"train_batch_size": 16, "gradient_accumulation_steps": 4}, (2, 4), optimizer=("SGD", SGD), set_epoch=True),
@@ -135,6 +136,7 @@ CASES = {
     "mpu": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), grouped=True, schedule=True, clip=0.5),
     "init": Case({"train_batch_size": 8}, (4, 1), optimizer=("SGD", SGD)),
     "resumed": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), schedule=True),
+    "cpu_adam": Case({"train_batch_size": 8}, (4, 1), optimizer=("DeepSpeedCPUAdam", ADAMW), schedule=True, clip=0.5),
 }
 HALF = 3  # steps before the checkpoint of "resumed", and before the weights of "init" are changed
 
@@ -207,20 +209,21 @@ def mean_of_ranks(value: torch.Tensor) -> float:
     return total.item() / deepspeed.comm.get_world_size()
 
 
-def config_of(case: Case, stage: int, named_optimizer: bool) -> dict[str, Any]:
+def config_of(case: Case, zero: dict[str, Any], named_optimizer: bool) -> dict[str, Any]:
     return {
         **case.batch,
         **({"optimizer": {"type": case.optimizer[0], "params": case.optimizer[1]}} if named_optimizer else {}),
         **({"gradient_clipping": case.clip} if case.clip else {}),
         **({"dataloader_drop_last": True} if case.drop_last else {}),
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # DeepSpeed asks for it with SGD
         **case.more,
     }
 
 
-def start(name: str, case: Case, args: argparse.Namespace, stage: int) -> tuple[Any, Any]:
+def start(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]) -> tuple[Any, Any]:
     """The engine and the loader, as a script of this kind makes them."""
+    stage = zero["stage"]
     data = Rows(case.rows)
     own = {"training_data": data, "collate_fn": collate}
     if name == "file":  # everything from the file that --deepspeed_config names; parameters as an iterator
@@ -229,13 +232,15 @@ def start(name: str, case: Case, args: argparse.Namespace, stage: int) -> tuple[
     elif name == "groups":  # groups for the optimizer of the config, and a callable for the schedule
         model = build()
         made = deepspeed.initialize(
-            model=model, model_parameters=groups(model), lr_scheduler=falling, config=config_of(case, stage, True), **own
+            model=model, model_parameters=groups(model), lr_scheduler=falling, config=config_of(case, zero, True), **own
         )
-    elif name in ("objects", "resumed"):
+    elif name in ("objects", "resumed", "cpu_adam"):
         model = build()
-        optimizer = case.torch_optimizer(model)
+        chosen, settings = case.optimizer
+        own_class = getattr(deepspeed.ops.adam, chosen, None)
+        optimizer = own_class(model.parameters(), **settings) if own_class else case.torch_optimizer(model)
         made = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=falling(optimizer), config_params=config_of(case, stage, False), **own
+            model=model, optimizer=optimizer, lr_scheduler=falling(optimizer), config_params=config_of(case, zero, False), **own
         )
         assert made[1] is not None and made[3] is not None
     elif name == "mpu":
@@ -246,10 +251,10 @@ def start(name: str, case: Case, args: argparse.Namespace, stage: int) -> tuple[
         optimizer = case.torch_optimizer(model)
         schedule = falling(optimizer)
         made = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, mpu=mpu, config=config_of(case, stage, False), **own
+            model=model, optimizer=optimizer, lr_scheduler=schedule, mpu=mpu, config=config_of(case, zero, False), **own
         )
     elif name == "init":
-        config = config_of(case, stage, True)
+        config = config_of(case, zero, True)
         with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else nullcontext():
             model = build()
         with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0, enabled=stage == 3):
@@ -259,7 +264,7 @@ def start(name: str, case: Case, args: argparse.Namespace, stage: int) -> tuple[
         made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **own)
     else:
         model = build()
-        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(case, stage, True), **own)
+        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(case, zero, True), **own)
     engine, _, loader, _ = made
     assert engine.module is model
     return engine, loader
@@ -311,9 +316,9 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
     return whole
 
 
-def through_the_api(name: str, case: Case, args: argparse.Namespace, stage: int) -> dict[str, Any]:
+def through_the_api(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
     record = Record()
-    engine, loader = start(name, case, args, stage)
+    engine, loader = start(name, case, args, zero)
     micro, accumulation = case.means
     sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
     assert sizes == (micro * accumulation * deepspeed.comm.get_world_size(), micro, accumulation), sizes
@@ -324,7 +329,7 @@ def through_the_api(name: str, case: Case, args: argparse.Namespace, stage: int)
         train(engine, loader, case, record, HALF, 0, name)
         assert engine.save_checkpoint(str(folder), client_state={"done": HALF, "words": ["a", "b"]})
         engine.destroy()
-        engine, loader = start(name, case, args, stage)
+        engine, loader = start(name, case, args, zero)
         path, client = engine.load_checkpoint(str(folder))
         assert Path(path).is_relative_to(folder) and (client["done"], client["words"]) == (HALF, ["a", "b"]), (path, client)
         assert engine.global_steps == HALF
@@ -349,9 +354,9 @@ def main() -> None:
     deepspeed.init_distributed()
     rank = deepspeed.comm.get_rank()
     device = deepspeed.get_accelerator()
-    stage = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]["stage"]
-    deepspeed.utils.logger.info("%d ranks, stage %d, on %s", deepspeed.comm.get_world_size(), stage, device.device_name())
-    report = {name: through_the_api(name, copy.deepcopy(case), args, stage) for name, case in CASES.items()}
+    zero = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]
+    deepspeed.utils.logger.info("%d ranks, stage %d, on %s", deepspeed.comm.get_world_size(), zero["stage"], device.device_name())
+    report = {name: through_the_api(name, copy.deepcopy(case), args, zero) for name, case in CASES.items()}
     endless = deepspeed.utils.RepeatingLoader(DataLoader(Rows(6), 4, collate_fn=collate))
     report["endless"] = [next(endless)[0] for _ in range(3)]
     deepspeed.comm.barrier()

@@ -13,6 +13,7 @@ import transformers
 from tests.helpers.models import ARCHITECTURES, VOCAB, seeded
 
 LENGTH = 9
+OFFLOAD = {}  # sections of zero_optimization, from the command line
 
 
 def rows(count, longest=LENGTH, shortest=LENGTH, labels=None):
@@ -51,7 +52,7 @@ def settings(out, stage, **changes):
         "disable_tqdm": True,
         "seed": 3,
     }
-    zero = {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    zero = {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage, **OFFLOAD}}}
     return {**chosen, **zero, **changes}
 
 
@@ -177,7 +178,9 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--stages", nargs="*", type=int, default=[])
     parser.add_argument("--cases", nargs="+", required=True)
+    parser.add_argument("--offload", type=json.loads, default={})
     args = parser.parse_args()
+    OFFLOAD.update(args.offload)
     torch.set_num_threads(1)
     rank, report = int(os.environ.get("RANK", 0)), {}
     for stage in args.stages or [None]:
