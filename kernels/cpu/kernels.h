@@ -11,6 +11,8 @@ enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS
 constexpr int64_t kBlock = 256;   // elements that share a scale
 constexpr int64_t kTile = 1024;   // elements that pass through the first-level cache at once; whole blocks
 constexpr int64_t kPart = 32768;  // elements of a thread's turn; whole tiles
+constexpr int kAhead = 512;  // elements that are fetched into the caches before they are read
+constexpr int64_t kLongPart = 1 << 20;  // of one whose end does not show in the result
 
 struct Array {
     void* data;  // null: absent

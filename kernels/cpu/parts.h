@@ -9,15 +9,23 @@
 
 namespace hfz {
 
-// Call each(part, begin, end) for the parts of [0, numel); parts end where the index in the whole is a multiple of kPart.
+// Call each(part, begin, end) for the parts of [0, numel); parts end where the index in the whole is a multiple of `size`.
 template <class Each>
-void over_parts(int64_t numel, int64_t first, const Each& each) {
+void over_parts(int64_t numel, int64_t first, const Each& each, int64_t size = kPart) {
     if (numel <= 0) return;
-    const int64_t head = first % kPart;
-    Pool::shared().run((head + numel + kPart - 1) / kPart, [&](int64_t part) {
-        const int64_t begin = std::max<int64_t>(0, part * kPart - head), end = std::min(numel, (part + 1) * kPart - head);
+    const int64_t head = first % size;
+    Pool::shared().run((head + numel + size - 1) / size, [&](int64_t part) {
+        const int64_t begin = std::max<int64_t>(0, part * size - head), end = std::min(numel, (part + 1) * size - head);
         each(part, begin, end);
     });
+}
+
+// The same where the parts do not show in the result: as long as they may be with a few for each thread, because at the beginning of
+// each the memory's own reading ahead starts anew.
+template <class Each>
+void over_long_parts(int64_t numel, int64_t first, const Each& each) {
+    const int64_t share = numel / (4 * Pool::shared().size()) / kPart * kPart;
+    over_parts(numel, first, each, std::clamp<int64_t>(share, kPart, kLongPart));
 }
 
 template <class T>

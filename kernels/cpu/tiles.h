@@ -38,6 +38,9 @@ HFZ_INLINE const float* as_floats(float* room, const Array& from, int64_t at, in
     return room;
 }
 
+// What lies kAhead elements behind `here` is going to be read. The address need not be one of ours: nothing is read yet.
+HFZ_INLINE void soon(const float* here) { __builtin_prefetch(here + kAhead); }
+
 // Whole vectors past the caches: what is written there is read by somebody else, and need not be read before it is written.
 template <class V, class T>
 HFZ_INLINE void store_past(T* to, V x) {

@@ -34,7 +34,7 @@ void adam(Address master, Address grad, int grad_kind, double divisor, bool nega
                         static_cast<float>(eps),
                         static_cast<float>(-step_size)};
     const auto run = hfz::kernels().adam;
-    hfz::over_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
+    hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
 }
 
 void lion(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind, int64_t numel, int64_t first,
@@ -48,7 +48,7 @@ void lion(Address master, Address grad, int grad_kind, double divisor, bool nega
                         static_cast<float>(1 - beta2),
                         static_cast<float>(-lr)};
     const auto run = hfz::kernels().lion;
-    hfz::over_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
+    hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
 }
 
 void adagrad(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind, int64_t numel, int64_t first,
@@ -56,7 +56,7 @@ void adagrad(Address master, Address grad, int grad_kind, double divisor, bool n
     const hfz::Adagrad job{update(master, grad, grad_kind, divisor, negate, out, out_kind, numel, first, key), at<float>(total),
                            static_cast<float>(l2), static_cast<float>(eps), static_cast<float>(-step_size)};
     const auto run = hfz::kernels().adagrad;
-    hfz::over_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
+    hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
 }
 
 void sgd(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind, int64_t numel, int64_t first,
@@ -70,7 +70,7 @@ void sgd(Address master, Address grad, int grad_kind, double divisor, bool negat
                        static_cast<float>(1 - dampening),
                        static_cast<float>(-lr)};
     const auto run = hfz::kernels().sgd;
-    hfz::over_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
+    hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
 }
 
 }  // namespace

@@ -28,6 +28,10 @@ static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* 
     const F root_scale = all(a.root_scale), step_size = all(a.minus_step_size);
     const bool near = a.one_minus_beta1 < 0.5f;  // torch.lerp's two forms
     over_vectors(n, [&](int i, int k) {
+        soon(w + i);
+        soon(m + i);
+        soon(v + i);
+        soon(g + i);
         F grad = load<F>(g + i, k), mean = load<F>(m + i, k), square = load<F>(v + i, k);
         const F weight = load<F>(w + i, k) * keep;
         if (L2) grad += weight * l2;
