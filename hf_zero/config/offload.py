@@ -61,7 +61,7 @@ class OffloadParam:
     """Where the chunks of the parameters live at stage 3; see arXiv 2104.07857.
 
     "cpu" is memory of the host. "nvme" is files under ``nvme_path``, but for the first ``max_in_cpu`` elements of this rank,
-    which stay in memory; ``buffer_count`` units are read ahead, in pieces of at most ``buffer_size`` elements.
+    which stay in memory; ``buffer_count`` units are under way. ``buffer_size`` has no effect: a unit's shard is read whole.
     """
 
     device: OffloadDevice = "none"

@@ -39,6 +39,10 @@ def _idle_in_backward(values: Mapping[str, Any]) -> str:
     return _ANY(values)
 
 
+def _idle_whole_shards(values: Mapping[str, Any]) -> str:
+    return _PARAM_FILES(values) or "the shard of a unit is read and written whole"
+
+
 _ANY = _idle_unless(_OPTIMIZER, "cpu", "nvme")
 _FILES = _idle_unless(_OPTIMIZER, "nvme")
 _PARAM_ANY = _idle_unless(_PARAM, "cpu", "nvme")
@@ -83,7 +87,7 @@ OFFLOAD = (
     _par("nvme_path", PATHS, None, "folders of the parameters' files, striped", _PARAM_FILES),
     _par("pin_memory", BOOLEAN, None, "page-locked memory; null: where there is a GPU", _PARAM_ANY),
     _par("buffer_count", integer(1), 5, "units under way between files and the device", _PARAM_FILES),
-    _par("buffer_size", ELEMENTS, 100_000_000, "most elements of one read", _PARAM_FILES),
+    _par("buffer_size", ELEMENTS, 100_000_000, "most elements of one read", _idle_whole_shards),
     _par("max_in_cpu", SIZE, 1_000_000_000, "elements of this rank that stay in memory", _PARAM_FILES),
 )
 
