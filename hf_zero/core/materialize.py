@@ -64,7 +64,7 @@ def partition(
     shard_of = placement.shards([chunks[flat] for flat in flats if flat.sharded])
     training = [flat for flat in flats if flat.trainable]
     masters = _arena([(_owned(flat), torch.float32) for flat in training if flat.key not in away and _needs_master(flat)], device)
-    sums = {flat: accumulate or (torch.float64 if flat.dtype == torch.float64 else torch.float32) for flat in training}
+    sums = {flat: accumulate or chunks[flat].wide for flat in training}
     for flat in training:
         if flat.key in away and accumulate is None:
             sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)

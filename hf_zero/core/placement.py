@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.states import MASTER, Form, Piece, States, StatesInMemory
+from hf_zero.core.states import MASTER, Form, Piece, States, StatesInMemory, form_of
 from hf_zero.core.states_in_files import Buffers, StatesInFiles, paged, size_in_file
 from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
 from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
@@ -28,6 +28,11 @@ class Chunk:
     numel: int
     dtype: torch.dtype
     trainable: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What masters and sums of gradients are kept in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
 def room_beside_a_step(device: torch.device) -> int:
@@ -57,10 +62,6 @@ class Placement:
     @property
     def offloads_optimizer(self) -> bool:
         return self._optimizer.on
-
-    @property
-    def offloads_parameters(self) -> bool:
-        return self._param.on
 
     @property
     def reads_ahead(self) -> int:
@@ -180,14 +181,17 @@ class Placement:
         return lambda chunk: placed[chunk.key]
 
     def _shard(self, chunk: Chunk) -> Storage:
-        fits = self._kept_in_memory + chunk.numel <= self._param.max_in_cpu
-        if self._param.device == "cpu" or fits:
+        if self._stays_in_memory(chunk, self._kept_in_memory):
             self._kept_in_memory += chunk.numel
             return HostStorage(chunk.numel, chunk.dtype, self._device, self.take_for_shards)
         if self._shards is None:
             self._shards = ShardBuffers(self._param.buffer_count, self.take_for_shards)
         tier = self._tier(self._param.nvme_path)
         return StorageInFiles(f"{chunk.key}.shard", chunk.numel, chunk.dtype, self._device, tier, self._shards)
+
+    def _stays_in_memory(self, chunk: Chunk, before: int) -> bool:
+        """Whether the shard of ``chunk``, which is not on the device, stays in memory beside ``before`` elements that do."""
+        return self._param.device == "cpu" or before + chunk.numel <= self._param.max_in_cpu
 
     def reserve(self, shards: Iterable[Chunk], states: Iterable[tuple[Chunk, Sequence[Piece]]], moments: int) -> None:
         """Take the room for all that is going to be in files; ``moments`` numbers are kept for each element that trains.
@@ -197,15 +201,15 @@ class Placement:
         wanted: Counter[tuple[str, ...]] = Counter()
         in_memory = 0
         for chunk in shards if self._param.device == "nvme" else ():
-            if in_memory + chunk.numel <= self._param.max_in_cpu:
+            if self._stays_in_memory(chunk, in_memory):
                 in_memory += chunk.numel
             else:
                 wanted[self._param.nvme_path] += paged(chunk.numel * chunk.dtype.itemsize)
         for chunk, those in states if self._optimizer.device == "nvme" else ():
-            wide = torch.float64 if chunk.dtype == torch.float64 else torch.float32
-            kept = {"fp32": Form(wide), "bf16": Form(torch.bfloat16), "int8": Form(wide, blocks=True)}[self.moments]
+            master = Form(chunk.wide)
+            kept = form_of(self.moments, chunk.wide)
             for start, stop in those:
-                wanted[self._optimizer.nvme_path] += size_in_file(Form(wide), stop - start) + moments * size_in_file(kept, stop - start)
+                wanted[self._optimizer.nvme_path] += size_in_file(master, stop - start) + moments * size_in_file(kept, stop - start)
         for paths, nbytes in wanted.items():
             self._tier(paths).reserve(nbytes)
 
@@ -219,14 +223,14 @@ class Placement:
             made = StatesInFiles(chunk.key, chunk.numel, pieces, self._tier(self._optimizer.nvme_path), self.buffers)
         else:
             made = StatesInMemory(chunk.numel, pieces, self.take)
-        made.add(MASTER, Form(torch.float64 if chunk.dtype == torch.float64 else torch.float32))
+        made.add(MASTER, Form(chunk.wide))
         return made
 
     def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
         """What the gradient of an offloaded flat is kept in: 16 bits where one reduction fills it with just what it sent."""
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
-        return torch.float64 if chunk.dtype == torch.float64 else torch.float32
+        return chunk.wide
 
     def close(self) -> None:
         """Let go: memory and files go with whatever is the last to use them."""

@@ -64,9 +64,12 @@ class Form:
     def __init__(self, dtype: torch.dtype, blocks: bool = False, signed: bool = True):
         self.dtype, self.blocks, self.signed = dtype, blocks, signed
 
-    def empty(self, numel: int, take: Take) -> Moment:
-        """Memory for ``numel`` elements, zeros."""
-        return Blocks.zeros(numel, self.signed) if self.blocks else take(numel, self.dtype)
+
+def form_of(moments: str, dtype: torch.dtype, signed: bool = True) -> Form:
+    """How a moment of ``dtype`` is kept where ``moments`` is ``"fp32"``, ``"bf16"`` or ``"int8"``."""
+    if moments == "bf16":
+        return Form(torch.bfloat16)
+    return Form(dtype, blocks=moments == "int8", signed=signed)
 
 
 def put(array: Moment, start: int, values: torch.Tensor) -> None:

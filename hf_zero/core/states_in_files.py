@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from hf_zero.core.states import Form, Piece, Take, put
-from hf_zero.ops.files import Priority
+from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.host import BLOCK, Blocks, Moment
-
-PAGE = 4096  # bytes that transfers are multiples of
 
 
 def paged(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+    """``nbytes``, up to a multiple of what direct transfers take."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def size_in_file(form: Form, numel: int) -> int:
@@ -241,8 +240,8 @@ class StatesInFiles:
         """The array ``name`` of ``piece`` in memory of its own; without ``fill`` it is to be overwritten whole."""
         if piece in self._kept:
             return self._kept[piece][name]
-        memory = torch.empty(self._size(name, piece) + PAGE, dtype=torch.uint8)
-        memory = memory[-memory.data_ptr() % PAGE :][: self._size(name, piece)]
+        memory = torch.empty(self._size(name, piece) + ALIGNMENT, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % ALIGNMENT :][: self._size(name, piece)]
         if fill:
             self._regions[name].read(self._offset(name, piece), memory, Priority.NEEDED).wait()
         return self._array(name, piece, memory)

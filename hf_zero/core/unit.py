@@ -92,6 +92,11 @@ class Unit:
         """Bytes of the gathered flats."""
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
 
+    @property
+    def offloaded(self) -> list[Flat]:
+        """The flats whose states are offloaded."""
+        return [flat for flat in self.trainable if flat.states is not None]
+
     def settle(self) -> None:
         """Return when no update of this unit is under way: its parameters are those of the last step."""
         for flat in self.trainable:

@@ -73,7 +73,7 @@ class Updater:
 
     def refresh(self) -> None:
         """Look which units have offloaded flats now."""
-        self._units = [unit for unit in self._all if any(flat.states is not None for flat in unit.trainable)]
+        self._units = [unit for unit in self._all if unit.offloaded]
         self._order = list(self._units)
 
     @property
@@ -103,9 +103,8 @@ class Updater:
         if self.early is not update:
             self.finish()
             self.early, self._started = update, []
-        if unit in self._units:
-            self._started.append(unit)
-            self._submit(update, [unit])
+        self._started.append(unit)
+        self._submit(update, [unit])
 
     def drop_early(self) -> None:
         """The rest of what was begun in a backward will not follow: everything is going to be overwritten."""
@@ -120,9 +119,8 @@ class Updater:
             beside = stream_beside(self._device)
             events += [beside.record_event()] if beside is not None else []  # nor do shards leave the memory that is written
         for unit in units:
-            for flat in unit.trainable:
-                if flat.states is not None:
-                    update.announce(flat)
+            for flat in unit.offloaded:
+                update.announce(flat)
         if update.touches_optimizer:
             for unit in units:
                 self._wait_for(self._run(update, unit, [*events, *self._landings(unit)]))
@@ -145,7 +143,7 @@ class Updater:
         """What tells that the gradients of ``unit`` are in host memory."""
         if self._homeward is None:
             return []
-        found = [self._homeward.event(flat) for flat in unit.trainable if flat.states is not None]
+        found = [self._homeward.event(flat) for flat in unit.offloaded]
         return [event for event in found if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -200,17 +198,16 @@ class Updater:
     def _run(self, update: Update, unit: Unit, ready: Sequence[torch.cuda.Event]) -> torch.cuda.Event | None:
         for event in ready:
             event.synchronize()
-        for flat in unit.trainable:
-            if flat.states is not None:
-                update.run(flat, partial(self._place, flat), partial(self._placed, flat))
-                flat.updated()
+        for flat in unit.offloaded:
+            update.run(flat, partial(self._place, flat), partial(self._placed, flat))
+            flat.updated()
         if self._axis is not None:
             self._gather(unit, self._axis)
         return self._stream.record_event() if self._stream is not None else None
 
     def _gather(self, unit: Unit, axis: Axis) -> None:
         """Have the other ranks' parts of the whole parameters of ``unit``."""
-        pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.trainable if flat.states is not None]
+        pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.offloaded]
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             axis.all_gather(pairs, f"updated {unit.label}").wait()
 
@@ -239,11 +236,10 @@ class Updater:
 
 
 def _mark(unit: Unit, finish: Callable[[], None], future: Future[torch.cuda.Event | None]) -> None:
-    for flat in unit.trainable:
-        if flat.states is not None:
-            flat.updating, flat.update = finish, future
-            if not flat.sharded:
-                _turn(flat, OwnedParameter, UpdatingParameter)
+    for flat in unit.offloaded:
+        flat.updating, flat.update = finish, future
+        if not flat.sharded:
+            _turn(flat, OwnedParameter, UpdatingParameter)
 
 
 def _unmark(unit: Unit) -> None:

@@ -48,7 +48,7 @@ class Updating:
     def _update_early(self, unit: Unit) -> None:
         """The gradients of ``unit`` are here, and nothing can forbid its update any more."""
         assert self.updater is not None
-        if any(flat.states is not None for flat in unit.trainable):
+        if unit.offloaded:
             self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
 
     @torch.no_grad()

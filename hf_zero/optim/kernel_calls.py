@@ -24,81 +24,67 @@ class Call:
     fresh: bool  # no step has been made yet
 
 
+def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
+    """What all kernels are told."""
+    group = call.group
+    return {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": bool(group["maximize"]),
+        "divisor": call.divisor,
+        "out": out,
+    }
+
+
+def _betas(call: Call) -> dict[str, Any]:
+    beta1, beta2 = call.group["betas"]
+    return {"beta1": float(beta1), "beta2": float(beta2)}
+
+
 def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """One step of Adam, AdamW."""
-    group = call.group
-    beta1, beta2 = group["betas"]
     host.adam(
         held[MASTER],
         grad,
         held["exp_avg"],
         held["exp_avg_sq"],
         step=call.step,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-        maximize=bool(group["maximize"]),
-        max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
-        divisor=call.divisor,
-        out=out,
+        eps=float(call.group["eps"]),
+        decoupled=bool(call.group["decoupled_weight_decay"]),
+        max_exp_avg_sq=held["max_exp_avg_sq"] if call.group["amsgrad"] else None,
         seed=call.seed,
+        **_betas(call),
+        **_shared(out, call),
     )
 
 
 def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """One step of Lion."""
-    group = call.group
-    beta1, beta2 = group["betas"]
-    host.lion(
-        held[MASTER],
-        grad,
-        held["exp_avg"],
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-        divisor=call.divisor,
-        out=out,
-        seed=call.seed,
-    )
+    host.lion(held[MASTER], grad, held["exp_avg"], seed=call.seed, **_betas(call), **_shared(out, call))
 
 
 def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """One step of Adagrad."""
-    group = call.group
     host.adagrad(
         held[MASTER],
         grad,
         held["sum"],
         step=call.step,
-        lr=float(group["lr"]),
-        lr_decay=float(group["lr_decay"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-        divisor=call.divisor,
-        out=out,
+        lr_decay=float(call.group["lr_decay"]),
+        eps=float(call.group["eps"]),
+        **_shared(out, call),
     )
 
 
 def sgd(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """One step of SGD."""
-    group = call.group
     host.sgd(
         held[MASTER],
         grad,
-        held["momentum_buffer"] if group["momentum"] else None,
+        held["momentum_buffer"] if call.group["momentum"] else None,
         first_step=call.fresh,
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        nesterov=bool(group["nesterov"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-        divisor=call.divisor,
-        out=out,
+        momentum=float(call.group["momentum"]),
+        dampening=float(call.group["dampening"]),
+        nesterov=bool(call.group["nesterov"]),
+        **_shared(out, call),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.core.states import Form
+from hf_zero.core.states import Form, form_of
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.optim import state
@@ -160,9 +160,7 @@ class OffloadedOptimizer(BoundOptimizer):
                 f"offload_optimizer.moments = {moments!r}: state {name!r} of {type(self.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
                 'or Lion, or write "moments": "fp32"'
             )
-        if moments == "bf16":
-            return Form(torch.bfloat16)
-        return Form(torch.float32, blocks=True, signed=rule.compressible[name])
+        return form_of(moments, dtype, rule.compressible[name])
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
         """As the base class has it; what is offloaded may be a copy, to be changed with :meth:`load_tensor`."""

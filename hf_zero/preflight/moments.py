@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from hf_zero.config import OptimizerConfig
+from hf_zero.ops.blocks import BLOCK
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.state import numbers_kept
 
 MASTER_BYTES = 4
-BLOCK = 256  # numbers of an int8 moment that share one fp32 scale
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 

@@ -22,12 +22,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hf_zero.core.grads import IN_FLIGHT
 from hf_zero.core.schedule import AHEAD
+from hf_zero.core.states import Form, form_of
+from hf_zero.core.states_in_files import paged, size_in_file
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
 from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
 
-SECTOR = 4096  # what O_DIRECT reads and writes in; every array of a file begins at one
 STAGING = 3  # pieces of parameters on their way to the GPU
 
 
@@ -146,12 +149,11 @@ def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, i
 
 
 def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
-    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each array of a piece begins at a sector."""
+    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each array of a piece begins at a page."""
+    master, moment = Form(torch.float32), form_of(kind, torch.float32)
 
     def piece(size: int) -> int:
-        codes = moment_bytes(kind, 1, size)
-        scales = codes - size if kind == "int8" else 0
-        return _sectors(MASTER_BYTES * size) + count * (_sectors(codes - scales) + _sectors(scales))
+        return size_in_file(master, size) + count * size_in_file(moment, size)
 
     return numel // limit * piece(limit) + piece(numel % limit)
 
@@ -168,7 +170,7 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
             room -= flat.parameter_chunk
             in_ram += size
         else:
-            in_files.append(_sectors(size))
+            in_files.append(paged(size))
     return in_ram, sum(in_files), max(2, plan.param.buffer_count) * max(in_files)
 
 
@@ -214,10 +216,6 @@ def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
         if shards > 1:
             total += min(count, shards) * dtype.itemsize * (padded // shards)
     return total
-
-
-def _sectors(nbytes: int) -> int:
-    return -(-nbytes // SECTOR) * SECTOR
 
 
 def _parts(*parts: tuple[str, int]) -> tuple[Part, ...]:

@@ -16,10 +16,11 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.wrap import cut
+from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.lion import Lion
 from hf_zero.preflight import Group, Needs, Plan, groups_of, needs
 from hf_zero.preflight.moments import moment_bytes, moments_of
-from hf_zero.preflight.needs import SECTOR, gathered_bytes, gradient_buffers
+from hf_zero.preflight.needs import gathered_bytes, gradient_buffers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {BF16: "bfloat16", FP32: "float32"}
