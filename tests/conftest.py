@@ -17,6 +17,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

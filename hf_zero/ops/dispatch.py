@@ -1,0 +1,121 @@
+"""Which body of an operation runs: its Triton kernel on a GPU, the same kernel in Triton's interpreter, or its slow reference.
+
+An operation is declared once, with both bodies and one signature::
+
+    RMS_NORM = Kernel("rms_norm", "norms:rms_norm", references.rms_norm, example=lambda device: (…))
+    out, rstd = RMS_NORM(x, weight, eps)
+
+A CUDA tensor goes to the kernel. With ``TRITON_INTERPRET=1`` in the environment before triton is imported a CPU tensor goes to the
+interpreter (tests). Everything else goes to the reference, and so does everything with ``HF_ZERO_TRITON=0``. Triton is imported at
+the first launch, never by importing hf_zero. A kernel that cannot be compiled is said to be so once, at warning level, with the
+compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero doctor`` tries them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_zero.logs import logger
+
+KERNELS: dict[str, Kernel] = {}
+_BROKEN: dict[str, str] = {}
+
+
+def _takes_all(*args: Any, **kwargs: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """An operation with two bodies of one signature: ``launch`` is "module:function" of hf_zero.ops.triton_kernels.
+
+    ``refuses`` says why the kernel cannot take its arguments though the reference can, or "". ``example`` gives small arguments on a
+    device; the doctor runs them.
+    """
+
+    name: str
+    launch: str
+    reference: Callable[..., Any]
+    refuses: Callable[..., str] = field(default=_takes_all)
+    example: Callable[[torch.device], tuple[Any, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name in KERNELS:
+            raise ValueError(f"two kernels are called {self.name!r}: {KERNELS[self.name].launch} and {self.launch}")
+        KERNELS[self.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name in _BROKEN or not runs_on(_device(args)) or self.refuses(*args, **kwargs):
+            return self.reference(*args, **kwargs)
+        if interpreted():
+            return self.launcher()(*args, **kwargs)
+        try:
+            return self.launcher()(*args, **kwargs)
+        except Exception as error:
+            if not _cannot_compile(error):
+                raise
+            _BROKEN[self.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[-1]}"
+            logger.warning(
+                "the Triton kernel %s cannot be compiled here, so its slow reference runs from now on (%s)", self.name, _BROKEN[self.name]
+            )
+        return self.reference(*args, **kwargs)
+
+    def launcher(self) -> Callable[..., Any]:
+        """The function that launches the Triton kernel; imports triton."""
+        return _load(self.launch)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether tensors of ``device`` go to Triton kernels."""
+    if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
+        return False
+    return device.type == "cuda" or (device.type == "cpu" and interpreted())
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter; decided when triton is first imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def broken() -> dict[str, str]:
+    """Kernels that could not be compiled in this process, with the compiler's last line."""
+    return dict(_BROKEN)
+
+
+@functools.cache
+def _load(launch: str) -> Callable[..., Any]:
+    module, function = launch.split(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(f"hf_zero.ops.triton_kernels.{module}"), function)
+    return loaded
+
+
+def _device(args: Iterable[Any]) -> torch.device:
+    """The device of the first tensor among ``args``, lists of tensors looked into."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return value[0].device
+    return torch.device("meta")
+
+
+def _cannot_compile(error: Exception) -> bool:
+    """Triton's compiler or ptxas gave up; nothing was launched."""
+    from triton import CompilationError
+    from triton.runtime.errors import TritonError
+
+    return isinstance(error, (CompilationError, TritonError)) or (isinstance(error, RuntimeError) and "PassManager" in str(error))
