@@ -1,0 +1,271 @@
+"""Whole training steps on one GPU: plain Hugging Face, torch.compile, Liger, DeepSpeed and hf-zero, each in a process of its own, in one run.
+
+    python scripts/bench/train_gpu.py --work bert-large,256,128 --of hf,hf-compile,ds1,hfz1+all --rounds 2 [--budget 500] [--out scripts/bench/results]
+    python scripts/bench/train_gpu.py --work tiny-llama,2,64 --of hf,hfz1+all,hfz3+all --device cpu          # does it run?
+
+A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are interleaved. Weights are random, tokens
+too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for
+`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them. Liger and DeepSpeed are taken if they are installed. Rows
+go to OUT as JSON lines, with versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WARM_UP, STEPS, MASKED, LEARNING_RATE = 5, 10, 0.15, 1e-5
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "use_cache": False}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
+    "tiny-bert": ("bert", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 1000}),
+    "llama-1b": ("llama", dict(
+        LLAMA, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        tie_word_embeddings=True,
+    )),
+    "llama-3b": ("llama", dict(
+        LLAMA, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8, intermediate_size=8192,
+        tie_word_embeddings=True,
+    )),
+    "tiny-llama": ("llama", {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
+        "tie_word_embeddings": True, "use_cache": False,
+    }),
+}  # fmt: skip
+VERSIONS = ("torch", "triton", "transformers", "liger_kernel", "deepspeed")
+
+
+def build(shape: str, device: str) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    family, settings = SHAPES[shape]
+    made = {"bert": transformers.BertConfig, "llama": transformers.LlamaConfig}[family](**settings)
+    made._attn_implementation = "sdpa"
+    with torch.device(device):
+        return {"bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM}[family](made).train()
+
+
+def flops_per_token(model: Any, length: int) -> float:
+    """Of a forward and a backward, a tied embedding counted once, as the head's product; causal attention half."""
+    settings, embedding = model.config, model.get_input_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters()) - (0 if settings.tie_word_embeddings else embedding.numel())
+    causal = settings.model_type == "llama"
+    return 6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * length * (0.5 if causal else 1.0)
+
+
+def batch_of(model: Any, rows: int, length: int, device: str) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(5, model.config.vocab_size, (rows, length), device=device)
+    if model.config.model_type == "llama":
+        return {"input_ids": ids, "labels": ids}
+    labels = ids.masked_fill(torch.rand(rows, length, device=device) > MASKED, -100)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def plain(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> Callable[[], Any]:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    forward = torch.compile(model) if compiled else model
+
+    def step() -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            loss = forward(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def engine_of(library: Any, model: Any, batch: dict[str, Any], stage: int, more: dict[str, Any]) -> Callable[[], Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": len(batch["input_ids"]),
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+        **more,
+    }
+    engine = library.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    def step() -> Any:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tuple[Any, Callable[[], Any]]:
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if kind == "liger":
+        import liger_kernel.transformers as liger
+
+        {"bert": lambda: None, "llama": liger.apply_liger_kernel_to_llama}[SHAPES[shape][0]]()
+    if kind.startswith("ds"):
+        import deepspeed
+
+        torch.set_default_dtype(torch.bfloat16)  # DeepSpeed casts a model it is given; an equal start
+        model = build(shape, device)
+        torch.set_default_dtype(torch.float32)
+        return model, engine_of(deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), {})
+    model = build(shape, device)
+    batch = batch_of(model, rows, length, device)
+    if kind.startswith("hfz"):
+        import hf_zero
+
+        extras = kind.split("+")[1:]
+        more: dict[str, Any] = {}
+        if {"kernels", "all"} & {*extras}:
+            more["kernels"] = "auto"
+        if {"compile", "all"} & {*extras}:
+            more["compile"] = "blocks"
+        return model, engine_of(hf_zero, model, batch, int(kind[3]), more)
+    return model, plain(model, batch, device, compiled="compile" in kind)
+
+
+def measure(kind: str, shape: str, rows: int, length: int, device: str, profile: bool) -> dict[str, Any]:
+    import torch
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    on_gpu = device == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    begun = time.perf_counter()
+    model, step = contender(kind, shape, rows, length, device)
+    flops = flops_per_token(model, length)
+    started = time.perf_counter() - begun
+    for _ in range(WARM_UP):
+        loss = step()
+    wait()
+    warm = time.perf_counter() - begun - started
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times, host = [], []
+    for _ in range(STEPS):
+        begun = time.perf_counter()
+        loss = step()
+        host.append(time.perf_counter() - begun)
+        wait()
+        times.append(time.perf_counter() - begun)
+    taken = statistics.median(times)
+    row = {
+        "kind": kind, "shape": shape, "rows": rows, "length": length, "step_s": taken, "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
+        "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12, "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+    }  # fmt: skip
+    if profile:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as profiler
+
+        with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            step()
+            wait()
+        print(
+            seen.key_averages().table(
+                sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total", row_limit=40, max_name_column_width=80
+            )
+        )
+    return row
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def run_one(kind: str, work: str, device: str, profile: bool, limit: float) -> dict[str, Any] | None:
+    command = [sys.executable, __file__, "--one", kind, "--work", work, "--device", device, *(["--profile"] if profile else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(f"{kind} {work}: no figure within {limit:.0f} s", flush=True)
+        return None
+    lines = done.stdout.splitlines()
+    found = [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
+    if profile:
+        print("\n".join(line for line in lines if not line.startswith("ROW ")), flush=True)
+    if not found:
+        print(f"{kind} {work}: failed\n{(done.stderr or done.stdout)[-3000:]}", flush=True)
+        return None
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work", nargs="+", default=["bert-large,256,128", "bert-large,64,512", "llama-1b,4,4096"], help="SHAPE,ROWS,LENGTH"
+    )
+    parser.add_argument("--of", default="hf,hf-compile,liger,ds1,ds3,hfz1,hfz1+compile,hfz1+all,hfz3+all")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for the whole run; what does not fit is said")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true", help="print a profile of one step of each")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.one:
+        shape, rows, length = chosen.work[0].split(",")
+        print("ROW " + json.dumps(measure(chosen.one, shape, int(rows), int(length), chosen.device, chosen.profile)), flush=True)
+        return
+    begun, best, facts = time.perf_counter(), {}, {"at": datetime.datetime.now().isoformat(timespec="seconds"), **versions()}
+    for number in range(chosen.rounds):
+        for work in chosen.work:
+            for kind in chosen.of.split(","):
+                if (kind == "liger" and work.split(",")[0].endswith("bert-large")) or (kind != "liger" and not kind):
+                    continue
+                left = chosen.budget - (time.perf_counter() - begun)
+                if left < 15:
+                    print(f"{kind} {work}: left out, no time", flush=True)
+                    continue
+                row = run_one(kind, work, chosen.device, chosen.profile and number == 0, left)
+                if row is None:
+                    continue
+                if chosen.out:
+                    chosen.out.mkdir(parents=True, exist_ok=True)
+                    with (chosen.out / "train_gpu.jsonl").open("a") as file:
+                        file.write(json.dumps({**row, "round": number, **facts}) + "\n")
+                if (work, kind) not in best or row["step_s"] < best[work, kind]["step_s"]:
+                    best[work, kind] = row
+                print(f"{kind:14} {work:20} {row['step_s']:.4f} s  host {row['host_s']:.4f}  {row['tflops']:.0f} TFLOP/s  "
+                      f"{row['peak_gib'] or 0:.1f} GiB  start {row['start_s']:.0f} s  warm {row['warm_up_s']:.0f} s  loss {row['loss']:.3f}", flush=True)  # fmt: skip
+    print("\n| work | contender | step s | over the best peer | TFLOP/s | peak GiB |\n| --- | --- | --- | --- | --- | --- |")
+    for (work, kind), row in best.items():
+        peers = [other["step_s"] for (at, who), other in best.items() if at == work and not who.startswith("hfz")]
+        over = f"{row['step_s'] / min(peers):.3f}" if peers else "-"
+        print(f"| {work} | {kind} | {row['step_s']:.4f} | {over} | {row['tflops']:.0f} | {row['peak_gib'] or 0:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
