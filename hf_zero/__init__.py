@@ -31,6 +31,7 @@ _EXPORTS = {
     "from_pretrained": "hf_zero.integrations.loading",
     "Init": "hf_zero.integrations.building",
     "convert_checkpoint": "hf_zero.checkpoint",
+    "verify_checkpoint": "hf_zero.checkpoint",
     "estimate": "hf_zero.estimate",
     "propose": "hf_zero.estimate",
     "HfZeroError": "hf_zero.errors",

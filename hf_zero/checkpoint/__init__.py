@@ -11,6 +11,9 @@ _EXPORTS = {
     "load": "reader",
     "convert_checkpoint": "export",
     "Conversion": "export",
+    "verify_checkpoint": "verifying",
+    "verify_all": "verifying",
+    "Verdict": "verifying",
     "iterate_state_dict": "consolidate",
     "get_fp32_state_dict_from_zero_checkpoint": "consolidate",
     "load_state_dict_from_zero_checkpoint": "consolidate",
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.export import Conversion as Conversion
     from hf_zero.checkpoint.export import convert_checkpoint as convert_checkpoint
     from hf_zero.checkpoint.reader import load as load
+    from hf_zero.checkpoint.verifying import Verdict as Verdict
+    from hf_zero.checkpoint.verifying import verify_all as verify_all
+    from hf_zero.checkpoint.verifying import verify_checkpoint as verify_checkpoint
     from hf_zero.checkpoint.whole import save_whole as save_whole
     from hf_zero.checkpoint.writer import save as save
 

@@ -6,17 +6,16 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hf_zero.checkpoint import card, folders
+from hf_zero.checkpoint.bar import Tick, bar
 from hf_zero.checkpoint.manifest import Manifest, dtype_name
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.checkpoint.outputs import Output, Scratch, dtype_option, outputs, read_cast
@@ -28,8 +27,6 @@ from hf_zero.logs import logger
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 WORKERS = 2  # one reads while the other writes; each holds two buffers of Scratch.ELEMENTS
-
-Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def convert_checkpoint(
             logger.warning("%s was saved without its frozen parameters: the converted folder lacks them", checkpoint.folder)
         try:
             _prepare(target, total)
-            with _bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), target) as tick:
+            with bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), f"writing {target}") as tick:
                 if verify:
                     checkpoint.verify(checkpoint.listed(), tick)
                 _write_weights(checkpoint, parts, target, tick)
@@ -216,18 +213,3 @@ def _publish(parts: dict[str, list[Output]], target: Path) -> None:
     if index is not None:
         os.replace(_temporary(target, INDEX), target / INDEX)
     folders.fsync_folder(target)
-
-
-@contextmanager
-def _bar(progress: bool | None, total: int, target: Path) -> Iterator[Tick]:
-    """A progress bar in bytes; yields the function that moves it."""
-    if not (sys.stderr.isatty() if progress is None else progress):
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"writing {target}", total=total)
-        yield lambda count: bar.advance(task, count)

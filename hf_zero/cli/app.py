@@ -11,13 +11,14 @@ from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain
 from hf_zero.cli.launch import launch
+from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
 BAD_INPUT = 2
 
 app = typer.Typer(
     name="hf-zero",
-    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start and convert runs.",
+    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start runs; verify and convert checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,6 +28,7 @@ app.command("doctor")(doctor)
 app.command("estimate")(estimate)
 app.command("explain")(explain)
 app.command("convert-checkpoint")(convert_checkpoint)
+app.command("verify")(verify)
 # What follows the script is the script's, whether it looks like an option or not.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 

@@ -24,7 +24,7 @@ from hf_zero.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
-COMMANDS = ["doctor", "estimate", "explain", "convert-checkpoint", "launch"]
+COMMANDS = ["doctor", "estimate", "explain", "convert-checkpoint", "verify", "launch"]
 
 
 def invoke(*arguments: str) -> str:
@@ -217,6 +217,8 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         (["estimate", "m", "--ranks", "2", "--offload-param", "disk"], "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'"),
         (["explain", "/no/such.yaml"], "/no/such.yaml"),
         (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
+        (["verify", "/no/such/run"], "no checkpoint at /no/such/run"),
+        (["verify", "/no/such/run", "--all", "--tag", "a"], "leave one of them out"),
         (["launch", "--preset", "zero9", "--", "x.py"], "'zero9' is unknown; choose one of zero0"),
         (["launch", "--preset", "zero1", "--precision", "int4", "--", "x.py"], "'int4' is unknown"),
         (["launch", "--precision", "bf16", "x.py"], "--precision bf16 goes with --preset"),

@@ -1,0 +1,98 @@
+"""Whether a checkpoint is whole: sizes, headers, hashes, and every element of every parameter exactly once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.bar import Tick, bar
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one checkpoint. ``problems`` is empty if it is whole; each names its file and the remedy.
+
+    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises, each held once.
+    """
+
+    folder: Path
+    files: int
+    nbytes: int
+    parameters: int
+    elements: int
+    problems: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        return not self.problems
+
+
+def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progress: bool | None = None) -> Verdict:
+    """Check one checkpoint: everything FORMAT.md section 7 names, the hash of every file included. Changes nothing.
+
+    Args:
+        src: the folder given to ``save_checkpoint``, one checkpoint in it, a Trainer's ``checkpoint-N`` or output folder.
+        tag: by default the one that ``latest`` names.
+        progress: a bar on stderr; by default only where stderr is a terminal.
+
+    Raises:
+        CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all that is wrong with it.
+    """
+    folder = folders.find(src, tag)
+    try:
+        manifest = Manifest.read(folder / MANIFEST_NAME)
+    except CheckpointError as error:
+        return Verdict(folder, 0, 0, 0, 0, (str(error),))
+    problems: list[str] = []
+    listed = [*manifest.files, *([manifest.objects] if manifest.objects else [])]
+    with (
+        Checkpoint(folder, sizes=False) as checkpoint,
+        bar(progress, sum(_there(folder, entry) for entry in listed), f"verifying {folder}") as tick,
+    ):
+        read = sum(_check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(listed))
+        if not problems:
+            _note(problems, checkpoint.client_state)
+            _note(problems, checkpoint.scheduler_state)
+    slots = [slot for flat in manifest.flats for slot in flat.layout.slots]
+    return Verdict(folder, len(listed), read, len(slots), sum(slot.numel for slot in slots), tuple(problems))
+
+
+def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
+    """:func:`verify_checkpoint` of every tag in ``src``, oldest first. Raises CheckpointError if there is none."""
+    root = Path(src)
+    held = folders.tags(root)
+    if not held:
+        return [verify_checkpoint(root, progress=progress)]
+    return [verify_checkpoint(root, tag, progress) for tag in held]
+
+
+def _check(checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]) -> int:
+    """All that can be wrong with one file goes to ``problems``; the bytes that were hashed are returned."""
+    before = len(problems)
+    _note(problems, lambda: checkpoint.check_size(entry))
+    if len(problems) > before:
+        return 0
+    if index < len(checkpoint.manifest.files):
+        _note(problems, lambda: checkpoint.file(index))
+    _note(problems, lambda: checkpoint.verify([entry], tick))
+    return entry.size
+
+
+def _note(problems: list[str], check: Callable[[], object]) -> None:
+    try:
+        check()
+    except CheckpointError as error:
+        problems.append(str(error))
+
+
+def _there(folder: Path, entry: FileEntry) -> int:
+    with suppress(OSError):
+        return min((folder / entry.name).stat().st_size, entry.size)
+    return 0

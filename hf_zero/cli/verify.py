@@ -1,0 +1,46 @@
+"""``hf-zero verify``: whether checkpoints are whole, file by file and hash by hash."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+
+DAMAGED = 1
+
+
+def verify(
+    src: Annotated[Path, typer.Argument(help="What save_checkpoint was given, one checkpoint in it, or a Trainer's checkpoint-N.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint in SRC.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit code 1 if a checkpoint is damaged.
+
+    Example: hf-zero verify runs/bert-mlm --all
+    """
+    from hf_zero.checkpoint import verify_all, verify_checkpoint
+    from hf_zero.errors import ConfigError
+
+    if every and tag is not None:
+        raise ConfigError(f"--all and --tag {tag}: one asks for every checkpoint, the other for one; leave one of them out")
+    progress = False if as_json else None
+    verdicts = verify_all(src, progress) if every else [verify_checkpoint(src, tag, progress)]
+    if as_json:
+        print_json([asdict(verdict) | {"whole": verdict.whole} for verdict in verdicts])
+    else:
+        table = Table("checkpoint", "verdict", "files", "read", "parameters", "elements")
+        for found in verdicts:
+            said = Text("whole", style="green") if found.whole else Text("damaged", style="red")
+            table.add_row(str(found.folder), said, str(found.files), in_units(found.nbytes), f"{found.parameters:,}", f"{found.elements:,}")
+        print_table(table)
+        for problem in (problem for found in verdicts for problem in found.problems):
+            typer.echo(problem, err=True)
+    if not all(found.whole for found in verdicts):
+        raise typer.Exit(DAMAGED)
