@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.matching import listed
-from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.opened import open_checkpoint
 from hf_zero.checkpoint.outputs import dtype_option, outputs
 from hf_zero.errors import CheckpointError
 
@@ -25,7 +25,7 @@ def iterate_state_dict(
 
     ``dtype`` None gives each parameter the dtype it had when it was handed to training.
     """
-    with Checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
         for output in outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters):
             tensor = torch.empty(output.shape, dtype=output.dtype)
             output.fill(checkpoint, tensor)
@@ -37,7 +37,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The consolidated float32 state dict on the CPU; tied names share a tensor. Needs memory for the whole model."""
     state = dict(iterate_state_dict(checkpoint_dir, tag, "float32", exclude_frozen_parameters))
-    with Checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
         state |= {tied: state[held] for tied, held in checkpoint.manifest.aliases.items() if held in state}
     return state
 
@@ -49,7 +49,7 @@ def load_state_dict_from_zero_checkpoint(
 
     Raises CheckpointError, before anything is copied, for names that only one side has and for shapes that differ.
     """
-    with Checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
         given |= {tied: given[held] for tied, held in manifest.aliases.items() if held in given}

@@ -17,7 +17,7 @@ import torch
 from hf_zero.checkpoint import card, folders
 from hf_zero.checkpoint.bar import Tick, bar
 from hf_zero.checkpoint.manifest import Manifest, dtype_name
-from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.outputs import Output, Scratch, dtype_option, outputs, read_cast
 from hf_zero.checkpoint.tensorfile import Plan, bytes_view, plan_file, write_all
 from hf_zero.checkpoint.together import told
@@ -70,7 +70,7 @@ def convert_checkpoint(
         ConfigError: a dtype or a size that makes no sense.
     """
     wanted, target = dtype_option(dtype), Path(dst)
-    with Checkpoint(folders.find(src, tag)) as checkpoint:
+    with open_checkpoint(folders.find(src, tag)) as checkpoint:
         manifest = checkpoint.manifest
         chosen = _exported(manifest, outputs(manifest, wanted, exclude_frozen_parameters))
         parts = _split(chosen, max_shard_size)

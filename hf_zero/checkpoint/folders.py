@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -28,14 +29,20 @@ def check_tag(tag: object) -> str:
 
 
 def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of ours."""
     return (folder / MANIFEST_NAME).is_file()
+
+
+def can_be_read(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of ours, or one that another program wrote and we read."""
+    return is_checkpoint(folder) or bool(recognise(folder))
 
 
 def tags(directory: Path) -> list[str]:
     """The tags in ``directory`` that hold a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    found = [item for item in directory.iterdir() if not item.name.startswith(".") and is_checkpoint(item)]
+    found = [item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)]
     return [item.name for item in sorted(found, key=lambda item: (item.stat().st_mtime_ns, item.name))]
 
 
@@ -54,7 +61,7 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
             raise CheckpointError(f"no checkpoint in {root}: {root / LATEST} is missing or unreadable; {_remedy(root)}") from error
     # A save that replaced this tag may have been stopped between its two renames.
     for folder in (root / name, root / (REPLACED + name)):
-        if is_checkpoint(folder):
+        if can_be_read(folder):
             return folder
     raise CheckpointError(f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not exist; {_remedy(root)}")
 
@@ -75,7 +82,7 @@ def find(source: str | os.PathLike[str], tag: str | None = None) -> Path:
     In an output folder the highest ``checkpoint-N`` that holds a checkpoint is taken. Raises CheckpointError.
     """
     root = Path(source)
-    if tag is None and is_checkpoint(root):
+    if tag is None and can_be_read(root):
         return root
     if not root.is_dir():
         raise CheckpointError(

@@ -87,7 +87,7 @@ def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str
     if saved is None:
         raise CheckpointError(f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}")
     live = class_name(engine.bound.optimizer)
-    if _short(live) != _short(saved.class_name):
+    if saved.class_name and _short(live) != _short(saved.class_name):  # others do not write it down
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use {_short(saved.class_name)}, {remedy}"
         )
@@ -113,7 +113,7 @@ def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bo
     if saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
         return False
     live = class_name(engine.lr_scheduler)
-    if _short(live) != _short(saved["class"]):
+    if saved["class"] and _short(live) != _short(saved["class"]):
         raise CheckpointError(
             f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use {_short(saved['class'])}, "
             "or pass load_lr_scheduler_states=False to start the schedule anew"

@@ -12,6 +12,7 @@ import torch
 
 from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.contents import BUFFER
+from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.reshard import Run
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, sha256_of
@@ -143,6 +144,13 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads. Raises CheckpointError."""
+    if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
+        return open_foreign(folder)
+    return Checkpoint(folder)
 
 
 def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:

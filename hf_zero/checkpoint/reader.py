@@ -13,7 +13,7 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
 from hf_zero.checkpoint.contract import Engine, Flat
 from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
-from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.reshard import Run, runs
 from hf_zero.checkpoint.together import together
 from hf_zero.errors import CheckpointError
@@ -51,7 +51,7 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def look() -> _Load:
-        checkpoint = Checkpoint(folders.locate(directory, tag))
+        checkpoint = open_checkpoint(folders.locate(directory, tag))
         try:
             return _Load(
                 engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify

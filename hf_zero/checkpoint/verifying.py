@@ -46,6 +46,10 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
         CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all that is wrong with it.
     """
     folder = folders.find(src, tag)
+    if not folders.is_checkpoint(folder):
+        raise CheckpointError(
+            f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and load_checkpoint check what it holds"
+        )
     try:
         manifest = Manifest.read(folder / MANIFEST_NAME)
     except CheckpointError as error:

@@ -1,0 +1,27 @@
+"""Checkpoints that others wrote, opened as if they were ours: the same manifest, the same ranges, nothing converted first."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_zero.checkpoint.opened import Checkpoint
+
+# What a folder of each kind holds -> the module that opens it.
+SIGNS = {
+    "*mp_rank_*_model_states.pt": "deepspeed",
+}
+
+
+def recognise(folder: Path) -> str:
+    """The module of this package that reads ``folder``, or "" if none does."""
+    return next((module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), "")
+
+
+def open_foreign(folder: Path) -> Checkpoint:
+    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is damaged or of a kind that is not read."""
+    module = importlib.import_module(f"{__name__}.{recognise(folder)}")
+    opened: Checkpoint = module.open_checkpoint(folder)
+    return opened

@@ -1,0 +1,356 @@
+"""DeepSpeed's checkpoints, stages 0 to 3, as version 0.19 writes them.
+
+[Note: what lies where]
+``mp_rank_00_model_states.pt`` (stages 0 to 2) or one ``zero_pp_rank_R_…_model_states.pt`` a rank (stage 3) hold the module, counters,
+schedule and client state; ``zero_pp_rank_R_…_optim_states.pt`` (``bf16_`` in front in bf16) the fp32 weights and moments of rank R.
+Stages 1 and 2 lay the parameters of a group end to end, in the order of ``param_shapes``, and cut that into equal parts.
+(``param_slice_mappings``, which names a rank's parameters, has the wrong ones with ``round_robin_gradients``.) Stage 3 cuts each parameter into
+equal parts, the last padded, and lays a rank's parts end to end, group after group, in buffers of about ``sub_group_size`` elements.
+Stage 0 keeps torch's own optimizer state in the model's file; in 16 bits beside it the fp32 weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, states
+from hf_zero.checkpoint.foreign.pickles import load_pickle
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
+from hf_zero.optim import hyperparameters
+
+CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+)
+# What DeepSpeed itself puts beside the client state.
+OWN_KEYS = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "universal_checkpoint_info",
+    ]
+)
+RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
+
+
+def open_checkpoint(folder: Path) -> Assembled:
+    """``folder``, one tag of a DeepSpeed run, as a checkpoint.
+
+    Raises CheckpointError for a damaged one and for tensor- or pipeline-parallel ones, whose files each hold a part of the model.
+    """
+    return Assembled(_Reading(folder).found())
+
+
+class _Reading:
+    """One folder while it is read: the model's file, and the optimizer's files by rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        models, optims = _by_rank(folder, "model_states.pt"), _by_rank(folder, "optim_states.pt")
+        plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
+        if len(plain) > 1:
+            raise _model_parallel(folder, plain[1])
+        self.model_paths = [path for _, path in sorted(models.items())] or plain
+        self.optim_paths = [path for _, path in sorted(optims.items())]
+        self.model = self._load(self.model_paths[0])
+        self.module: dict[str, torch.Tensor] = self.model["module"]
+        self.optims = [self._load(path)["optimizer_state_dict"] for path in self.optim_paths]
+        self.stage = 0 if not self.optims else 3 if "fp32_flat_groups" in self.optims[0] else 1
+        self.stage = int(_at(self.model, "ds_config", "zero_optimization", "stage") or self.stage)
+        world = int(self.model.get("dp_world_size") or len(self.optim_paths) or 1)
+        for what, paths in (("optimizer", self.optim_paths), *([("model", self.model_paths)] if models else [])):
+            if paths and len(paths) != world:
+                raise CheckpointError(
+                    f"{folder} lacks files: {world} ranks wrote it, {len(paths)} of their {what} files are there; restore them"
+                )
+        self.world = world
+        self._listed: list[dict[str, tuple[int, ...]]] | None = None
+        self._nameless = False
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        data = load_pickle(path, CLASSES)
+        wanted = "module" if path.name.endswith("model_states.pt") else "optimizer_state_dict"
+        if not isinstance(data, dict) or wanted not in data:
+            raise CheckpointError(
+                f"{path} is no file of a DeepSpeed checkpoint: it holds no {wanted!r}; name a folder that save_checkpoint wrote"
+            )
+        return data
+
+    def found(self) -> Found:
+        config = self.model.get("ds_config") or {}
+        precision = next((name for name in ("bf16", "fp16") if _at(config, name, "enabled") is True), "fp32")
+        trained = list(self._trained())
+        known = {parameter.name for parameter in trained}
+        buffers = [name for name in self.model.get("buffer_names") or () if name in self.module]
+        aliases = self._tied(known)
+        frozen = list(self._frozen(known | {*buffers} | {*aliases}))
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        steps = int(self.model.get("global_steps") or 0)
+        return Found(
+            folder=self.folder,
+            writer=f"DeepSpeed {self.model.get('ds_version', '')}".strip(),
+            files=tuple(path.name for path in (*self.model_paths, *self.optim_paths)),
+            parameters=tuple(_in_order([*trained, *frozen], self.module)),
+            buffers={name: self.module[name] for name in buffers},
+            aliases=aliases,
+            groups=self._groups(),
+            lr_scheduler=self.model.get("lr_scheduler"),
+            scaler=self._scaler() if precision == "fp16" else None,
+            counters={
+                "global_steps": steps,
+                "global_samples": int(self.model.get("global_samples") or 0),
+                "skipped_steps": int(self.model.get("skipped_steps") or 0),
+                "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
+            },
+            client_state={key: value for key, value in self.model.items() if key not in OWN_KEYS},
+            world=self.world,
+            stage=self.stage,
+            precision=precision,
+        )  # fmt: skip
+
+    # ---- parameters ----
+
+    def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Trained parameters by group, in the order in which they were handed to the optimizer."""
+        if self._listed is None:
+            given = self.model.get("param_shapes")
+            self._listed = self._matched() if given is None else [{name: tuple(shape) for name, shape in group.items()} for group in given]
+        return self._listed
+
+    def _matched(self) -> list[dict[str, tuple[int, ...]]]:
+        """Stage 0 writes no names beside the optimizer's state: they are those of the module, in its order, by shape.
+
+        Where shapes alone do not tell which parameter stands in which group, or which is trained, all of the optimizer is left out.
+        """
+        base = self._base()
+        wanted = [
+            [tuple(base["state"][i]["exp_avg"].shape) if "exp_avg" in base["state"].get(i, {}) else None for i in group["params"]]
+            for group in base.get("param_groups", ())
+        ]  # fmt: skip
+        if not wanted or any(shape is None for shapes in wanted for shape in shapes):
+            return self._untold(wanted)
+        made: list[dict[str, tuple[int, ...]]] = [{} for _ in wanted]
+        left = set()
+        for name, tensor in self._own():
+            shape = tuple(tensor.shape)
+            takers = [index for index, shapes in enumerate(wanted) if len(made[index]) < len(shapes) and shapes[len(made[index])] == shape]
+            if len(takers) > 1:
+                return self._untold(wanted)
+            if takers:
+                made[takers[0]][name] = shape
+            else:
+                left.add(shape)
+        complete = all(len(group) == len(shapes) for group, shapes in zip(made, wanted))
+        return made if complete and not left & {shape for group in made for shape in group.values()} else self._untold(wanted)
+
+    def _untold(self, wanted: list[Any]) -> list[dict[str, tuple[int, ...]]]:
+        self._nameless = bool(wanted)
+        if wanted:
+            logger.warning(
+                "%s, written by DeepSpeed at stage 0, does not say which parameters its optimizer's state belongs to, and their shapes do not tell: "
+                "the weights are read, the optimizer's state is not",
+                self.folder,
+            )
+        return [{name: tuple(tensor.shape) for name, tensor in self._own()}]
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's parameters, a tied one once."""
+        buffers, seen = {*(self.model.get("buffer_names") or ())}, set()
+        for name, tensor in self.module.items():
+            if name in buffers or not isinstance(tensor, torch.Tensor) or (tensor.data_ptr(), tensor.shape) in seen:
+                continue
+            seen.add((tensor.data_ptr(), tensor.shape))
+            yield name, tensor
+
+    def _base(self) -> Mapping[str, Any]:
+        """torch's state dict of the optimizer; of rank 0 where each rank has one."""
+        if self.optims:
+            found = self.optims[0].get("base_optimizer_state") or self.optims[0].get("optimizer_state_dict")
+        else:
+            found = self.model.get("optimizer") or {}
+            found = found.get("optimizer_state_dict", found)
+        return found if isinstance(found, Mapping) else {}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.module[name].dtype if name in self.module else torch.float32
+
+    def _trained(self) -> Iterator[Parameter]:
+        pieces = self._whole() if not self.optims else self._cut_each() if "fp32_flat_groups" in self.optims[0] else self._cut_groups()
+        for group in self._shapes():
+            for name, shape in group.items():
+                yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
+
+    def _whole(self) -> dict[str, list[Piece]]:
+        """Stage 0: whole parameters, and the state that torch's optimizer keeps of each."""
+        shapes = self._shapes()
+        saved = self.model.get("optimizer") or {}
+        masters = [] if self._nameless else [tensor for group in saved.get("fp32_groups", ()) for tensor in group]
+        base = {} if self._nameless else self._base()
+        made: dict[str, list[Piece]] = {}
+        for index, name in enumerate(name for group in shapes for name in group):
+            weights = masters[index] if masters else self.module[name]
+            state = {key: tensor.reshape(-1) for key, tensor in states(_state(base, index).items(), weights.numel()).items()}
+            made[name] = [Piece(0, {MASTER: weights.reshape(-1).float(), **state})]
+        return made
+
+    def _cut_groups(self) -> dict[str, list[Piece]]:
+        """Stages 1 and 2: the parameters of a group end to end, cut into equal parts; the padding at the end is not written."""
+        made: dict[str, list[Piece]] = {}
+        for group, shapes in enumerate(self._shapes()):
+            numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+            gaps = self.optims[0].get("param_alignment_paddings") or ()
+            after = dict(zip(numels, gaps[group])) if gaps else {}
+            at = 0
+            places = {name: (at, at := at + numels[name] + after.get(name, 0))[0] for name in numels}
+            start = 0
+            for rank, saved in enumerate(self.optims):
+                weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
+                held = {MASTER: weights, **states(_state(saved["base_optimizer_state"], group).items(), weights.numel())}
+                for name in numels:
+                    first, last = max(places[name], start), min(places[name] + numels[name], start + weights.numel())
+                    if first < last:
+                        cut = {key: tensor[first - start : last - start] for key, tensor in held.items()}
+                        made.setdefault(name, []).append(Piece(len(self.model_paths) + rank, cut))
+                start += weights.numel() + saved["group_paddings"][group]
+        return made
+
+    def _cut_each(self) -> dict[str, list[Piece]]:
+        """Stage 3: each parameter in equal parts, a rank's parts end to end over its buffers."""
+        made: dict[str, list[Piece]] = {}
+        for rank, saved in enumerate(self.optims):
+            flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
+            base = saved["optimizer_state_dict"]
+            parts = [{MASTER: flat, **states(_state(base, index).items(), flat.numel())} for index, flat in enumerate(flats)]
+            index, at = 0, 0
+            for name, shape in ((name, shape) for group in self._shapes() for name, shape in group.items()):
+                numel = torch.Size(shape).numel()
+                each = -(-numel // self.world)
+                if index < len(parts) and at == flats[index].numel():
+                    index, at = index + 1, 0
+                if index >= len(parts) or at + each > flats[index].numel():
+                    raise CheckpointError(f"{self.optim_paths[rank]} is damaged: it ends before parameter {name!r}; restore it")
+                real = max(0, min(numel - rank * each, each))  # without the padding of the last part
+                if real or (rank == 0 and not numel):
+                    cut = {key: tensor[at : at + real] for key, tensor in parts[index].items()}
+                    made.setdefault(name, []).append(Piece(len(self.model_paths) + rank, cut))
+                at += each
+        return made
+
+    def _tied(self, known: set[str]) -> dict[str, str]:
+        """Tied name -> the name that is trained: as the file lists them, and those that are one tensor in it."""
+        made = {tied: own for tied, own in (self.model.get("shared_params") or {}).items() if own in known}
+        at = {(t.data_ptr(), t.shape): name for name, t in self.module.items() if name in known and t.numel()}
+        for name, tensor in self.module.items():
+            own = at.get((tensor.data_ptr(), tensor.shape)) if isinstance(tensor, torch.Tensor) and name not in known else None
+            if own is not None:
+                made.setdefault(name, own)
+        return made
+
+    def _frozen(self, known: set[str]) -> Iterator[Parameter]:
+        """Parameters that are not trained: whole in the model's file, or at stage 3 a part in each rank's."""
+        shapes = self.model.get("frozen_param_shapes") or {}
+        if len(self.model_paths) == 1:
+            for name, tensor in self.module.items():
+                if name not in known and isinstance(tensor, torch.Tensor):
+                    yield Parameter(name, tuple(tensor.shape), tensor.dtype, False, (Piece(0, {SHARD: tensor.reshape(-1)}),))
+            return
+        fragments = [self._load(path).get("frozen_param_fragments") or {} for path in self.model_paths] if shapes else []
+        for name, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            each = -(-numel // self.world)
+            pieces = [
+                Piece(rank, {SHARD: held[name].reshape(-1)[: max(0, min(numel - rank * each, each))]})
+                for rank, held in enumerate(fragments)
+            ]
+            yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
+
+    # ---- the optimizer's settings ----
+
+    def _groups(self) -> tuple[Group, ...] | None:
+        base = self._base()
+        shapes = self._shapes()
+        if self._nameless or "param_groups" not in base:
+            return None
+        made = []
+        # Stage 3 lists parameters by buffer, of which a group may have several.
+        buffers = iter(shapes)
+        joined = (
+            [{name: shape for _ in settings["params"] for name, shape in next(buffers, {}).items()} for settings in base["param_groups"]]
+            if self.stage == 3
+            else shapes
+        )
+        for settings, group in zip(base["param_groups"], joined):
+            first = settings["params"][0] if settings.get("params") else None
+            state = base["state"].get(first, {}) if first is not None else {}
+            kept = hyperparameters.plain(settings)
+            # FusedAdam keeps the count in the group, torch with the tensors.
+            steps = [value for value in (state.get("step"), kept.pop("step", None)) if value is not None]
+            made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(group)))
+        return tuple(made)
+
+    def _scaler(self) -> dict[str, Any] | None:
+        """The fp16 loss scale; its counters start anew."""
+        saved = self.optims[0] if self.optims else self.model.get("optimizer") or {}
+        scale = getattr(saved.get("loss_scaler"), "cur_scale", None) or saved.get("cur_scale")
+        return {"scale": float(scale), "left": 1, "since": 0} if scale else None
+
+
+def _by_rank(folder: Path, suffix: str) -> dict[int, Path]:
+    """Files of one kind by data-parallel rank. Raises CheckpointError for those of several model-parallel ranks."""
+    made: dict[int, Path] = {}
+    for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
+        rank, part = map(int, RANK.search(path.name).groups())  # type: ignore[union-attr]
+        if part or rank in made:
+            raise _model_parallel(folder, path)
+        made[rank] = path
+    return made
+
+
+def _model_parallel(folder: Path, path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part of the model ({path.name}); "
+        "merge it with the tools of the program that wrote it"
+    )
+
+
+def _state(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = base.get("state", {}).get(index, {})
+    return found
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _in_order(parameters: Sequence[Parameter], module: Mapping[str, Any]) -> list[Parameter]:
+    places = {name: index for index, name in enumerate(module)}
+    return sorted(parameters, key=lambda parameter: places.get(parameter.name, len(places)))
