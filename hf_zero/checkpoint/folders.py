@@ -47,13 +47,15 @@ def tags(directory: Path) -> list[str]:
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names.
+    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names, or a foreign one itself.
 
     Raises CheckpointError saying what was looked for and which tags exist.
     """
     root = Path(directory)
     if tag is not None:
         name = check_tag(tag)
+    elif recognise(root):
+        return root
     else:
         try:
             name = check_tag((root / LATEST).read_text().strip())

@@ -66,8 +66,10 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             f"{where} has quantised weights of another kind, which are bytes and are not cast: {listed(cast)}; quantise the model as it was at the save"
         )
     excluded = frozenset(manifest.excluded)
-    missing += [name for name in buffers if name not in manifest.buffers and not belongs(name, excluded)]
-    used = set(held.values())
+    # Some writers do not tell buffers from parameters, and write tied weights under both names.
+    saved = {*manifest.buffers} | ({*buffers} & {*manifest.slots})
+    missing += [name for name in buffers if name not in saved and not belongs(name, excluded)]
+    used = {*held.values(), *(tied for tied, own in engine.aliases.items() if own in held)} | saved
     unexpected = [name for name in manifest.parameters if name not in used] + [name for name in manifest.buffers if name not in buffers]
     if strict and (missing or unexpected):
         said = [f"it lacks {listed(missing)}"] if missing else []
@@ -76,7 +78,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
-    return Match(held, tuple(name for name in buffers if name in manifest.buffers))
+    return Match(held, tuple(name for name in buffers if name in saved))
 
 
 def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> None:

@@ -14,7 +14,7 @@ from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
-from hf_zero.checkpoint.reshard import Run
+from hf_zero.checkpoint.reshard import Run, parameter_runs
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, sha256_of
 from hf_zero.errors import CheckpointError
 
@@ -115,6 +115,11 @@ class Checkpoint:
         return tensor in run.flat.chunks[run.chunk].tensors
 
     def buffer(self, name: str) -> torch.Tensor:
+        if name not in self.manifest.buffers:  # a writer that does not tell them from parameters
+            flat, slot = self.manifest.slots[name]
+            out = torch.empty(slot.shape, dtype=flat.dtype)
+            self.fill(out.view(-1), parameter_runs(self.manifest, name, 0, slot.numel))
+            return out
         dtype, shape = self.manifest.buffers[name]
         out = torch.empty(shape, dtype=dtype)
         self.file(self.buffer_file()).read_into(BUFFER + name, 0, out)

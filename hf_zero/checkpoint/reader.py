@@ -93,6 +93,8 @@ class _Load:
                 checkpoint.file(run.flat.chunks[run.chunk].file)
         if self.match.buffers:
             checkpoint.file(checkpoint.buffer_file())
+        if any(name in self.manifest.buffers for name in self.match.buffers):
+            checkpoint.file(checkpoint.buffer_file())
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
 

@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 # What a folder of each kind holds -> the module that opens it.
 SIGNS = {
     "*mp_rank_*_model_states.pt": "deepspeed",
+    ".metadata": "dcp",
+    "pytorch_model_fsdp*/.metadata": "dcp",
+    "model.safetensors": "huggingface",
+    "model.safetensors.index.json": "huggingface",
 }
 
 
 def recognise(folder: Path) -> str:
-    """The module of this package that reads ``folder``, or "" if none does."""
+    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with ``latest``, is none itself."""
+    if (folder / "latest").is_file():
+        return ""
     return next((module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), "")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,23 @@ from hf_zero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class Later:
+    """A tensor of ``length`` elements that is read when it is asked for, and let go then."""
+
+    dtype: torch.dtype
+    length: int
+    read: Callable[[], torch.Tensor]
+
+    def numel(self) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter, in file number ``file``: 1-D tensors of one length, by state; ``master`` or ``shard`` among them."""
+    """A run of elements of one parameter, in file number ``file``: tensors of one length, by state; ``master`` or ``shard`` among them."""
 
     file: int
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor | Later]
 
     @property
     def numel(self) -> int:
@@ -70,17 +83,32 @@ class Found:
 
 
 class Table:
-    """Tensors in memory, or mapped, read as ``tensorfile.TensorFile`` is."""
+    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``. Of those to be read the last one is kept."""
 
-    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        self.path, self._tensors = path, {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
-        self.entries = {name: Entry(name, t.dtype, tuple(t.shape), 0, t.nbytes) for name, t in self._tensors.items()}
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor | Later]) -> None:
+        self.path, self._tensors = path, dict(tensors)
+        self.entries = {name: Entry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize) for name, t in self._tensors.items()}
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        out.copy_(self._tensors[name][start : start + out.numel()])
+        out.copy_(self._values(name)[start : start + out.numel()])
+
+    def _values(self, name: str) -> torch.Tensor:
+        held = self._tensors[name]
+        if isinstance(held, torch.Tensor):
+            return held.detach().reshape(-1)
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = None
+                values = held.read()
+                if not isinstance(values, torch.Tensor) or (values.numel(), values.dtype) != (held.length, held.dtype):
+                    raise CheckpointError(f"{self.path} is damaged: {name!r} is not {held.length} elements of {held.dtype}; restore it")
+                self._last = (name, values.detach().reshape(-1))
+            return self._last[1]
 
     def close(self) -> None:
-        self._tensors = {}
+        self._tensors, self._last = {}, None
 
 
 class Assembled(Checkpoint):
@@ -90,7 +118,7 @@ class Assembled(Checkpoint):
         self.folder, self._found = found.folder, found
         flats = tuple(self._flat(parameter) for parameter in found.parameters)
         self.manifest = _manifest(found, flats)
-        held: list[dict[str, torch.Tensor]] = [{} for _ in found.files]
+        held: list[dict[str, torch.Tensor | Later]] = [{} for _ in found.files]
         for parameter in found.parameters:
             for piece in parameter.pieces:
                 held[piece.file] |= {f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()}
@@ -169,4 +197,4 @@ def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, 
     return {name: tensor.reshape(-1)[:numel] for name, tensor in kept}
 
 
-__all__ = ["MASTER", "SHARD", "Assembled", "Found", "Group", "Parameter", "Piece", "states"]
+__all__ = ["MASTER", "SHARD", "Assembled", "Found", "Group", "Later", "Parameter", "Piece", "states"]

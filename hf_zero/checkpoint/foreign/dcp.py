@@ -1,0 +1,191 @@
+"""Folders that ``torch.distributed.checkpoint`` wrote: FSDP's, FSDP2's, Accelerate's sharded ones.
+
+[Note: what lies where]
+``.metadata`` is a pickle of torch's own records: for each name its shape and chunks (offsets and sizes along each dimension), and in which
+``*.distcp`` file at which byte each chunk lies, which is what ``torch.save`` made of it. Names are paths into the dict that was saved:
+``model.<parameter>``, ``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups.<n>.<setting>``. Accelerate writes two such
+folders side by side, ``pytorch_model_fsdp_0`` and ``optimizer_0``. Nothing says which tensors of the model are buffers, and tied weights
+may stand under both names: the model that loads them knows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Later, Parameter, Piece
+from hf_zero.checkpoint.foreign.pickles import Opaque
+from hf_zero.errors import CheckpointError
+from hf_zero.optim import hyperparameters
+
+METADATA = ".metadata"
+PARTS = ("pytorch_model_fsdp*", "optimizer_*")
+MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
+# The records of torch.distributed.checkpoint, and what they are made of. Everything else in a pickle is refused.
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
+    "collections": {"OrderedDict"},
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))},
+}  # fmt: skip
+
+
+def open_checkpoint(folder: Path) -> Assembled:
+    """``folder`` as a checkpoint. Raises CheckpointError for a damaged one, and for one that holds no model."""
+    found = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
+    return Assembled(_Reading(folder, found or [folder / METADATA]).found())
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ALLOWED.get(module, ()):
+            # Of no use here, and that of another system could not be built.
+            return Opaque if module == "pathlib" else super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+class _Reading:
+    """The records of one or two folders, by path into the dict that was saved."""
+
+    def __init__(self, folder: Path, metadata: list[Path]) -> None:
+        self.folder = folder
+        self.files: list[Path] = []
+        self.entries: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        self.places: dict[str, list[tuple[Any, Path, int, int]]] = {}
+        for path in metadata:
+            self._take(path)
+
+    def _take(self, path: Path) -> None:
+        try:
+            with open(path, "rb") as file:
+                data = _Unpickler(file).load()
+            for fqn, entry in data.state_dict_metadata.items():
+                keys = tuple((data.planner_data or {}).get(fqn, tuple(fqn.split("."))))
+                self.entries[keys] = (f"{path.parent.name}/{fqn}", entry)
+            sizes: dict[str, int] = {}
+            for index, info in data.storage_data.items():
+                name = info.relative_path
+                if Path(name).name != name or getattr(info, "transform_descriptors", None):
+                    raise pickle.UnpicklingError(f"it points to {name!r}, which leads out of its folder or is compressed")
+                if name not in sizes:
+                    sizes[name] = _size(path.parent / name)
+                if info.offset + info.length > sizes[name]:
+                    raise _damaged(path.parent / name, f"it ends at byte {sizes[name]}, {index.fqn!r} at {info.offset + info.length}")
+                self.places.setdefault(f"{path.parent.name}/{index.fqn}", []).append((index, path.parent / name, info.offset, info.length))
+        except (pickle.UnpicklingError, EOFError, OSError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); restore it, or name another checkpoint"
+            ) from error
+
+    def found(self) -> Found:
+        model = self._under(MODEL)
+        if not model:
+            raise CheckpointError(
+                f"{self.folder} holds no model: its names begin with {sorted({str(keys[0]) for keys in self.entries})[:5]}, none of {', '.join(MODEL)}; "
+                'save it as {"model": ..., "optimizer": ...}'
+            )
+        optimizer = self._under(OPTIMIZER)
+        states: dict[str, dict[str, tuple[str, Any]]] = {}
+        for keys, record in optimizer.items():
+            if keys[0] == "state" and len(keys) == 3:
+                states.setdefault(keys[1], {})[keys[2]] = record
+        parameters = tuple(
+            self._parameter(".".join(map(str, keys)), record, states) for keys, record in model.items() if hasattr(record[1], "chunks")
+        )
+        extra = {
+            keys: record
+            for keys, record in self.entries.items()
+            if keys[0] not in (*MODEL, *OPTIMIZER) and not hasattr(record[1], "chunks")
+        }
+        return Found(
+            folder=self.folder,
+            writer="torch.distributed.checkpoint",
+            files=tuple(str(path.relative_to(self.folder)) for path in self.files) or (METADATA,),
+            parameters=parameters,
+            groups=tuple(self._groups(optimizer, states)) or None,
+            client_state={str(keys[-1]): self._value(record[0]) for keys, record in extra.items()},
+            world=len({path for places in self.places.values() for _, path, _, _ in places}) or 1,
+        )  # fmt: skip
+
+    def _under(self, names: tuple[str, ...]) -> dict[tuple[Any, ...], tuple[str, Any]]:
+        return {keys[1:]: record for keys, record in self.entries.items() if keys[0] in names and len(keys) > 1}
+
+    def _parameter(self, name: str, record: tuple[str, Any], states: dict[str, dict[str, tuple[str, Any]]]) -> Parameter:
+        fqn, entry = record
+        dtype, shape, kept = entry.properties.dtype, tuple(entry.size), states.get(name)
+        main = MASTER if kept is not None else SHARD
+        elementwise = {key: r for key, r in (kept or {}).items() if hasattr(r[1], "chunks") and tuple(r[1].size) == shape}
+        chunks = {key: self._chunks(each_fqn, each) for key, (each_fqn, each) in {main: (fqn, entry), **elementwise}.items()}
+        cuts = [[(start, stop) for start, stop, _, _ in pieces] for pieces in chunks.values()]
+        if any(cut != cuts[0] for cut in cuts):
+            raise CheckpointError(
+                f"{self.folder} holds {name!r} and its optimizer's state cut in different places; load and save it again with torch"
+            )
+        pieces = tuple(Piece(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()}) for i in range(len(chunks[main])))
+        return Parameter(name, shape, dtype, kept is not None, pieces)
+
+    def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Later]]:
+        """(start, stop, number of the file, values), in elements of the flattened tensor, in order."""
+        made = []
+        shape = torch.Size(entry.size)
+        row = shape[1:].numel() if shape else 1
+        for index, path, offset, length in self.places.get(fqn, ()):
+            chunk = next((c for c in entry.chunks if index.offset is None or tuple(c.offsets) == tuple(index.offset)), None)
+            if chunk is None or tuple(chunk.sizes)[1:] != tuple(shape)[1:]:
+                raise CheckpointError(
+                    f"{self.folder} holds {fqn!r} cut along another dimension than the first (tensor parallelism); load and save it again with torch"
+                )
+            start = (chunk.offsets[0] if shape else 0) * row
+            numel = torch.Size(chunk.sizes).numel()
+            if path not in self.files:
+                self.files.append(path)
+            later = Later(entry.properties.dtype, numel, partial(_saved, path, offset, length))
+            made.append((start, start + numel, self.files.index(path), later))
+        return sorted(made, key=lambda each: each[:2])
+
+    def _groups(self, optimizer: dict[tuple[Any, ...], tuple[str, Any]], states: dict[str, dict[str, tuple[str, Any]]]) -> Iterator[Group]:
+        settings: dict[Any, dict[str, Any]] = {}
+        for keys, (fqn, _) in optimizer.items():
+            if keys[0] == "param_groups" and len(keys) == 3:
+                settings.setdefault(keys[1], {})[keys[2]] = self._value(fqn)
+        for values in settings.values():
+            names = tuple(values.get("params") or ())
+            kept = states.get(names[0], {}) if names else {}
+            scalars = {key: float(self._value(fqn)) for key, (fqn, entry) in kept.items() if not len(getattr(entry, "size", ()))}
+            yield Group(hyperparameters.plain(values), scalars, names)
+
+    def _value(self, fqn: str) -> Any:
+        _, path, offset, length = self.places[fqn][0]
+        return _saved(path, offset, length)
+
+
+def _saved(path: Path, offset: int, length: int) -> Any:
+    """What ``torch.save`` put at ``offset`` of ``path``."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or missing ({what}); restore it, or name another checkpoint")

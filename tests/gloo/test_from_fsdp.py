@@ -1,0 +1,192 @@
+"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training goes on as it went on there; damage is told."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import hf_zero
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
+from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
+
+
+def write(rank: int, folder: str) -> list[float]:
+    """Train under FSDP2, save on the way in torch's two forms, and go on: the losses."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model, ranks, losses = build(True), dist.get_world_size(), []
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        if step == SAVED_AFTER:
+            weights, states = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": states, "extra": {"epoch": 3}}, checkpoint_id=f"{folder}/one")
+            dcp.save({"model": weights}, checkpoint_id=f"{folder}/two/pytorch_model_fsdp_0")  # as Accelerate lays them
+            dcp.save({"optimizer": states}, checkpoint_id=f"{folder}/two/optimizer_0")
+        loss = model(*batch(step, rank, ranks))
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("fsdp")
+    losses = run_processes(2, write, str(folder))
+    return folder, torch.tensor(losses).mean(0).tolist()
+
+
+def go_on(rank: int, folder: Path, models, stage: int):
+    config = {"train_micro_batch_size_per_gpu": 6 // len(models), "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
+    engine = hf_zero.initialize(model=models[rank], optimizer=optimizer_of(models[rank]), config=config)[0]
+    _, client_state = engine.load_checkpoint(folder.parent, tag=folder.name)
+    losses = []
+    for step in range(SAVED_AFTER, STEPS):
+        loss = engine(*batch(step, rank, len(models)))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses, client_state
+
+
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize("form", ["one", "two"])
+def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):
+    folder, want = written
+    results = run_ranks(ranks, go_on, folder / form, [build(True) for _ in range(ranks)], stage)
+    assert torch.tensor([losses for losses, _ in results]).mean(0).tolist() == pytest.approx(want[SAVED_AFTER:], rel=2e-6)
+    assert results[0][1] == ({"epoch": 3} if form == "one" else {})
+
+
+def test_it_converts(written, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    folder, _ = written
+    done = hf_zero.convert_checkpoint(folder / "one", tmp_path / "model")
+    want = {"model": build(True).state_dict()}
+    dcp.load(want, checkpoint_id=str(folder / "one"), no_dist=True)
+    for name, tensor in load_file(tmp_path / "model" / done.files[0]).items():
+        assert torch.equal(tensor, want["model"][name]), name
+
+
+def damaged(written, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written[0] / "one", tmp_path / "one"))
+
+
+def test_a_file_that_is_cut_short_or_missing(written, tmp_path):
+    folder = damaged(written, tmp_path)
+    path = folder / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-3000])
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is damaged or missing .*restore it"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is damaged or missing"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+class Harm:
+    done: list[str] = []
+
+    def __reduce__(self):
+        return Harm.done.append, ("run",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Harm()), pickle.dumps({"a": 1}), b"", b"no pickle"])
+def test_metadata_of_another_kind(written, tmp_path, content):
+    folder = damaged(written, tmp_path)
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged, or not what torch.distributed.checkpoint writes"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+    assert Harm.done == []
+
+
+def test_bytes_that_are_no_tensor(written, tmp_path):
+    folder = damaged(written, tmp_path)
+    path = folder / "__0_0.distcp"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp is damaged or missing"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def rewritten(folder: Path, change) -> None:
+    path = folder / ".metadata"
+    data = pickle.loads(path.read_bytes())
+    change(data)
+    path.write_bytes(pickle.dumps(data))
+
+
+def test_a_path_out_of_the_folder(written, tmp_path):
+    folder = damaged(written, tmp_path)
+
+    def change(data):
+        next(iter(data.storage_data.values())).relative_path = "../elsewhere"
+
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=r"'\.\./elsewhere', which leads out of its folder"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_a_folder_without_a_model(written, tmp_path):
+    folder = damaged(written, tmp_path)
+
+    def change(data):
+        data.planner_data = {name: ("other", *keys[1:]) for name, keys in data.planner_data.items()}
+
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=r"holds no model: its names begin with \['other'\]"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_chunks_along_another_dimension(written, tmp_path):
+    folder = damaged(written, tmp_path)
+
+    def change(data):
+        chunk = data.state_dict_metadata["model.embed.weight"].chunks[0]
+        chunk.sizes = torch.Size([11, 3])
+
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match="cut along another dimension than the first"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_states_cut_in_other_places(written, tmp_path):
+    folder = damaged(written, tmp_path)
+
+    def change(data):
+        for index in list(data.storage_data):
+            if index.fqn == "optimizer.state.embed.weight.exp_avg" and index.offset[0]:
+                del data.storage_data[index]
+
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=r"'embed.weight' and its optimizer's state cut in different places"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_a_chunk_of_another_length(written, tmp_path):
+    folder = damaged(written, tmp_path)
+
+    def change(data):
+        held = {index: info for index, info in data.storage_data.items() if index.fqn == "model.embed.weight"}
+        norm = next(info for index, info in data.storage_data.items() if index.fqn == "model.norm.weight")
+        for index in held:
+            data.storage_data[index] = norm
+
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=r"'embed.weight::master' is not \d+ elements"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
