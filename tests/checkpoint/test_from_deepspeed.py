@@ -16,10 +16,12 @@ from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of, schedule_of
-from tests.checkpoint.deepspeed_inputs.write import CASES
+from tests.checkpoint.deepspeed_inputs.write import CASES as WRITTEN
 from tests.helpers.ranks import run_ranks
 
 INPUTS = Path(__file__).parent / "deepspeed_inputs"
+# What ds_to_universal made of two of them.
+CASES = {**WRITTEN, "stage1-universal": WRITTEN["stage1"], "stage3-universal": WRITTEN["stage3"]}
 
 
 def go_on(rank: int, name: str, models, stage: int, precision: str):
@@ -49,7 +51,7 @@ def go_on(rank: int, name: str, models, stage: int, precision: str):
 def test_training_goes_on_as_it_went_on_there(name, ranks, stage):
     _, _, precision, frozen, _ = CASES[name]
     results = run_ranks(ranks, go_on, name, [build(frozen) for _ in range(ranks)], stage, precision)
-    want = json.loads((INPUTS / name / "losses.json").read_text())[SAVED_AFTER:]
+    want = json.loads((INPUTS / name.removesuffix("-universal") / "losses.json").read_text())[SAVED_AFTER:]
     got = torch.stack([losses for losses, *_ in results]).mean(0).tolist()
     assert got == pytest.approx(want, rel=2e-6 if precision == "fp32" else 2e-3)
     _, rate, client_state, steps = results[0]
@@ -169,6 +171,13 @@ def test_states_of_other_lengths(tmp_path):
     torch.save({"optimizer_state_dict": slim}, tmp_path / "new")
     (tmp_path / "new").replace(path)  # the old one is still mapped
     with pytest.raises(CheckpointError, match="is not whole: parameter"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_a_universal_folder_without_the_weights_of_a_parameter(tmp_path):
+    folder = damaged(tmp_path, "stage1-universal")
+    (folder / "zero" / "norm.bias" / "fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"norm.bias/fp32.pt is missing; restore it"):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 

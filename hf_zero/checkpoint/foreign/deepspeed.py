@@ -65,20 +65,22 @@ def open_checkpoint(folder: Path) -> Assembled:
 
     Raises CheckpointError for a damaged one and for tensor- or pipeline-parallel ones, whose files each hold a part of the model.
     """
-    return Assembled(_Reading(folder).found())
+    from hf_zero.checkpoint.foreign.universal import FOLDER, Universal
+
+    return Assembled((Universal if (folder / FOLDER).is_dir() else Reading)(folder).found())
 
 
-class _Reading:
+class Reading:
     """One folder while it is read: the model's file, and the optimizer's files by rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        models, optims = _by_rank(folder, "model_states.pt"), _by_rank(folder, "optim_states.pt")
+        models = _by_rank(folder, "model_states.pt")
         plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
         if len(plain) > 1:
             raise _model_parallel(folder, plain[1])
         self.model_paths = [path for _, path in sorted(models.items())] or plain
-        self.optim_paths = [path for _, path in sorted(optims.items())]
+        self.optim_paths = self._optimizer_files()
         self.model = self._load(self.model_paths[0])
         self.module: dict[str, torch.Tensor] = self.model["module"]
         self.optims = [self._load(path)["optimizer_state_dict"] for path in self.optim_paths]
@@ -93,6 +95,9 @@ class _Reading:
         self.world = world
         self._listed: list[dict[str, tuple[int, ...]]] | None = None
         self._nameless = False
+
+    def _optimizer_files(self) -> list[Path]:
+        return [path for _, path in sorted(_by_rank(self.folder, "optim_states.pt").items())]
 
     def _load(self, path: Path) -> dict[str, Any]:
         data = load_pickle(path, CLASSES)
@@ -137,7 +142,7 @@ class _Reading:
 
     # ---- parameters ----
 
-    def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Trained parameters by group, in the order in which they were handed to the optimizer."""
         if self._listed is None:
             given = self.model.get("param_shapes")
@@ -203,13 +208,13 @@ class _Reading:
 
     def _trained(self) -> Iterator[Parameter]:
         pieces = self._whole() if not self.optims else self._cut_each() if "fp32_flat_groups" in self.optims[0] else self._cut_groups()
-        for group in self._shapes():
+        for group in self.shapes():
             for name, shape in group.items():
                 yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
 
     def _whole(self) -> dict[str, list[Piece]]:
         """Stage 0: whole parameters, and the state that torch's optimizer keeps of each."""
-        shapes = self._shapes()
+        shapes = self.shapes()
         saved = self.model.get("optimizer") or {}
         masters = [] if self._nameless else [tensor for group in saved.get("fp32_groups", ()) for tensor in group]
         base = {} if self._nameless else self._base()
@@ -223,7 +228,7 @@ class _Reading:
     def _cut_groups(self) -> dict[str, list[Piece]]:
         """Stages 1 and 2: the parameters of a group end to end, cut into equal parts; the padding at the end is not written."""
         made: dict[str, list[Piece]] = {}
-        for group, shapes in enumerate(self._shapes()):
+        for group, shapes in enumerate(self.shapes()):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             gaps = self.optims[0].get("param_alignment_paddings") or ()
             after = dict(zip(numels, gaps[group])) if gaps else {}
@@ -249,7 +254,7 @@ class _Reading:
             base = saved["optimizer_state_dict"]
             parts = [{MASTER: flat, **states(_state(base, index).items(), flat.numel())} for index, flat in enumerate(flats)]
             index, at = 0, 0
-            for name, shape in ((name, shape) for group in self._shapes() for name, shape in group.items()):
+            for name, shape in ((name, shape) for group in self.shapes() for name, shape in group.items()):
                 numel = torch.Size(shape).numel()
                 each = -(-numel // self.world)
                 if index < len(parts) and at == flats[index].numel():
@@ -294,32 +299,32 @@ class _Reading:
     # ---- the optimizer's settings ----
 
     def _groups(self) -> tuple[Group, ...] | None:
-        base = self._base()
-        shapes = self._shapes()
-        if self._nameless or "param_groups" not in base:
-            return None
-        made = []
-        # Stage 3 lists parameters by buffer, of which a group may have several.
-        buffers = iter(shapes)
-        joined = (
-            [{name: shape for _ in settings["params"] for name, shape in next(buffers, {}).items()} for settings in base["param_groups"]]
-            if self.stage == 3
-            else shapes
-        )
-        for settings, group in zip(base["param_groups"], joined):
-            first = settings["params"][0] if settings.get("params") else None
-            state = base["state"].get(first, {}) if first is not None else {}
-            kept = hyperparameters.plain(settings)
-            # FusedAdam keeps the count in the group, torch with the tensors.
-            steps = [value for value in (state.get("step"), kept.pop("step", None)) if value is not None]
-            made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(group)))
-        return tuple(made)
+        shapes, base = self.shapes(), self._base()
+        return None if self._nameless else groups_of(base, shapes)
 
     def _scaler(self) -> dict[str, Any] | None:
         """The fp16 loss scale; its counters start anew."""
         saved = self.optims[0] if self.optims else self.model.get("optimizer") or {}
         scale = getattr(saved.get("loss_scaler"), "cur_scale", None) or saved.get("cur_scale")
         return {"scale": float(scale), "left": 1, "since": 0} if scale else None
+
+
+def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None) -> tuple[Group, ...] | None:
+    """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names; ``step`` if it is kept elsewhere."""
+    if "param_groups" not in base:
+        return None
+    settings = base["param_groups"]
+    if len(shapes) > len(settings):  # stage 3 lists parameters by buffer, of which a group may have several
+        buffers = iter(shapes)
+        shapes = [{name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()} for group in settings]
+    made = []
+    for group, names in zip(settings, shapes):
+        kept = hyperparameters.plain(group)
+        state = base.get("state", {}).get(group["params"][0], {}) if group.get("params") else {}
+        # FusedAdam keeps the count in the group, torch with the tensors.
+        steps = [value for value in (step, state.get("step"), kept.pop("step", None)) if value is not None]
+        made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
+    return tuple(made)
 
 
 def _by_rank(folder: Path, suffix: str) -> dict[int, Path]:

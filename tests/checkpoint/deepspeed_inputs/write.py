@@ -80,3 +80,8 @@ if __name__ == "__main__":
                 "127.0.0.1:0",
             ]
             subprocess.run([sys.executable, *started, __file__, name], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for name in ("stage1", "stage3"):
+            shutil.rmtree(HERE / f"{name}-universal", ignore_errors=True)
+            folders = ["--input_folder", f"{HERE / name}/global_step3", "--output_folder", f"{HERE / name}-universal"]
+            subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders], check=True)
+            (HERE / "latest_universal").unlink(missing_ok=True)
