@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -33,6 +35,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (put_off if item.get_closest_marker("long") else chosen).append(item)
     config.hook.pytest_deselected(items=put_off)
     items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def kernels_only_where_they_are_watched() -> Iterator[None]:
+    """Outside ``checked_triton`` CPU tensors go to the references: the plain interpreter is wrong in bf16 and slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("HF_ZERO_TRITON", "0")
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +82,13 @@ def heard_in_full(heard: list[str]) -> Iterator[list[str]]:
     logger.setLevel(logging.INFO)
     yield heard
     logger.setLevel(level)
+
+
+@pytest.fixture
+def checked_triton() -> Iterator[Callable[..., AbstractContextManager[Any]]]:
+    """Triton kernels of the test run in the checked interpreter; ``with checked_triton(order="reverse")`` asks for other settings."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels of this process are compiled, for its GPU: TRITON_INTERPRET=1 asks for the interpreter")
+    checked = pytest.importorskip("tests.helpers.checked_triton", reason="needs triton and ml_dtypes", exc_type=ModuleNotFoundError)
+    with checked.checked_triton():
+        yield checked.checked_triton

@@ -146,8 +146,6 @@ def _owner_of_deepspeed() -> Finding:
 
 
 def _kernels() -> Iterator[Finding]:
-    from importlib.util import find_spec
-
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     yield Finding(
         "kernels",
@@ -155,11 +153,60 @@ def _kernels() -> Iterator[Finding]:
         "ok" if compiler else "off",
         compiler or f"none of {', '.join(COMPILERS)} on PATH; hf-zero does not need one",
     )
-    triton = find_spec("triton") is not None
-    yield Finding("kernels", "triton", "ok" if triton else "off", "installed" if triton else "not installed; hf-zero does not need it")
     yield from _native_core()
     yield from _transfers()
-    yield Finding("kernels", "GPU kernels", "off", "not built in this version: torch's own operations run")
+    yield _triton()
+    yield from _gpu_kernels()
+
+
+def _triton() -> Finding:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hf_zero.ops import dispatch
+
+    if not dispatch.installed():
+        return Finding("kernels", "triton", "off", "not installed: kernels run their references in plain torch; pip install triton")
+    try:
+        import triton
+    except Exception as error:
+        return Finding("kernels", "triton", "broken", f"cannot be imported: {type(error).__name__}: {error}")
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # installed under another name
+        found = triton.__version__
+    if dispatch.interpreted():
+        return Finding("kernels", "triton", "off", f"{found}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it")
+    return Finding("kernels", "triton", "ok", found)
+
+
+def _gpu_kernels() -> Iterator[Finding]:
+    import torch
+
+    from hf_zero.ops import dispatch, trial
+
+    kernels = trial.declared()
+    why_not = (
+        "HF_ZERO_TRITON=0; unset it"
+        if os.environ.get("HF_ZERO_TRITON") == "0"
+        else "no GPU"
+        if not torch.cuda.is_available()
+        else "no triton"
+        if not dispatch.installed()
+        else "TRITON_INTERPRET=1; unset it"
+        if dispatch.interpreted()
+        else ""
+    )
+    if why_not:
+        yield Finding("kernels", "GPU kernels", "off", f"{len(kernels)} kernels run their references: {why_not}")
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name, kernel in sorted(kernels.items()):
+        wrong = trial.try_out(kernel, device)
+        yield (
+            Finding("kernels", name, "broken", f"{wrong}; its reference runs in its place, or HF_ZERO_TRITON=0 makes all do")
+            if wrong
+            else Finding("kernels", name, "ok", "runs, and agrees with its reference")
+        )
 
 
 def _transfers() -> Iterator[Finding]:

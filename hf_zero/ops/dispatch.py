@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from hf_zero.logs import logger
 
 KERNELS: dict[str, Kernel] = {}
 _BROKEN: dict[str, str] = {}
+_INTERPRETER = threading.RLock()  # it keeps the program under way in a global, and ranks may be threads
 
 
 def _takes_all(*args: Any, **kwargs: Any) -> str:
@@ -56,7 +58,8 @@ class Kernel:
         if self.name in _BROKEN or not runs_on(_device(args)) or self.refuses(*args, **kwargs):
             return self.reference(*args, **kwargs)
         if interpreted():
-            return self.launcher()(*args, **kwargs)
+            with _INTERPRETER:
+                return self.launcher()(*args, **kwargs)
         try:
             return self.launcher()(*args, **kwargs)
         except Exception as error:
@@ -78,6 +81,13 @@ def runs_on(device: torch.device) -> bool:
     if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
         return False
     return device.type == "cuda" or (device.type == "cpu" and interpreted())
+
+
+def wanted(name: str, kernels: Any, device: torch.device) -> bool:
+    """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on ``device``; "auto" does on a GPU."""
+    if kernels in (None, "off") or not runs_on(device):
+        return False
+    return device.type == "cuda" if kernels == "auto" else isinstance(kernels, str) or name in kernels
 
 
 @functools.cache

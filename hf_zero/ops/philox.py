@@ -1,0 +1,75 @@
+"""The numbers behind dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain torch.
+
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key, the seed, and a 128-bit counter
+into four 32-bit words. A mask needs not be kept: the backward draws it again from the seed. ``tl.rand`` takes the element's index as
+the counter and the first of the four words; :func:`uniform` gives those. :func:`uniform_rows` uses all four, one for each of four rows
+that lie one above the other, and :func:`kept_rows` compares the words themselves: ten rounds and a conversion for each element are more
+than a memory-bound kernel has time for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLY = 0xD2511F53, 0xCD9E8D57
+_RAISE = 0x9E3779B9, 0xBB67AE85
+_SCALE = 4.6566127342e-10  # the largest factor that keeps 2**31 - 1 below 1 in fp32
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A seed from torch's generator of ``device``, which stays there: int64 [1]. Replayed wherever torch replays its random state."""
+    return torch.randint(0, 2**31 - 1, (1,), device=device, dtype=torch.int64)
+
+
+def uniform(seed: torch.Tensor, start: int, count: int, device: torch.device | None = None) -> torch.Tensor:
+    """``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count]. ``seed`` is int64 [1]."""
+    device = seed.device if device is None else torch.device(device)
+    counters = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    return _to_uniform(_philox(seed.to(device), counters)[0])
+
+
+def uniform_rows(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """One number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of ``tl.rand4x(seed, row // 4 * width + column)``."""
+    return _to_uniform(_words(seed, rows, width))
+
+
+def kept_rows(seed: torch.Tensor, rows: int, width: int, dropout: float) -> torch.Tensor:
+    """Which elements dropout keeps, bool [rows, width]: those whose word is at least ``dropout * 2**32``, with dropout in fp32.
+
+    The words are those of :func:`uniform_rows`, ``tl.randint4x`` in Triton, unsigned.
+    """
+    return _words(seed, rows, width) >= int(torch.tensor(dropout, dtype=torch.float32).double() * 2**32)
+
+
+def _words(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    fours = -(-rows // 4)
+    counters = torch.arange(fours * width, device=seed.device, dtype=torch.int64)
+    words = torch.stack([word.view(fours, width) for word in _philox(seed, counters)], dim=1)  # [fours, 4, width]
+    return words.view(fours * 4, width)[:rows]
+
+
+def _philox(seed: torch.Tensor, counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four words of 32 bits for each counter below 2**63, in int64."""
+    keys = [seed & _LOW, (seed >> 32) & _LOW]
+    c0, c1 = counters & _LOW, (counters >> 32) & _LOW
+    c2, c3 = torch.zeros_like(counters), torch.zeros_like(counters)
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(_MULTIPLY[0], c0)
+        high1, low1 = _product(_MULTIPLY[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0
+        keys = [(key + step) & _LOW for key, step in zip(keys, _RAISE)]
+    return c0, c1, c2, c3
+
+
+def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of ``factor * word``, whose 64 bits int64 would not hold."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _to_uniform(word: torch.Tensor) -> torch.Tensor:
+    signed = torch.where(word >= 2**31, word - 2**32, word)
+    return torch.where(signed < 0, -signed - 1, signed).to(torch.float32) * _SCALE

@@ -1,0 +1,73 @@
+"""Whether declared kernels work on a device: each runs its example and must agree with its reference on it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_zero.ops import dispatch
+from hf_zero.ops.dispatch import Kernel
+
+# Far above what rounding does to a few rows, far below what a wrong index or a lost mask does.
+TOLERANCE = 0.02
+
+
+def declared() -> dict[str, Kernel]:
+    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not triton."""
+    import hf_zero.ops
+
+    for room in pkgutil.iter_modules(hf_zero.ops.__path__):
+        if not room.ispkg:
+            importlib.import_module(f"hf_zero.ops.{room.name}")
+    return dict(dispatch.KERNELS)
+
+
+def try_out(kernel: Kernel, device: torch.device) -> str:
+    """Runs ``kernel`` on its example on ``device``: why it is broken there, or "". Draws from torch's generators and puts them back."""
+    if kernel.example is None:
+        return "it declares no example"
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        seen = []
+        for body in (kernel, kernel.reference):
+            torch.manual_seed(0)
+            arguments = kernel.example(device)
+            try:
+                result = body(*arguments)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            except Exception as error:  # whatever a launch says is what the doctor tells
+                return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+            # In-place kernels answer in their arguments.
+            seen.append(list(_tensors((result, arguments))))
+    if kernel.name in dispatch.broken():
+        return f"cannot be compiled: {dispatch.broken()[kernel.name]}"
+    for index, (one, other) in enumerate(zip(*seen, strict=True)):
+        off = _distance(one, other)
+        if not off <= TOLERANCE:
+            return f"differs from its reference: tensor {index}, {list(one.shape)}, by {off:.2g} of its norm"
+    return ""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference over that of ``other``; infinite where they have other shapes."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    # Equal infinities, as in a mask of scores, are no difference.
+    same = (one == other) | (one.isnan() & other.isnan())
+    difference = torch.where(same, 0.0, one.double() - other.double()).norm()
+    return float(difference / torch.where(other.isfinite(), other.double(), 0.0).norm().clamp_min(1e-6))

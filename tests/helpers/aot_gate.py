@@ -1,0 +1,325 @@
+"""What a GPU would make of a Triton kernel, found without one: each is compiled for sm_80, sm_90 and sm_100, and the machine code looked at.
+
+A family of kernels declares its `Case`s, one for each configuration it ships, in ``tests/kernels/gate/<family>.py`` as ``CASES``. Each must
+compile, fit into registers without spilling and into shared memory, use the tensor cores where it multiplies matrices and 16-byte loads
+where it streams, and reach the occupancy it states.
+
+    python -m tests.helpers.aot_gate            # prints the table and what is wrong; --only NAME, --arch 90
+    python -m tests.helpers.aot_gate --write    # writes the table into kernels/README.md
+
+Triton compiles only where its interpreter is off, and that is decided when it is imported: tests ask a process of their own (`measure`).
+Results are kept in the user's cache, by the hash of the kernel's source (what it calls included), the case and Triton's version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GATE = ROOT / "tests" / "kernels" / "gate"
+README = ROOT / "kernels" / "README.md"
+BEGIN, END = "<!-- gate: written by python -m tests.helpers.aot_gate --write -->", "<!-- gate: end -->"
+ARCHS = (80, 90, 100)
+WORKERS = 2
+
+SHARED_PER_BLOCK = {80: 166_912, 90: 232_448, 100: 232_448}
+RESERVED_SHARED = 1024  # what the runtime takes of each block's
+REGISTERS_PER_SM, WARPS_PER_SM, BLOCKS_PER_SM = 65_536, 64, 32
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+INSTRUCTIONS = {
+    "mma.sync": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "cp.async": r"\bcp\.async\.c[ag]\.shared\.global",
+    "16-byte loads": r"\bld\.global\S*\.(?:v4\.(?:b32|u32|f32)|v2\.(?:b64|u64)|v8\.b32)|\bcp\.async\.c[ag]\.shared\.global[^;]*, 0x10\b",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is launched: ``signature`` has the types of its arguments ("*bf16", "i32", "i64", "fp32"), ``aligned`` names those
+    that are divisible by 16 (pointers: 16-byte aligned), ``min_occupancy`` is of the SM's 64 warps.
+
+    ``streams`` asks for 16-byte loads; by default every kernel without ``dot`` does.
+    """
+
+    kernel: Any
+    name: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    aligned: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+    dot: bool
+    min_occupancy: float
+    archs: tuple[int, ...] = ARCHS
+    streams: bool | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel.__name__} {self.name}".strip()
+
+    def unnamed(self) -> str:
+        """What is wrong with the names of the case, or ""."""
+        wanted, given = set(self.kernel.arg_names), {*self.signature, *self.constexprs}
+        if wanted != given or set(self.signature) & set(self.constexprs):
+            return f"the kernel takes {sorted(wanted)}, the case has {sorted(self.signature)} and as constants {sorted(self.constexprs)}"
+        strange = set(self.aligned) - set(self.signature)
+        return f"aligned names {sorted(strange)}, which are no arguments" if strange else ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel compiled to. ``error`` holds the compiler's words where it did not."""
+
+    label: str
+    arch: int
+    num_warps: int
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    serialized: bool = False
+    traps: bool = False
+    instructions: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        per_warp = -(-self.registers * 32 // 256) * 256
+        whole = SHARED_PER_BLOCK[self.arch] + RESERVED_SHARED
+        by_registers = REGISTERS_PER_SM // (max(per_warp, 1) * self.num_warps)
+        return min(by_registers, whole // (self.shared + RESERVED_SHARED), WARPS_PER_SM // self.num_warps, BLOCKS_PER_SM)
+
+    @property
+    def occupancy(self) -> float:
+        return self.blocks_per_sm * self.num_warps / WARPS_PER_SM
+
+
+def problems(case: Case, report: Report) -> list[str]:
+    """Why ``case`` may not ship, in words; empty if it may."""
+    if report.error:
+        return [report.error]
+    found = []
+    if report.spilled:
+        found.append(f"{report.spilled} bytes of registers spill")
+    if report.shared > SHARED_PER_BLOCK[report.arch]:
+        found.append(f"{report.shared:,} bytes of shared memory; a block of sm_{report.arch} has {SHARED_PER_BLOCK[report.arch]:,}")
+    elif report.traps:
+        found.append("the compiler put a trap in its place")
+    if report.serialized:
+        found.append("wgmma instructions are serialized")
+    if case.dot and not report.instructions[TENSOR_CORE[report.arch]]:
+        found.append(
+            f"no {TENSOR_CORE[report.arch]}: has {', '.join(name for name, count in report.instructions.items() if count) or 'none'}"
+        )
+    if (not case.dot if case.streams is None else case.streams) and not report.instructions["16-byte loads"]:
+        found.append("no 16-byte loads")
+    if report.occupancy < case.min_occupancy:
+        found.append(
+            f"occupancy {report.occupancy:.2f} where {case.min_occupancy:.2f} is stated: {report.registers} registers, "
+            f"{report.shared:,} bytes of shared memory, {report.num_warps} warps, {report.blocks_per_sm} blocks on an SM"
+        )
+    return found
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Every case of every family, by its label."""
+    found: dict[str, Case] = {}
+    for path in sorted(GATE.glob("[!_]*.py")):
+        for case in importlib.import_module(f"tests.kernels.gate.{path.stem}").CASES:
+            if case.label in found:
+                raise ValueError(f"two cases are called {case.label!r}; the second is in {path.name}")
+            found[case.label] = case
+    return found
+
+
+def why_not() -> str:
+    """Why nothing can be compiled here, or ""."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        for arch in ARCHS:
+            get_ptxas(arch)
+    except (ImportError, RuntimeError) as error:
+        return f"no ptxas: {type(error).__name__}: {error}"
+    return ""
+
+
+def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
+    """Compiles (label, architecture) pairs in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    asked = json.dumps(sorted(wanted))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"], input=asked, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"the compiling process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return {(report.label, report.arch): report for report in (Report(**each) for each in json.loads(done.stdout.splitlines()[-1]))}
+
+
+def compile_all(wanted: Sequence[tuple[str, int]]) -> list[Report]:
+    """As `measure`, in this process and its children."""
+    cases()  # read before the children are forked
+    with ProcessPoolExecutor(min(WORKERS, max(1, len(wanted))), mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_compiled, *zip(*wanted))) if wanted else []
+
+
+def _compiled(label: str, arch: int) -> Report:
+    import triton
+
+    case = cases()[label]
+    wrong = case.unnamed()
+    if wrong:
+        return Report(label, arch, case.num_warps, error=wrong)
+    described = (case.kernel.cache_key, case.signature, case.constexprs, case.aligned, case.num_warps, case.num_stages, arch)
+    tool = (triton.__version__, Path(__file__).read_text())
+    key = hashlib.sha256(repr((*described, *tool)).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero" / "aot_gate" / f"{key}.json"
+    if cache.is_file():
+        return Report(**{**json.loads(cache.read_text()), "label": label})
+    try:
+        report = _inspect(case, arch)
+    except Exception as error:  # whatever the compiler says is what the test reports
+        return Report(label, arch, case.num_warps, error=f"does not compile: {type(error).__name__}: {str(error).strip()[-600:]}")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    fresh = cache.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(asdict(report)))
+    fresh.replace(cache)
+    return report
+
+
+def _inspect(case: Case, arch: int) -> Report:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    signature = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
+    compiled = triton.compile(
+        ASTSource(case.kernel, signature, constexprs=case.constexprs, attrs=attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True},
+    )
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        said = subprocess.run(
+            [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(source), "-o", str(source.with_suffix(".cubin"))],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas did not say what the kernel uses: {said}")
+    return Report(
+        case.label,
+        arch,
+        case.num_warps,
+        registers=int(registers[1]),
+        spilled=int(spills[1]) + int(spills[2]),
+        shared=compiled.metadata.shared,
+        serialized="serialized" in said,
+        traps=re.search(r"\btrap;", ptx) is not None,
+        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
+    )
+
+
+HEADER = (
+    "| kernel | configuration | warps | registers (sm_80 / 90 / 100) | shared, kB | blocks on an SM | occupancy | instructions on sm_90 |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def table(reports: dict[tuple[str, int], Report]) -> str:
+    """A row for each case, its figures for each architecture side by side."""
+    rows = []
+    for label, case in cases().items():
+        each = [reports[label, arch] for arch in case.archs]
+        shown = reports[label, 90 if 90 in case.archs else case.archs[-1]]
+        used = ", ".join(f"{count} {name}" for name, count in shown.instructions.items() if count)
+        cells = (
+            f"`{case.kernel.__name__}`",
+            case.name,
+            str(case.num_warps),
+            " / ".join(str(report.registers) for report in each),
+            " / ".join(f"{report.shared / 1000:.1f}" for report in each),
+            " / ".join(str(report.blocks_per_sm) for report in each),
+            " / ".join(f"{report.occupancy:.2f}" for report in each),
+            used or "–",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*HEADER, *rows])
+
+
+def labels_in(readme: str) -> set[str]:
+    """The cases that the table in kernels/README.md has."""
+    rows = readme.partition(BEGIN)[2].partition(END)[0]
+    return {f"{kernel} {name}".strip() for kernel, name in re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", rows, re.MULTILINE)}
+
+
+def write(reports: dict[tuple[str, int], Report]) -> None:
+    text = README.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{README} lacks the lines {BEGIN!r} and {END!r} between which the table stands")
+    before, _, rest = text.partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n\n{table(reports)}\n\n{END}{rest.partition(END)[2]}")
+
+
+def main() -> int:
+    os.environ.pop("TRITON_INTERPRET", None)
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel ahead of time and look at what it became.")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {README.relative_to(ROOT)}")
+    parser.add_argument("--only", default="", help="labels that contain this")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="this architecture only; may be repeated")
+    parser.add_argument("--answer", action="store_true", help="read pairs from stdin, print reports as JSON")
+    arguments = parser.parse_args()
+    if arguments.answer:
+        print(json.dumps([asdict(report) for report in compile_all([(label, arch) for label, arch in json.load(sys.stdin)])]))
+        return 0
+    if arguments.write and (arguments.only or arguments.arch):
+        parser.error("--write writes every row: not with --only or --arch")
+    wanted = [
+        (label, arch)
+        for label, case in cases().items()
+        for arch in case.archs
+        if arguments.only in label and arch in (arguments.arch or ARCHS)
+    ]
+    reports = {(report.label, report.arch): report for report in compile_all(wanted)}
+    for (label, arch), report in reports.items():
+        used = ", ".join(f"{count} {name}" for name, count in report.instructions.items() if count)
+        print(
+            f"{label:50} sm_{arch:<3} {report.registers:3} registers, {report.shared / 1000:6.1f} kB, occupancy {report.occupancy:.2f}, {used}"
+        )
+        for problem in problems(cases()[label], report):
+            print(f"    {problem}")
+    if arguments.write:
+        write(reports)
+    return int(any(problems(cases()[label], report) for (label, _), report in reports.items()))
+
+
+if __name__ == "__main__":
+    # The module that the families import Case from is this one, not a second copy under the name __main__.
+    sys.modules["tests.helpers.aot_gate"] = sys.modules["__main__"]
+    sys.exit(main())

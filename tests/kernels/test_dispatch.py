@@ -1,0 +1,160 @@
+"""Which body of an operation runs, and that a kernel which cannot is said so once; the doctor's trial of kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.ops import dispatch, trial
+from hf_zero.ops.dispatch import Kernel
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test declares is forgotten after it; no kernel is broken. All others are declared before, or they would be forgotten too."""
+    trial.declared()
+    monkeypatch.setattr(dispatch, "KERNELS", dict(dispatch.KERNELS))
+    monkeypatch.setattr(dispatch, "_BROKEN", {})
+    dispatch._load.cache_clear()
+
+
+@pytest.fixture
+def body(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], str]:
+    """Puts a function where kernels lie; what a `Kernel` calls it."""
+
+    def place(function: Callable[..., Any]) -> str:
+        module = ModuleType("hf_zero.ops.triton_kernels.made_up")
+        module.run = function
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return "made_up:run"
+
+    return place
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_name_is_declared_once() -> None:
+    Kernel("once", "a:b", doubled)
+    with pytest.raises(ValueError, match="two kernels are called 'once': a:b and c:d"):
+        Kernel("once", "c:d", doubled)
+
+
+def test_the_interpreter_runs_kernels_unless_the_environment_says_no(body: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    kernel = Kernel("made up", body(lambda x: x * 3), doubled)
+    assert kernel(torch.ones(1)).item() == 3
+    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+    assert kernel(torch.ones(1)).item() == 2
+    monkeypatch.delenv("HF_ZERO_TRITON")
+    monkeypatch.setattr(dispatch, "installed", lambda: False)
+    assert kernel(torch.ones(1)).item() == 2
+
+
+def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
+    assert dispatch.runs_on(torch.device("cuda")) and not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
+
+
+def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.device] = []
+    monkeypatch.setattr(dispatch, "runs_on", lambda device: bool(seen.append(device)))
+    kernel = Kernel("made up", "nowhere:to_be_found", lambda *args: 5)
+    assert kernel(0, [torch.ones(1, device="meta")]) == kernel(torch.ones(1)) == kernel(0) == 5
+    assert [device.type for device in seen] == ["meta", "cpu", "meta"]
+
+
+def test_what_a_kernel_refuses_goes_to_the_reference(body: Callable[..., str], as_on_a_gpu: None) -> None:
+    kernel = Kernel("made up", body(lambda x: x * 3), doubled, refuses=lambda x: "too long" if len(x) > 1 else "")
+    assert kernel(torch.ones(1)).tolist() == [3] and kernel(torch.ones(2)).tolist() == [2, 2]
+
+
+def failures() -> list[Exception]:
+    import ast
+
+    from triton import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return [
+        CompilationError("x = y", ast.parse("x = y").body[0], "y is not defined"),
+        OutOfResources(300_000, 232_448, "shared memory"),
+        PTXASError("ptxas died"),
+        RuntimeError("PassManager::run failed"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_kernel_that_does_not_compile_is_said_once(body: Callable[..., str], as_on_a_gpu: None, heard: list[str], index: int) -> None:
+    calls: list[int] = []
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        raise failures()[index]
+
+    kernel = Kernel("made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),))
+    assert [kernel(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
+    assert len(calls) == 1 and list(dispatch.broken()) == ["made up"]
+    (said,) = [each for each in heard if "made up" in each]
+    assert "cannot be compiled here, so its slow reference runs from now on" in said and type(failures()[index]).__name__ in said
+    assert trial.try_out(kernel, CPU).startswith(f"cannot be compiled: {type(failures()[index]).__name__}: ")
+
+
+def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    kernel = Kernel("made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernel(torch.ones(1))
+    assert dispatch.broken() == {}
+    assert trial.try_out(kernel, CPU) == "RuntimeError: an illegal memory access was encountered"
+
+
+def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_gpu: None) -> None:
+    def example(device: torch.device) -> tuple[Any, ...]:
+        return torch.randn(4, device=device), [torch.zeros(4, device=device)]
+
+    def reference(x: torch.Tensor, out: list[torch.Tensor]) -> None:
+        out[0].copy_(x.where(x < 1, torch.inf))
+
+    def kernel(x: torch.Tensor, out: list[torch.Tensor]) -> None:
+        reference(x * factor, out)
+
+    declared = Kernel("made up", body(kernel), reference, example=example)
+    before = torch.random.get_rng_state()
+    factor = 1.001
+    assert trial.try_out(declared, CPU) == ""
+    factor = 1.5
+    assert "differs from its reference: tensor 1, [4]" in trial.try_out(declared, CPU)
+    factor = float("nan")
+    assert "differs from its reference" in trial.try_out(declared, CPU)
+    assert torch.equal(before, torch.random.get_rng_state())
+    shorter = Kernel("shorter", body(lambda x, out: x[:2]), lambda x, out: x, example=example)
+    assert "by inf of its norm" in trial.try_out(shorter, CPU)
+    assert trial.try_out(Kernel("mute", "a:b", doubled), CPU) == "it declares no example"
+
+
+def test_every_kernel_agrees_with_its_reference_on_its_example(checked_triton: Callable[..., Any]) -> None:
+    """What the doctor runs on a GPU."""
+    kernels = trial.declared()
+    assert "norm" in kernels
+    assert {name: wrong for name, kernel in kernels.items() if (wrong := trial.try_out(kernel, CPU))} == {}

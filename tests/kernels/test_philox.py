@@ -1,0 +1,88 @@
+"""The reference's random numbers are Triton's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from hf_zero.ops import dispatch, philox  # noqa: E402
+
+DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
+
+
+@triton.jit
+def rand_kernel(seed_ptr, out_ptr, start, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.rand(tl.load(seed_ptr), start + at), mask=at < count)
+
+
+@triton.jit
+def rand4x_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    a, b, c, d = tl.rand4x(tl.load(seed_ptr), tl.program_id(0).to(tl.int64) * width + at)
+    out_ptr += tl.program_id(0) * 4 * width + at
+    tl.store(out_ptr, a, mask=at < width)
+    tl.store(out_ptr + width, b, mask=at < width)
+    tl.store(out_ptr + 2 * width, c, mask=at < width)
+    tl.store(out_ptr + 3 * width, d, mask=at < width)
+
+
+@triton.jit
+def randint4x_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    a, b, c, d = tl.randint4x(tl.load(seed_ptr), tl.program_id(0).to(tl.int64) * width + at)
+    out_ptr += tl.program_id(0) * 4 * width + at
+    tl.store(out_ptr, a, mask=at < width)
+    tl.store(out_ptr + width, b, mask=at < width)
+    tl.store(out_ptr + 2 * width, c, mask=at < width)
+    tl.store(out_ptr + 3 * width, d, mask=at < width)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 2, 0x123456789ABCDEF])
+@pytest.mark.parametrize("start", [0, 77, 2**31 - 50, 2**32 - 50, 2**40 + 3])
+def test_uniform_is_what_triton_draws(seed: int, start: int) -> None:
+    key = torch.tensor([seed], device=DEVICE)
+    got = torch.empty(100, device=DEVICE)
+    rand_kernel[(1,)](key, got, start, 100, BLOCK=128)
+    assert torch.equal(philox.uniform(key, start, 100, DEVICE), got)
+
+
+def test_rows_get_the_words_triton_draws_by_fours() -> None:
+    key = torch.tensor([1234567], device=DEVICE)
+    words = torch.empty(12, 37, dtype=torch.int32, device=DEVICE)
+    randint4x_kernel[(3,)](key, words, 37, BLOCK=64)
+    numbers = torch.empty(12, 37, device=DEVICE)
+    rand4x_kernel[(3,)](key, numbers, 37, BLOCK=64)
+    assert torch.equal(philox.uniform_rows(key, 12, 37), numbers) and torch.equal(philox.uniform_rows(key, 10, 37), numbers[:10])
+    for dropout in (0.0, 0.1, 0.5, 0.9):
+        want = (words.long() & 0xFFFFFFFF) >= int(torch.tensor(dropout).double() * 2**32)
+        assert torch.equal(philox.kept_rows(key, 12, 37, dropout), want)
+        assert torch.equal(philox.kept_rows(key, 10, 37, dropout), want[:10])
+
+
+def test_numbers_are_spread_evenly_and_seeds_differ() -> None:
+    drawn = philox.uniform(torch.tensor([5]), 0, 100_000)
+    assert drawn.min() >= 0 and drawn.max() < 1
+    assert torch.histc(drawn, 10, 0, 1).sub(10_000).abs().max() < 450  # 4.5 standard deviations
+    kept = philox.kept_rows(torch.tensor([5]), 4, 25_000, 0.1).float()
+    assert (kept.mean(1) - 0.9).abs().max() < 0.0086  # 4.5 standard deviations
+    assert torch.corrcoef(kept).fill_diagonal_(0).abs().max() < 0.03
+    assert not torch.equal(drawn, philox.uniform(torch.tensor([6]), 0, 100_000))
+
+
+def test_no_numbers_for_nothing() -> None:
+    seed = torch.tensor([5])
+    assert philox.uniform(seed, 3, 0).shape == (0,)
+    assert philox.uniform_rows(seed, 0, 5).shape == philox.kept_rows(seed, 0, 5, 0.5).shape == (0, 5)
+
+
+def test_a_seed_comes_from_torchs_generator() -> None:
+    torch.manual_seed(3)
+    first = philox.draw_seed(torch.device("cpu"))
+    second = philox.draw_seed(torch.device("cpu"))
+    torch.manual_seed(3)
+    assert torch.equal(philox.draw_seed(torch.device("cpu")), first) and not torch.equal(first, second)
+    assert first.dtype == torch.int64 and first.shape == (1,)
