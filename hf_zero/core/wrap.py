@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_zero.errors import PartitionError
+
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
 WHOLE = "_z3_leaf"  # the field's name for a module that somebody wants gathered as a whole
+PACKED = "_hf_zero_packed"  # a module's tuples of names of its parameters that are to lie one after another
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A unit to be: the module it wraps and the parameters it owns, under their first names."""
+    """A unit to be: the module it wraps and the parameters it owns, under their first names, in the order of their flat."""
 
     name: str
     module: nn.Module
@@ -59,8 +62,12 @@ def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of ``model``: gradient-checkpointing layers, else ``_no_split_modules``, else the items of
-    ModuleLists, else parts of about equal size."""
+    """The repeated blocks of ``model``, else parts of about equal size."""
+    return repeated_blocks(model) or _by_size(model)
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Gradient-checkpointing layers, else ``_no_split_modules``, else the items of ModuleLists, in definition order."""
     modules = list(model.modules())
     blocks = _outermost(model, _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)))
     if not blocks:
@@ -71,7 +78,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         largest = max(map(_numel, lists), default=0)
         chosen = [m for m in lists if _numel(m) * 4 >= largest > 0]
         blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
-    return blocks or _by_size(model)
+    return blocks
 
 
 def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,7 +105,8 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
-    A module marked :data:`WHOLE` is a unit if it lies in none, whatever blocks it holds.
+    A module marked :data:`WHOLE` is a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
+    together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the module does not have.
     A parameter that two units reach belongs once, to the root: their lowest common ancestor, since units do not nest.
     """
     first_name: dict[int, str] = {}
@@ -144,9 +152,36 @@ def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
             owned[next(iter(units))].append((name, by_id[key]))
         else:
             root.append((name, by_id[key]))
-    cuts = [Cut("", model, tuple(root))]
-    cuts += [Cut(name, module, tuple(parameters)) for (name, module), parameters in zip(wrapped, owned) if parameters]
+    packs = _packs(model)
+    cuts = [Cut("", model, _in_packs(root, packs))]
+    cuts += [Cut(name, module, _in_packs(parameters, packs)) for (name, module), parameters in zip(wrapped, owned) if parameters]
     return cuts, aliases
+
+
+def _packs(model: nn.Module) -> list[list[int]]:
+    """The ids of the parameters of each pack that a module of ``model`` asks for."""
+    found = []
+    for name, module in model.named_modules():
+        for pack in getattr(module, PACKED, ()):
+            try:
+                found.append([id(module.get_parameter(each)) for each in pack])
+            except AttributeError as error:
+                raise PartitionError(
+                    f"{PACKED} of {name or 'the model'} ({type(module).__name__}) names a parameter that is not there: {error}; "
+                    "name the parameters as module.named_parameters() does"
+                ) from None
+    return found
+
+
+def _in_packs(parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]) -> tuple[tuple[str, nn.Parameter], ...]:
+    """``parameters`` in their order, but those of a pack behind its first."""
+    order = {id(parameter): (place, 0) for place, (_, parameter) in enumerate(parameters)}
+    for pack in packs:
+        here = [key for key in pack if key in order]
+        if here:
+            first, _ = min(order[key] for key in here)
+            order.update((key, (first, place)) for place, key in enumerate(here))
+    return tuple(sorted(parameters, key=lambda item: order[id(item[1])]))
 
 
 def _reached_outside(model: nn.Module, wrapped: set[int]) -> set[int]:

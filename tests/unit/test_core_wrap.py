@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.core import wrap
 from hf_zero.core.wrap import Cut, cut
+from hf_zero.errors import PartitionError
 from tests.helpers.models import ARCHITECTURES, Block, Stack
 
 
@@ -281,3 +282,36 @@ def test_a_block_whose_parameters_are_all_shared_is_no_unit() -> None:
     cuts, _ = cut(model)
     check_complete(model, cuts)
     assert names(cuts) == ["", "blocks.0"]
+
+
+def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
+    model = Stack(depth=2)
+    model.blocks[1]._hf_zero_packed = (("up.weight", "down.weight"), ("up.bias", "down.bias"))
+    plain = [name.removeprefix("blocks.0.") for name in owned(cut(model)[0])["blocks.0"]]
+    assert plain == ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
+    packed = [name.removeprefix("blocks.1.") for name in owned(cut(model)[0])["blocks.1"]]
+    assert packed == ["norm.weight", "norm.bias", "up.weight", "down.weight", "up.bias", "down.bias"]
+    check_complete(model, cut(model)[0])
+
+
+def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit() -> None:
+    model = Stack(depth=2)
+    model._hf_zero_packed = (("blocks.0.down.weight", "enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"),)
+    got = owned(cut(model)[0])
+    assert [name.removeprefix("blocks.0.") for name in got["blocks.0"]] == [
+        "norm.weight",
+        "norm.bias",
+        "down.weight",
+        "up.weight",
+        "up.bias",
+        "down.bias",
+    ]
+    assert got["blocks.1"] == [f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()]
+    check_complete(model, cut(model)[0])
+
+
+def test_a_name_of_a_pack_that_is_not_there_is_refused() -> None:
+    model = Stack(depth=2)
+    model.blocks[0]._hf_zero_packed = (("up.weight", "left.weight"),)
+    with pytest.raises(PartitionError, match=r"_hf_zero_packed of blocks.0 \(Block\) names a parameter that is not there: .*left"):
+        cut(model)

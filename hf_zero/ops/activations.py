@@ -1,0 +1,232 @@
+"""Activations of a transformer's MLP in one pass each way: bias + GELU, SwiGLU, GeGLU.
+
+Only the inputs are kept for the backward, which computes the activation again. Formulas: GELU (Hendrycks and Gimpel,
+arXiv:1606.08415), exact as ``x Φ(x)`` or with tanh; SwiGLU and GeGLU (Shazeer, arXiv:2002.05202) as ``act(gate) * up``. All is
+computed in fp32 and rounded once, where torch rounds after each operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import activations_reference as reference
+from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops.rows import as_rows, check_alike, check_bias, check_float
+
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """``gelu(x + bias)``, of x's shape and dtype.
+
+    Args:
+        x: [..., width], fp32, bf16 or fp16.
+        bias: [width] or None.
+        approximate: "none" is the exact form, "tanh" the one GPT-2 uses, as in ``torch.nn.functional.gelu``.
+
+    Raises:
+        KernelError: a dtype, device or shape does not fit.
+    """
+    check_float("gelu", x=x, bias=bias)
+    check_bias("gelu", bias, x)
+    return _bias_act(x, bias, _gelu("gelu", approximate))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``: both [..., width], of one dtype. Halves of one packed tensor are taken where they lie.
+
+    Raises:
+        KernelError: a dtype, device or shape does not fit.
+    """
+    return _checked_gated("swiglu", gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) * up``, as :func:`swiglu`; ``approximate`` as in :func:`gelu`."""
+    return _checked_gated("geglu", gate, up, _gelu("geglu", approximate))
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [..., 2 width], the gate first: [..., width]. Its gradient is one tensor too, so nothing is put together.
+
+    Raises:
+        KernelError: a dtype does not fit, or the width is odd.
+    """
+    return _checked_packed("swiglu_packed", gate_up, "silu")
+
+
+def geglu_packed(gate_up: Tensor, *, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) * up``, as :func:`swiglu_packed`; ``approximate`` as in :func:`gelu`."""
+    return _checked_packed("geglu_packed", gate_up, _gelu("geglu_packed", approximate))
+
+
+def _gelu(op: str, approximate: str) -> str:
+    if approximate not in _GELUS:
+        raise KernelError(f"{op}: approximate={approximate!r}; give 'none' or 'tanh'")
+    return _GELUS[approximate]
+
+
+def _checked_gated(op: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
+    check_float(op, gate=gate, up=up)
+    check_alike(op, "gate", gate, "up", up)
+    if gate.dtype != up.dtype:
+        raise KernelError(f"{op}: gate is {gate.dtype} and up {up.dtype}; cast one of them")
+    return _gated(gate, up, act)
+
+
+def _checked_packed(op: str, gate_up: Tensor, act: str) -> Tensor:
+    check_float(op, gate_up=gate_up)
+    if gate_up.shape[-1] % 2:
+        raise KernelError(f"{op}: gate_up has width {gate_up.shape[-1]}; give gate and up of the same width, one after the other")
+    return _gated_packed(gate_up, act)
+
+
+def _rows(count: int, device: torch.device) -> list[Tensor]:
+    return [torch.ones(5, 24, device=device) for _ in range(count)]
+
+
+BIAS_ACT = Kernel(
+    "bias_act",
+    "activations:bias_act",
+    reference.bias_act,
+    example=lambda device: (*_rows(1, device), torch.ones(24, device=device), "gelu", *_rows(1, device)),
+)
+BIAS_ACT_BACKWARD = Kernel(
+    "bias_act_backward",
+    "activations:bias_act_backward",
+    reference.bias_act_backward,
+    example=lambda device: (
+        *_rows(2, device),
+        torch.ones(24, device=device),
+        "gelu",
+        *_rows(1, device),
+        torch.ones(24, device=device),
+    ),
+)
+GATED = Kernel("gated", "activations:gated", reference.gated, example=lambda device: (*_rows(2, device), "silu", *_rows(1, device)))
+GATED_BACKWARD = Kernel(
+    "gated_backward",
+    "activations:gated_backward",
+    reference.gated_backward,
+    example=lambda device: (*_rows(3, device), "silu", *_rows(2, device)),
+)
+
+
+@torch.library.custom_op("hf_zero::bias_act", mutates_args=())
+def _bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    out = _like(x)
+    if x.numel():
+        BIAS_ACT(as_rows(x), bias if bias is None else bias.contiguous(), act, as_rows(out))
+    return out
+
+
+@torch.library.custom_op("hf_zero::bias_act_backward", mutates_args=())
+def _bias_act_backward(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool) -> tuple[Tensor, Tensor]:
+    """dx and dbias; the latter is empty where it is not wanted."""
+    dx, dbias = _like(x), _bias_gradient(x, bias, bias_trains)
+    if x.numel():
+        row, drow = bias if bias is None else bias.contiguous(), dbias if bias_trains else None
+        BIAS_ACT_BACKWARD(as_rows(dy), as_rows(x), row, act, as_rows(dx), drow)
+    return dx, dbias.zero_() if x.numel() == 0 else dbias
+
+
+@torch.library.custom_op("hf_zero::gated", mutates_args=())
+def _gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    out = _like(gate)
+    if gate.numel():
+        GATED(as_rows(gate), as_rows(up), act, as_rows(out))
+    return out
+
+
+@torch.library.custom_op("hf_zero::gated_backward", mutates_args=())
+def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    dgate, dup = _like(gate), _like(up)
+    if gate.numel():
+        GATED_BACKWARD(as_rows(dy), as_rows(gate), as_rows(up), act, as_rows(dgate), as_rows(dup))
+    return dgate, dup
+
+
+@torch.library.custom_op("hf_zero::gated_packed", mutates_args=())
+def _gated_packed(gate_up: Tensor, act: str) -> Tensor:
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    if out.numel():
+        gate, up = as_rows(gate_up).chunk(2, dim=-1)
+        GATED(gate, up, act, as_rows(out))
+    return out
+
+
+@torch.library.custom_op("hf_zero::gated_packed_backward", mutates_args=())
+def _gated_packed_backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    grad = _like(gate_up)
+    if grad.numel():
+        gate, up = as_rows(gate_up).chunk(2, dim=-1)
+        dgate, dup = as_rows(grad).chunk(2, dim=-1)
+        GATED_BACKWARD(as_rows(dy), gate, up, act, dgate, dup)
+    return grad
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _bias_gradient(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
+    return x.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
+
+
+@_bias_act.register_fake
+def _(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return _like(x)
+
+
+@_bias_act_backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool) -> tuple[Tensor, Tensor]:
+    return _like(x), _bias_gradient(x, bias, bias_trains)
+
+
+@_gated.register_fake
+def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    return _like(gate)
+
+
+@_gated_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return _like(gate), _like(up)
+
+
+@_gated_packed.register_fake
+def _(gate_up: Tensor, act: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@_gated_packed_backward.register_fake
+def _(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    return _like(gate_up)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.act = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _bias_act_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, bias = ctx.saved_tensors
+    bias_trains = bias is not None and ctx.needs_input_grad[1]
+    dx, dbias = _bias_act_backward(dy, x, bias, ctx.act, bias_trains)
+    return dx, dbias if bias_trains else None, None
+
+
+def _gated_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return *_gated_backward(dy, *ctx.saved_tensors, ctx.act), None
+
+
+def _gated_packed_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return _gated_packed_backward(dy, *ctx.saved_tensors, ctx.act), None
+
+
+_bias_act.register_autograd(_bias_act_gradient, setup_context=_keep_inputs)
+_gated.register_autograd(_gated_gradient, setup_context=_keep_inputs)
+_gated_packed.register_autograd(_gated_packed_gradient, setup_context=_keep_inputs)

@@ -1,0 +1,192 @@
+"""Bias + dropout + residual, forward and backward.
+
+Bound by memory, and close to being bound by instructions: the mask is drawn from the seed in both directions. One run of Philox gives
+four words, which go to four rows that lie one above the other (hf_zero/ops/philox.py): on sm_90 drawing and dropping cost 20
+instructions per element so, and 59 of them with ``tl.rand`` for each element, where 42 are all there is time for at 4.2 TB/s and 6
+bytes. A program therefore holds four rows; what is dropped does not depend on its tile.
+
+| kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
+| --- | --- | --- | --- | --- | --- |
+| dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 3, and 15 of integers | 64 |
+| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2, and 15 of integers | 80 |
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.ops.triton_kernels.activations import strips_of
+
+# Eight elements of each of the four rows for a thread: an access of 16 bytes in bf16.
+TILE = {"BLOCK": 1024, "num_warps": 4}
+
+
+@triton.jit
+def kept_fours(seed_ptr, four, width, column, dropout):
+    """What dropout keeps of four rows, as ``philox.kept_rows`` has it. ``four`` and ``column`` [BLOCK] in int64.
+
+    The words of ``tl.randint4x(seed, four * width + column)``, by products of 64 bits: one multiplication where Triton has two.
+    """
+    seed = tl.load(seed_ptr)
+    key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    counter = four * width + column
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = c0 * 0, c0 * 0
+    for _ in tl.static_range(10):
+        product_0, product_1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ key_0, product_1.to(tl.uint32)
+        c2, c3 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ key_1, product_0.to(tl.uint32)
+        key_0 = tl.add(key_0, 0x9E3779B9, sanitize_overflow=False)
+        key_1 = tl.add(key_1, 0xBB67AE85, sanitize_overflow=False)
+    least = (tl.full((1,), dropout, tl.float32) * 4294967296.0).to(tl.uint32)
+    return c0 >= least, c1 >= least, c2 >= least, c3 >= least
+
+
+@triton.jit
+def _add_row(
+    x_ptr, residual_ptr, out_ptr, row, rows, x_stride, residual_stride, out_stride, column, width, bias, kept, scale, DROP: tl.constexpr
+):
+    inside = (row < rows) & (column < width)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32) + bias  # [BLOCK]
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0).to(tl.float32)
+    if DROP:
+        x = tl.where(kept, x * scale, 0.0)
+    tl.store(out_ptr + row * out_stride + column, residual + x, mask=inside)
+
+
+@triton.jit
+def _dropout_add(
+    x_ptr,
+    residual_ptr,
+    bias_ptr,
+    seed_ptr,
+    out_ptr,
+    rows,
+    width,
+    x_stride,
+    residual_stride,
+    out_stride,
+    dropout,
+    scale,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(width, BLOCK)
+    pid = tl.program_id(0)
+    four = (pid // blocks).to(tl.int64)
+    column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bias = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < width, other=0).to(tl.float32)
+    a, b, c, d = bias, bias, bias, bias  # not read without dropout
+    if DROP:
+        a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
+    row = four * 4 + tl.arange(0, 1)  # [1]
+    _add_row(x_ptr, residual_ptr, out_ptr, row, rows, x_stride, residual_stride, out_stride, column, width, bias, a, scale, DROP)
+    _add_row(x_ptr, residual_ptr, out_ptr, row + 1, rows, x_stride, residual_stride, out_stride, column, width, bias, b, scale, DROP)
+    _add_row(x_ptr, residual_ptr, out_ptr, row + 2, rows, x_stride, residual_stride, out_stride, column, width, bias, c, scale, DROP)
+    _add_row(x_ptr, residual_ptr, out_ptr, row + 3, rows, x_stride, residual_stride, out_stride, column, width, bias, d, scale, DROP)
+
+
+@triton.jit
+def _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, kept, scale, DROP: tl.constexpr, WRITE: tl.constexpr):
+    inside = (row < rows) & (column < width)
+    dx = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0).to(tl.float32)  # [BLOCK]
+    if DROP:
+        dx = tl.where(kept, dx * scale, 0.0)
+    if WRITE:
+        tl.store(dx_ptr + row * dx_stride + column, dx, mask=inside)
+    return dx
+
+
+@triton.jit
+def _dropout_add_backward(
+    dy_ptr,
+    seed_ptr,
+    dx_ptr,
+    sums_ptr,
+    rows,
+    width,
+    dy_stride,
+    dx_stride,
+    strip,
+    dropout,
+    scale,
+    DROP: tl.constexpr,
+    WRITE: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program walks over ``strip`` fours of rows; what it sums goes to its own row of ``sums``, so the order is always the same."""
+    blocks = tl.cdiv(width, BLOCK)
+    pid = tl.program_id(0)
+    column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(strip):
+        four = (pid // blocks).to(tl.int64) * strip + step
+        a, b, c, d = total, total, total, total  # not read without dropout
+        if DROP:
+            a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
+        row = four * 4 + tl.arange(0, 1)  # [1]
+        first = _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, a, scale, DROP, WRITE)
+        second = _drop_row(dy_ptr, dx_ptr, row + 1, rows, dy_stride, dx_stride, column, width, b, scale, DROP, WRITE)
+        third = _drop_row(dy_ptr, dx_ptr, row + 2, rows, dy_stride, dx_stride, column, width, c, scale, DROP, WRITE)
+        fourth = _drop_row(dy_ptr, dx_ptr, row + 3, rows, dy_stride, dx_stride, column, width, d, scale, DROP, WRITE)
+        if SUM:
+            total += (first + second) + (third + fourth)  # 0 outside
+    if SUM:
+        tl.store(sums_ptr + (pid // blocks).to(tl.int64) * width + column, total, mask=column < width)
+
+
+def dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float, out: Tensor) -> None:
+    rows, width = x.shape
+    grid = (triton.cdiv(rows, 4) * triton.cdiv(width, TILE["BLOCK"]),)
+    _dropout_add[grid](
+        x,
+        residual,
+        bias,
+        seed,
+        out,
+        rows,
+        width,
+        x.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        *_dropout(dropout),
+        BIAS=bias is not None,
+        DROP=seed is not None,
+        **TILE,
+    )
+
+
+def dropout_add_backward(dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None) -> None:
+    rows, width = dy.shape
+    blocks, strips, strip = strips_of(rows, width, {**TILE, "ROWS": 4}, summed=dbias is not None)
+    sums = None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=dy.device)
+    _dropout_add_backward[(strips * blocks,)](
+        dy,
+        seed,
+        dx,
+        sums,
+        rows,
+        width,
+        dy.stride(0),
+        0 if dx is None else dx.stride(0),
+        strip,
+        *_dropout(dropout),
+        DROP=seed is not None,
+        WRITE=dx is not None,
+        SUM=sums is not None,
+        **TILE,
+    )
+    if sums is not None:
+        dbias.copy_(sums.sum(0))
+
+
+def _dropout(dropout: float) -> tuple[float, float]:
+    """The probability, below 1 in fp32, and the factor of what is kept."""
+    return min(float(dropout), 1 - 2**-24), 1 / (1 - dropout) if dropout < 1 else 0.0
