@@ -1,0 +1,275 @@
+"""A head's logits, chunk by chunk of tokens: made by one GEMM into a buffer, turned into their own gradient there, used by two GEMMs.
+
+[Note: what is rounded, and when]
+Gradients are those of the *sum* of the losses: in 16 bits a division by the number of tokens would underflow, and it is not known here. They
+are summed over chunks in fp32, by GEMMs that write fp32 where torch has them (CUDA), and stay fp32 until backward, which multiplies by what
+comes from above and rounds once. The logits are rounded to the compute dtype, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.ops import dispatch
+from hf_zero.ops import linear_cross_entropy_reference as reference
+from hf_zero.ops.dispatch import Kernel
+
+DEVICE_BYTES = 5 << 28  # of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large GPU
+HOST_BYTES = 32 << 20  # 166 rows of 50,257 in fp32: the products are as fast as with 512, and the rest of the memory is saved
+ALIGNED = 64  # columns: 128 bytes in 16 bits
+
+
+def _in_double(logits: torch.Tensor, *_: object) -> str:
+    return "the kernel computes in fp32" if logits.dtype == torch.float64 else ""
+
+
+CROSS_ENTROPY = Kernel(
+    "cross_entropy",
+    "cross_entropy:cross_entropy_",
+    reference.cross_entropy_,
+    refuses=_in_double,
+    example=lambda device: (
+        torch.randn(4, 128, device=device),
+        128,  # what a kernel leaves in padding is its own affair
+        torch.arange(4, device=device),
+        torch.ones(1, device=device),
+        None,
+        -100,
+        0.1,
+        1e-4,
+        30.0,
+        1.0,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What of a cross-entropy is a plain number; the meaning is in the reference."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        return not (self.label_smoothing or self.z_loss or self.softcap)
+
+    def numbers(self) -> tuple[int, float, float, float, float]:
+        return self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.scale
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The gradients that somebody will ask for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
+    """Even chunks whose logits take at most about what the device does well with."""
+    limit = HOST_BYTES if device.type == "cpu" else DEVICE_BYTES
+    # Above: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU.
+    most = max(limit // (vocabulary * itemsize), 128 if device.type == "cpu" else 1024)
+    chunks = max(1, math.ceil(tokens / most))
+    return max(1, -(-math.ceil(tokens / chunks) // 16) * 16)
+
+
+class Gradients:
+    """Sums of the head's gradients: hidden [tokens, width], weight [vocabulary, width], bias [vocabulary]; empty where not wanted."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: Wanted):
+        dtype = accumulator_dtype(hidden.dtype)
+        self.hidden = hidden.new_zeros(hidden.shape if wanted.hidden else 0, dtype=dtype)
+        self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
+        self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
+        # Where no GEMM takes 16 bits and gives 32, all of it is done in 32: a product rounded to 16 is no better for being added in 32.
+        self._widens = dtype != hidden.dtype and not _gives_fp32(hidden)
+        self._wanted, self._head, self._begun = wanted, weight.to(dtype) if self._widens and wanted.hidden else weight, False
+
+    def add(self, grad: torch.Tensor, hidden: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """The share of ``hidden`` [n, width], which are ``rows`` of all, from the gradient of its logits [n, vocabulary]."""
+        if self._widens:
+            grad, hidden = grad.to(self.hidden.dtype), hidden.to(self.hidden.dtype)
+        if self._wanted.hidden:
+            if isinstance(rows, slice):
+                _product(self.hidden[rows], grad, self._head, add=False)
+            else:
+                self.hidden[rows] = grad @ self._head
+        if self._wanted.weight:
+            _product(self.weight, grad.t(), hidden, add=self._begun)
+        if self._wanted.bias:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        self._begun = True
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not self._begun:
+            self.weight.zero_()
+        return self.hidden, self.weight, self.bias
+
+
+def _gives_fp32(hidden: torch.Tensor) -> bool:
+    return hidden.is_cuda and torch.version.hip is None
+
+
+def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
+    """``into`` = or += left @ right, where ``into`` may be wider than they are."""
+    if into.dtype == left.dtype:
+        torch.addmm(into, left, right, beta=1 if add else 0, out=into)
+    else:
+        torch.ops.aten.addmm.dtype_out(into, left, right, into.dtype, beta=1 if add else 0, out=into)
+
+
+def _logits(into: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=into)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=into)
+
+
+def _chunks(tokens: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def losses_and_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, terms: Terms, wanted: Wanted, rows: int
+) -> tuple[torch.Tensor, Gradients]:
+    """The sum of the losses (a scalar) and its gradients."""
+    grads = Gradients(hidden, weight, wanted)
+    if dispatch.runs_on(hidden.device) or hidden.device.type != "cpu":
+        return _by_kernel(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+    return _on_host(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+
+
+def _buffer(hidden: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor:
+    """Room for a chunk's logits. Its rows are a multiple of 16 bytes apart: GEMMs and wide accesses need that, whatever the vocabulary."""
+    return hidden.new_empty(min(rows, hidden.shape[0]), -(-vocabulary // ALIGNED) * ALIGNED)
+
+
+def _by_kernel(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+    grads: Gradients | None,
+    rows: int,
+) -> torch.Tensor:
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
+    one = None if grads is None else hidden.new_ones(1, dtype=torch.float32)
+    buffer = _buffer(hidden, rows, vocabulary)
+    for chunk in _chunks(tokens, rows):
+        padded = buffer[: chunk.stop - chunk.start]
+        logits = padded[:, :vocabulary]
+        _logits(logits, hidden[chunk], weight, bias)
+        losses, _ = CROSS_ENTROPY(padded, vocabulary, labels[chunk], one, None, *terms.numbers())
+        total += losses.sum()
+        if grads is not None:
+            grads.add(logits, hidden[chunk], chunk)
+    return total
+
+
+def _on_host(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+    grads: Gradients | None,
+    rows: int,
+) -> torch.Tensor:
+    """On a CPU nothing is lost by asking which rows count; the softmax is taken in place by torch's own vectorised kernels."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
+    kept = (labels != terms.ignore_index).nonzero()[:, 0]
+    whole = kept.numel() == tokens
+    buffer = hidden.new_empty(min(rows, kept.numel()), vocabulary)
+    for chunk in _chunks(kept.numel(), rows):
+        where: slice | torch.Tensor = chunk if whole else kept[chunk]
+        given, targets = hidden[where], labels[where]
+        logits = buffer[: chunk.stop - chunk.start]
+        _logits(logits, given, weight, bias)
+        total += _softmax_(logits, targets, terms, grads is not None)
+        if grads is not None:
+            grads.add(logits, given, where)
+    return total
+
+
+def _softmax_(logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool) -> torch.Tensor:
+    """The sum of the rows' losses; with ``gradient`` its gradient over ``logits``."""
+    if not terms.plain:
+        one = torch.ones(1) if gradient else None
+        return reference.cross_entropy_(logits, logits.shape[1], labels, one, None, *terms.numbers())[0].sum()
+    if terms.scale != 1:
+        logits *= terms.scale
+    if not gradient:
+        wide = accumulator_dtype(logits.dtype)
+        return (torch.logsumexp(logits.to(wide), -1) - logits.gather(1, labels[:, None])[:, 0]).sum()
+    exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    torch.log_softmax(exact, -1, out=exact)
+    at = labels[:, None]
+    total = -exact.gather(1, at).sum()
+    exact.exp_().scatter_add_(1, at, exact.new_full((1, 1), -1.0).expand_as(at))
+    if terms.scale != 1:
+        exact *= terms.scale
+    if exact is not logits:
+        logits.copy_(exact)
+    return total
+
+
+def log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, terms: Terms, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probability of each label, logsumexp), both [tokens]; 0 where the label is ignored."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    found = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
+    lse = torch.empty_like(found)
+    buffer = _buffer(hidden, rows, vocabulary)
+    for chunk in _chunks(tokens, rows):
+        padded = buffer[: chunk.stop - chunk.start]
+        _logits(padded[:, :vocabulary], hidden[chunk], weight, bias)
+        losses, lse[chunk] = CROSS_ENTROPY(padded, vocabulary, labels[chunk], None, None, *terms.numbers())
+        torch.neg(losses, out=found[chunk])
+    return found, lse
+
+
+def log_probabilities_backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    terms: Terms,
+    wanted: Wanted,
+    rows: int,
+) -> Gradients:
+    """Gradients of sum(grad · log-probability), from logits made again."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    grads = Gradients(hidden, weight, wanted)
+    factors = -grad
+    buffer = _buffer(hidden, rows, vocabulary)
+    for chunk in _chunks(tokens, rows):
+        padded = buffer[: chunk.stop - chunk.start]
+        logits = padded[:, :vocabulary]
+        _logits(logits, hidden[chunk], weight, bias)
+        CROSS_ENTROPY(padded, vocabulary, labels[chunk], factors[chunk], lse[chunk], *terms.numbers())
+        grads.add(logits, hidden[chunk], chunk)
+    return grads

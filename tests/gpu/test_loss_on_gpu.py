@@ -1,0 +1,173 @@
+"""The loss at real sizes on a GPU: the kernel against the reference, the chunked head against whole logits, memory, and that nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import dispatch
+from hf_zero.ops import linear_cross_entropy_reference as reference
+from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
+from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from hf_zero.ops.masked_rows import RowCapacity, select_rows
+
+DEVICE = torch.device("cuda")
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
+ALL = Terms(label_smoothing=0.1, z_loss=1e-4, softcap=30.0, scale=0.5)
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("terms", [Terms(), ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("vocabulary", [30_522, 50_257, 128_256])
+def test_the_kernel_is_the_reference(dtype: torch.dtype, terms: Terms, vocabulary: int) -> None:
+    width = -(-vocabulary // 64) * 64
+    logits = (torch.randn(300, width, device=DEVICE) * 4).to(dtype)
+    logits[:, vocabulary:] = float("nan")
+    labels = torch.randint(0, vocabulary, (300,), device=DEVICE)
+    labels[::7] = -100
+    one = torch.ones(1, device=DEVICE)
+    exact = logits.double()
+    expected = reference.cross_entropy_(exact, vocabulary, labels, one.double(), None, *terms.numbers())
+    found = CROSS_ENTROPY(logits, vocabulary, labels, one, None, *terms.numbers())
+    assert "cross_entropy" not in dispatch.broken()
+    for each, true in zip(found, expected):
+        torch.testing.assert_close(each.double(), true, rtol=1e-5, atol=1e-4)
+    error = (logits[:, :vocabulary].double() - exact[:, :vocabulary]).abs().amax(1)
+    assert bool((error <= ROUNDING[dtype] * exact[:, :vocabulary].abs().amax(1) + 1e-7).all())
+
+
+@pytest.mark.parametrize("tokens", [4096, 5000])
+def test_rows_whose_offsets_pass_31_bits(tokens: int) -> None:
+    vocabulary = 524_288  # 5,000 rows are 2.6e9 elements
+    logits = torch.zeros(tokens, vocabulary, device=DEVICE, dtype=torch.bfloat16)
+    logits[-1, -1] = 8.0
+    labels = torch.full((tokens,), vocabulary - 1, device=DEVICE)
+    losses, lse = CROSS_ENTROPY(logits, vocabulary, labels, torch.ones(1, device=DEVICE), None, *Terms().numbers())
+    expected = torch.logsumexp(torch.tensor([0.0] * (vocabulary - 1) + [8.0]), 0)
+    assert abs(float(lse[-1] - expected)) < 1e-4 and abs(float(losses[-1] - (expected - 8))) < 1e-4
+    assert abs(float(logits[-1, -1]) - (float(torch.exp(8 - expected)) - 1)) < 4e-3 and float(logits[0, -1]) == -1.0
+
+
+def operands(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+    hidden = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
+    labels[::5] = -100
+    return [hidden, weight], labels
+
+
+@pytest.mark.parametrize("chunk", [None, 1024])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("vocabulary", [30_522, 50_257])
+def test_the_chunked_head_errs_no_more_than_torch(dtype: torch.dtype, vocabulary: int, chunk: int | None) -> None:
+    given, labels = operands(4096, 1024, vocabulary, dtype)
+    wide = (
+        [each.detach().double().requires_grad_() for each in given]
+        if dtype == torch.float32
+        else [each.detach().float().requires_grad_() for each in given]
+    )
+    results: list[list[torch.Tensor]] = []
+    for each, loss in (
+        (wide, reference.linear_cross_entropy(*wide, labels)),
+        (given, linear_cross_entropy(*given, labels, chunk=chunk)),
+        (given, reference.linear_cross_entropy(*given, labels)),
+    ):
+        results.append([loss.detach(), *torch.autograd.grad(loss, each)])
+    for true, ours, torchs in zip(*results):
+        error, bound = (float((each.double() - true.double()).norm() / true.double().norm()) for each in (ours, torchs))
+        print(f"{dtype} {vocabulary} chunk {chunk}: error {error:.3e}, torch's {bound:.3e}")
+        assert error <= 1.1 * bound + 1e-6
+
+
+def test_log_probabilities() -> None:
+    given, labels = operands(2048, 1024, 50_257, torch.float32)
+    found = linear_log_probs(*given, labels)
+    exact = torch.log_softmax(given[0] @ given[1].t(), -1).gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0.0)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    above = torch.randn_like(found)
+    for one, other in zip(torch.autograd.grad(found, given, above), torch.autograd.grad(exact, given, above)):
+        assert float((one - other).norm() / other.norm()) < 1e-4
+
+
+def test_nothing_waits_for_the_device() -> None:
+    given, labels = operands(4096, 512, 50_257, torch.bfloat16)
+    capacity = RowCapacity()
+    capacity.places(labels)  # the first batch is waited for
+    count = torch.tensor(3000, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        places = capacity.places(labels)
+        rows, kept, lost = select_rows(given[0], labels, capacity=places)
+        capacity.note(lost, places, labels.numel())
+        loss = linear_cross_entropy(rows, given[1], kept, num_items=count) + linear_cross_entropy(*given, labels, chunk=1024)
+        loss.backward()
+        return loss
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_whole_logits_are_never_there() -> None:
+    given, labels = operands(16_384, 1024, 128_256, torch.bfloat16)
+    linear_cross_entropy(*given, labels).backward()
+    torch.cuda.synchronize()
+    for each in given:
+        each.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_cross_entropy(*given, labels)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    hidden, weight = (each.nbytes for each in given)
+    chunk = 4096 * 128_256 * 2
+    print(f"peak {peak / 2**30:.2f} GiB: chunk {chunk / 2**30:.2f}, weight's gradient in fp32 {2 * weight / 2**30:.2f}")
+    assert peak < 1.05 * (chunk + 2 * weight + 2 * hidden) and peak < 16_384 * 128_256 * 2
+
+
+def test_labels_on_the_device_that_find_no_room_are_told_of() -> None:
+    capacity = RowCapacity()
+    few = torch.full((8192,), -100, device=DEVICE)
+    few[:800] = 1
+    assert capacity.places(few) == 2048
+    many = few.clone()
+    many[:4000] = 1
+    hidden = torch.randn(8192, 64, device=DEVICE)
+    rows, kept, lost = select_rows(hidden, many, capacity=2048)
+    assert torch.equal(rows, hidden[:2048]) and int(lost) == 1952 and bool((kept == 1).all())
+    capacity.note(lost, 2048, 8192)
+    torch.cuda.synchronize()
+    with pytest.raises(KernelError, match="1952 labelled tokens"):
+        capacity.places(many)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", ["llama, tied", "gemma2, capped", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"])
+def test_fused_models_are_the_models(name: str, dtype: torch.dtype) -> None:
+    from hf_zero.integrations.fused.heads import fuse_head
+    from tests.integrations.fused.languages import batch, gradients, pair
+
+    plain, fused = (each.to(DEVICE) for each in pair(name))
+    assert not isinstance(fuse_head(fused), str)
+    given: dict[str, Any] = {key: value.to(DEVICE) for key, value in batch(rows=8, length=24).items()}
+    losses = []
+    for model in (plain, fused):
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            losses.append(model(**given).loss)
+        losses[-1].backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance)
+    ours, theirs = (torch.cat([each.flatten() for each in gradients(model).values()]) for model in (fused, plain))
+    assert float((ours - theirs).norm() / theirs.norm()) < 2 * tolerance
