@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
-from hf_zero.ops import host
+from hf_zero.ops import dispatch, host
+from hf_zero.ops.flat_norm import RUNS, squared_norms
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
-def squared_norm(flats: Sequence[Flat], comm: Comm, device: torch.device) -> torch.Tensor:
-    """Sum of squares of the gradients of ``flats`` over the shard axis (0-dim, float64); not finite on overflow."""
+def squared_norm(flats: Sequence[Flat], comm: Comm, device: torch.device, kernels: Any = "off") -> torch.Tensor:
+    """Sum of squares of the gradients of ``flats`` over the shard axis (0-dim, float64); not finite on overflow.
+
+    ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
+    """
     # Flat by flat, so that the sum is the same bits wherever some of them are.
-    sums = [flat.squares if flat.squares is not None else sum_of_squares(flat.grad).to(device) for flat in flats if flat.grad is not None]
+    here = [flat for flat in flats if flat.grad is not None and flat.squares is None]
+    taken = dict(zip(here, sums_of_squares([flat.grad for flat in here if flat.grad is not None], kernels)))
+    sums = [flat.squares if flat.squares is not None else taken[flat].to(device) for flat in flats if flat.grad is not None]
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     comm.shard.all_reduce(total, "gradient norm").wait()
     return total
 
 
-def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of ``grad`` (0-dim, float64, on its device); not finite if an element is not."""
+def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:
+    """The sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if an element is not."""
+    sums: dict[int, torch.Tensor] = {}
+    by_device: dict[torch.device, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad.dtype != torch.float64 and dispatch.wanted("optimizer", kernels, grad.device) and RUNS.name not in dispatch.broken():
+            by_device.setdefault(grad.device, []).append(index)
+        else:
+            sums[index] = _sum_of_squares(grad)
+    for indices in by_device.values():
+        sums.update(zip(indices, squared_norms([grads[index] for index in indices]).unbind()))
+    return [sums[index] for index in range(len(grads))]
+
+
+def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     if grad.device.type == "cpu" and grad.dtype != torch.float64:
         return torch.tensor(host.squared_norm(grad), dtype=torch.float64)
     # One long fp32 sum is wrong in the third digit, many short ones are not.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 
+from hf_zero.config import ZeroConfig
 from hf_zero.core.answers import Counters
 from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
@@ -26,6 +27,7 @@ from hf_zero.logs import logger
 class Updating:
     """Methods of :class:`hf_zero.core.engine.Engine` that change parameters."""
 
+    config: ZeroConfig
     flats: list[Flat]
     comm: Comm
     device: torch.device
@@ -58,7 +60,7 @@ class Updating:
         return float(self._squared_norm().sqrt()) / self.scaler.scale if any(flat.reduced for flat in self._training) else 0.0
 
     def _squared_norm(self) -> torch.Tensor:
-        return squared_norm(self._training, self.comm, self.device)
+        return squared_norm(self._training, self.comm, self.device, self.config.kernels)
 
     def _update(self) -> bool:
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
@@ -76,12 +78,19 @@ class Updating:
         elif scale != 1.0:
             divisor = torch.full((), scale, device=self.device)
         with self.schedule.writing():  # in fp32 the masters are the shards
-            self.bound.step(divisor)
+            written = self.bound.step(divisor, shards=self._shards_to_write())
             if self.updater is not None:
                 update = self.updater.early or self.bound.begin(1.0 if divisor is None else float(divisor), self.counters.global_steps)
                 self.updater.start(update)
-        self._refresh([flat for flat in self.flats if flat.states is None], self.flats)
+        self._refresh([flat for flat in self.flats if flat.states is None], self.flats, written)
         return False
+
+    def _shards_to_write(self) -> dict[str, torch.Tensor]:
+        """Shards that a kernel of the optimizer can write while it has the new masters in registers, by key of their flat."""
+        if not self.bound.takes_shards():
+            return {}
+        here = [flat for flat in self._training if flat.states is None and flat.has_own_master and not flat.is_away]
+        return {flat.key: flat.shard_to_fill() for flat in here}
 
     @torch.no_grad()
     def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
@@ -89,12 +98,15 @@ class Updating:
         chosen = self.flats if flats is None else list(flats)
         self._refresh(chosen, chosen)
 
-    def _refresh(self, stale: Sequence[Flat], chosen: Sequence[Flat]) -> None:
-        """Cast the masters of ``stale`` into their shards, and gather them where they are whole; and units among ``chosen`` that are pinned."""
+    def _refresh(self, stale: Sequence[Flat], chosen: Sequence[Flat], written: Set[str] = frozenset()) -> None:
+        """Cast the masters of ``stale`` into their shards, and gather them where they are whole; and units among ``chosen`` that are pinned.
+
+        The shards of flats whose keys are in ``written`` are up to date already.
+        """
         with self.schedule.writing():
             for flat in stale:
                 master = flat.master
-                if master is not None:
+                if master is not None and flat.key not in written:
                     flat.store_shard(master)
         handles = []
         for flat in stale:

@@ -47,13 +47,14 @@ class OffloadedOptimizer(BoundOptimizer):
         group_of: Mapping[str, int],
         parameters: Mapping[str, Tensor],
         moments: str = "fp32",
+        kernels: Any = "auto",
     ) -> None:
         self._moments = moments
         self._fresh: set[Segment] = set()  # not stepped yet
         self._hosted: dict[str, list[Segment]] = {}  # by flat
         self._made: set[tuple[str, str]] = set()  # arrays, by flat and name, that did not exist when segments were cut
         self._refuse_counters(optimizer)
-        super().__init__(optimizer, flats, group_of, parameters)
+        super().__init__(optimizer, flats, group_of, parameters, kernels)
 
     @staticmethod
     def _refuse_counters(optimizer: torch.optim.Optimizer) -> None:
@@ -234,11 +235,14 @@ class OffloadedOptimizer(BoundOptimizer):
     def _settle(self) -> None:
         """Only what is on the device is made by torch, wherever it likes."""
         everything = self._regions
-        self._regions = [region for region in everything if region.flats[0][0].states is None]
+        self._regions = self._regions_here()
         try:
             super()._settle()
         finally:
             self._regions = everything
+
+    def _regions_here(self) -> list[Region]:
+        return [region for region in self._regions if region.flats[0][0].states is None]
 
     # ---- the second half of a step ----
 

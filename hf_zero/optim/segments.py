@@ -12,6 +12,7 @@ from hf_zero.core.layout import Slot
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import hyperparameters, state
 from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.table import Flat, Region, Segment, cut, masters
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op behind it.
@@ -44,18 +45,25 @@ class BoundOptimizer:
         group_of: parameter name -> index of its group. A trainable parameter that is in no group is left alone.
         parameters: parameter name -> the object the optimizer holds, to find state that exists already. Such state
             (whole tensors) is cut to this rank's elements.
+        kernels: the configuration's ``kernels``: whether one kernel may update all segments (:mod:`hf_zero.optim.fused`).
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then unchanged.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, flats: Sequence[Flat], group_of: Mapping[str, int], parameters: Mapping[str, Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        flats: Sequence[Flat],
+        group_of: Mapping[str, int],
+        parameters: Mapping[str, Tensor],
+        kernels: Any = "auto",
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
         self._base = elementwise_base(type(optimizer))
         self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
+        self._fused = FusedStep(optimizer, self._base, self._step, kernels)
         self._flats = [flat for flat in flats if flat.trainable]
         slots: dict[str, Slot] = {slot.name: slot for flat in self._flats for slot in flat.layout.slots}
         carried = state.collect(optimizer, parameters, slots, group_of)
@@ -65,6 +73,7 @@ class BoundOptimizer:
     def _bind(self, flats: Sequence[Flat], groups: set[int]) -> None:
         """Cut ``flats`` into segments and put them into the optimizer's groups, with no state; each of ``groups`` gets one."""
         self._homed = False
+        self._fused.reset()
         self._regions = self._cut(flats)
         self._region_of = {flat.key: (region, base) for region in self._regions for flat, base in region.flats}
         segments = [segment for region in self._regions for segment in region.segments]
@@ -99,7 +108,13 @@ class BoundOptimizer:
 
     # ---- stepping ----
 
-    def step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    def takes_shards(self) -> bool:
+        """Whether the next :meth:`step` can write the new values into the shards, too."""
+        return self._fused.takes(self._stepped)
+
+    def step(
+        self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None, shards: Mapping[str, Tensor] | None = None
+    ) -> set[str]:
         """One update from the flats' gradients.
 
         Gradients that are fp32 are divided by ``grad_scale`` in place; 16-bit ones are cast first, into memory that lives
@@ -109,18 +124,33 @@ class BoundOptimizer:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in one), or None for 1.
             found_inf: 0-dim tensor; if it is not 0, nothing changes, neither weights nor state nor step counters.
                 Fused groups read it on the device. Others wait for its value on the host.
+            shards: by key of a flat, where the new values of its ``owned`` elements should go as well, rounded to its dtype.
+
+        Returns:
+            The keys among ``shards`` whose new values are there; none where the optimizer's own step has run.
         """
         optimizer: Any = self.optimizer
+        if self._fused.takes(self._stepped):
+            written = self._fused.step(self._regions_here(), self._stepped, grad_scale, found_inf, shards or {})
+            optimizer._opt_called = True
+            self._homed = True
+            return written
+        self._fused.part()
         in_kernel = self._scales_in_kernel(found_inf)
         if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
             optimizer._opt_called = True
-            return
+            return set()
         gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in self._stepped]
         self._step_over(self._stepped, gradients, grad_scale, found_inf, in_kernel, self._step)
         # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to notice this call.
         optimizer._opt_called = True
         if not self._homed:
             self._settle()
+        return set()
+
+    def _regions_here(self) -> list[Region]:
+        """The regions whose states are on the device."""
+        return self._regions
 
     def _step_over(
         self,

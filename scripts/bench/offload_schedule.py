@@ -346,12 +346,12 @@ class Recorder:
         return begun
 
     def _step(self, step: Any) -> Any:
-        def stepped(divisor: Any) -> None:
+        def stepped(divisor: Any, **more: Any) -> Any:
             here = sum(self._sizes[flat.unit.name] for flat in self._engine._training if flat.states is None)
             if here:
                 # Norm 4, Adam 28 and the cast 6 bytes an element; fp32 gradients are kept.
                 self._kernel("update on the GPU", size=38.0 * here)
-            step(divisor)
+            return step(divisor, **more)
 
         return stepped
 

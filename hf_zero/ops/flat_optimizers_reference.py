@@ -1,0 +1,84 @@
+"""The slow reference of the flat optimizers, in plain torch: tile by tile, in fp32, each line of the formula a line of code.
+
+It reads the tables on the host, and so waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops.flat_tiles import COEFFICIENTS
+
+
+def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
+    lr, decay, beta1, beta2, eps, log_beta1, log_beta2, sign, decoupled = settings.unbind(1)
+    count = steps + 1
+    step_size = lr / (1 - torch.exp(count.double() * log_beta1))
+    root_scale = (1 - torch.exp(count.double() * log_beta2)).rsqrt()
+    columns = [sign, 1 - lr * decay * decoupled, decay * (1 - decoupled), beta1, 1 - beta1, beta2, 1 - beta2, step_size, root_scale, eps]
+    out = torch.zeros(steps.numel(), COEFFICIENTS, dtype=torch.float32, device=steps.device)
+    out[:, : len(columns)] = torch.stack(columns, dim=1).float()
+    steps.copy_(count if found_inf is None else torch.where(found_inf == 0, count, steps))
+    return out
+
+
+def adam_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    table: Tensor,
+    coefficients: Tensor,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    tile: int,
+) -> None:
+    for at, numbers in _tiles(table, coefficients, found_inf):
+        _, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps = numbers
+        w, m, v = master[at[0]], exp_avg[at[2]], exp_avg_sq[at[2]]
+        g = grad[at[1]].float() * _factor(numbers[0], divisor)
+        g = g + w * l2
+        m.copy_(m * beta1 + g * rest1)
+        v.copy_(v * beta2 + (g * rest2) * g)
+        w.copy_(w * keep - (m * step_size) / (v.sqrt() * root_scale + eps))
+        if out is not None:
+            out[at[3]] = w.to(out.dtype)
+
+
+def lion_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    out: Tensor | None,
+    table: Tensor,
+    coefficients: Tensor,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    tile: int,
+) -> None:
+    for at, numbers in _tiles(table, coefficients, found_inf):
+        _, keep, _, beta1, rest1, beta2, rest2, step_size, _, _ = numbers
+        w, m = master[at[0]], exp_avg[at[2]]
+        g = grad[at[1]].float() * _factor(numbers[0], divisor)
+        way = m * beta1 + g * rest1
+        w.copy_(w * keep - way.sign() * step_size)
+        m.copy_(m * beta2 + g * rest2)
+        if out is not None:
+            out[at[3]] = w.to(out.dtype)
+
+
+def _tiles(table: Tensor, coefficients: Tensor, found_inf: Tensor | None) -> Iterator[tuple[list[slice], list[float]]]:
+    """For each tile its place in the master, the gradient, the moments and the copy, and its ten coefficients; none if all is skipped."""
+    if found_inf is not None and bool(found_inf != 0):
+        return
+    rows = coefficients.tolist()
+    for *places, length, row, _, _ in table.tolist():
+        yield [slice(place, place + length) for place in places], rows[row][:10]
+
+
+def _factor(sign: float, divisor: Tensor | None) -> Tensor | float:
+    return sign if divisor is None else sign / divisor

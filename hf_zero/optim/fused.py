@@ -1,0 +1,264 @@
+"""One launch for the update of all segments: Adam, AdamW and Lion by the flat kernels, in place of the optimizer's own step.
+
+[Note: what stays as it was]
+State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state dicts do not know who stepped. Its
+moments are views of one arena for each name, its counters views of one tensor with an entry a group. Whatever puts other tensors there
+(``load_state_dict``, a checkpoint) is noticed by identity at the next step, and they are moved in. Before the optimizer's own step runs
+after all, its counters are parted: torch counts each by itself, and would count a shared one as often as it is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops import dispatch
+from hf_zero.ops.flat_optimizers import ADAM, LION, Settings, adam_, advance_, lion_, settings_table
+from hf_zero.ops.flat_tiles import PHASE, Piece, Tiles
+from hf_zero.optim.lion import Lion
+from hf_zero.optim.table import Part, Region, Segment
+
+_KERNELS = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, Lion: LION}
+_MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Parts whose masters, gradients and copies lie in the same storages; the first one shows in which."""
+
+    segment: Segment
+    part: Part
+    tiles: Tiles
+
+
+class FusedStep:
+    """The update of ``optimizer``, whose class runs the update of ``base``, over segments of one device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., Any], kernels: Any):
+        self._optimizer = optimizer
+        self._base = base
+        self._kernel = _KERNELS.get(base) if base is not None else None
+        self._kernels = kernels
+        self._own_step = _is_own(step, optimizer)
+        self.reset()
+
+    def reset(self) -> None:
+        """Segments have been cut anew."""
+        self._arenas: dict[str, Tensor] = {}
+        self._homes: dict[Segment, dict[str, Tensor]] = {}
+        self._steps: Tensor | None = None
+        self._settings: Tensor | None = None
+        self._told: list[list[float]] = []
+        self._key: tuple[Any, ...] = ()
+        self._launches: list[_Launch] = []
+        self._written: set[str] = set()
+
+    # ---- whether ----
+
+    def takes(self, segments: Sequence[Segment]) -> bool:
+        """Whether the next step over ``segments`` is a launch. If not, the optimizer can make it."""
+        if self._kernel is None or not self._own_step or not any(segment.parts for segment in segments):
+            return False
+        device = segments[0].tensor.device
+        if not dispatch.wanted("optimizer", self._kernels, device) or self._kernel.name in dispatch.broken():
+            return False
+        if self._optimizer._optimizer_step_pre_hooks:  # they may look at the gradient of each tensor
+            return False
+        groups = self._optimizer.param_groups
+        return all(_is_plain(groups[index], self._base) for index in {segment.group for segment in segments}) and all(
+            segment.tensor.device == device
+            and segment.tensor.dtype == torch.float32
+            and all(_is_ready(part, device) for part in segment.parts)
+            for segment in segments
+        )
+
+    # ---- the step ----
+
+    def step(
+        self,
+        regions: Sequence[Region],
+        segments: Sequence[Segment],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        shards: Mapping[str, Tensor],
+    ) -> set[str]:
+        """One update, with the optimizer's hooks around it; the keys of the flats among ``shards`` whose new values were written there."""
+        device = segments[0].tensor.device
+        if not self._is_home(segments):
+            self._bring_home(regions, segments)
+        divisor = None if grad_scale is None else grad_scale.detach().to(device, torch.float32).reshape(())
+        skip = None if found_inf is None else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
+
+        def launch(optimizer: torch.optim.Optimizer) -> None:
+            self._launch(segments, divisor, skip, shards)
+
+        torch.optim.Optimizer.profile_hook_step(launch)(self._optimizer)
+        return self._written
+
+    def _launch(self, segments: Sequence[Segment], divisor: Tensor | None, skip: Tensor | None, shards: Mapping[str, Tensor]) -> None:
+        assert self._steps is not None
+        self._plan(segments, shards)
+        coefficients = advance_(self._steps, self._uploaded(segments, self._steps.device), skip)
+        for each in self._launches:
+            shard, grad = shards.get(each.part.flat.key), each.part.flat.grad
+            assert grad is not None
+            master, out = _storage_of(each.segment.tensor), None if shard is None else _storage_of(shard)
+            told: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
+            if self._kernel is ADAM:
+                moments = self._arenas["exp_avg"], self._arenas["exp_avg_sq"]
+                adam_(master, _storage_of(grad), *moments, each.tiles, coefficients, **told)
+            else:
+                lion_(master, _storage_of(grad), self._arenas["exp_avg"], each.tiles, coefficients, **told)
+
+    def _uploaded(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
+        """The settings of all groups, on the device; copied there if one of them has changed."""
+        used = {segment.group for segment in segments}
+        rows = [self._row(group) if index in used else Settings(0.0) for index, group in enumerate(self._optimizer.param_groups)]
+        told = [row.numbers() for row in rows]
+        if self._settings is None or told != self._told or any(isinstance(row.lr, Tensor) for row in rows):
+            self._settings, self._told = settings_table(rows, device), told
+        return self._settings
+
+    def _row(self, group: Mapping[str, Any]) -> Settings:
+        beta1, beta2 = group["betas"]
+        shared = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        if self._kernel is LION:
+            return Settings(**shared, corrected=False)
+        decoupled = group.get("decoupled_weight_decay", self._base is torch.optim.AdamW)
+        return Settings(**shared, eps=group["eps"], decoupled=bool(decoupled))
+
+    # ---- where things lie ----
+
+    def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
+        """Make tables of where everything lies, unless it lies where it did in the last step."""
+        key = tuple((_address(part.flat.grad), _address(shards.get(part.flat.key))) for part in _parts(segments))
+        if self._launches and key == self._key:
+            return
+        together: dict[tuple[Any, ...], tuple[Segment, Part, list[Piece]]] = {}
+        covered: dict[str, int] = {}
+        for segment in segments:
+            for part in segment.parts:
+                grad, shard = part.flat.grad, shards.get(part.flat.key)
+                assert grad is not None
+                kind = tuple(None if t is None else (t.untyped_storage()._cdata, t.dtype) for t in (segment.tensor, grad, shard))
+                piece = Piece(
+                    part.stop - part.start,
+                    segment.group,
+                    _begin(segment.tensor) + part.offset,
+                    _begin(grad) + part.start,
+                    _begin(self._homes[segment]["exp_avg"]) + part.offset,
+                    None if shard is None else _begin(shard) + part.start,
+                )
+                together.setdefault(kind, (segment, part, []))[2].append(piece)
+                if shard is not None:
+                    covered[part.flat.key] = covered.get(part.flat.key, 0) + piece.length
+        device = segments[0].tensor.device
+        self._launches = [_Launch(segment, part, Tiles.cut(pieces, device)) for segment, part, pieces in together.values()]
+        self._written = {name for name, numel in covered.items() if numel == shards[name].numel()}
+        self._key = key
+
+    def _is_home(self, segments: Sequence[Segment]) -> bool:
+        state = self._optimizer.state
+        return bool(self._homes) and all(
+            state[segment.tensor].get(name) is home for segment in segments for name, home in self._homes[segment].items()
+        )
+
+    def _bring_home(self, regions: Sequence[Region], segments: Sequence[Segment]) -> None:
+        """Move the state of ``segments`` into the arenas; state that does not exist yet is created there."""
+        assert self._kernel is not None
+        places, total = self._places(regions)
+        device = segments[0].tensor.device
+        state = self._optimizer.state
+        homes: dict[Segment, dict[str, Tensor]] = {segment: {} for segment in segments}
+        for name in _MOMENTS[self._kernel.name]:
+            arena = self._arenas.setdefault(name, torch.zeros(total, dtype=torch.float32, device=device))
+            for segment in segments:
+                numel = segment.tensor.numel()
+                home = arena[places[segment] : places[segment] + numel] if segment.parts else torch.zeros(numel, device=device)
+                self._move(state[segment.tensor], name, homes[segment], home)
+        if self._steps is None:
+            self._steps = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float32, device=device)
+        if self._kernel is ADAM:
+            for segment in segments:
+                self._move(state[segment.tensor], "step", homes[segment], self._steps[segment.group])
+        self._homes, self._launches = homes, []
+
+    def _move(self, state: dict[str, Any], name: str, homes: dict[str, Tensor], home: Tensor) -> None:
+        value = state.get(name)
+        if value is None:
+            home.zero_()
+        elif isinstance(value, Tensor):
+            home.copy_(value)
+        else:
+            home.fill_(value)
+        state[name] = homes[name] = home
+
+    @staticmethod
+    def _places(regions: Sequence[Region]) -> tuple[dict[Segment, int], int]:
+        """Where each segment begins in an arena, and how long that is. A region lies there as its masters do, and at the same phase."""
+        places: dict[Segment, int] = {}
+        total = 0
+        for region in regions:
+            if not region.segments:
+                continue
+            first = region.segments[0]
+            total += (_begin(first.tensor) - first.start - total) % PHASE
+            places |= {segment: total + segment.start for segment in region.segments}
+            total += region.numel
+        return places, total
+
+    def part(self) -> None:
+        """Give each tensor its own counter: the optimizer's step is going to count them one by one."""
+        if self._kernel is ADAM:
+            for segment, homes in self._homes.items():
+                entries = self._optimizer.state[segment.tensor]
+                if entries.get("step") is homes["step"]:
+                    entries["step"] = homes["step"].clone()
+        self._homes = {}
+
+
+def _parts(segments: Sequence[Segment]) -> Iterator[Part]:
+    for segment in segments:
+        yield from segment.parts
+
+
+def _is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which notes the call, around it."""
+    function = getattr(step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None)
+    return function is type(optimizer).step
+
+
+def _is_plain(group: Mapping[str, Any], base: type | None) -> bool:
+    """Whether the settings of ``group`` are those that the kernels know."""
+    numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
+    known = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
+    if base is Lion:
+        return known and group["foreach"] is None
+    return known and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
+
+
+def _is_number(lr: Any) -> bool:
+    return isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1)
+
+
+def _is_ready(part: Part, device: torch.device) -> bool:
+    grad = part.flat.grad
+    return grad is not None and grad.device == device and grad.dtype in _GRADIENTS and grad.is_contiguous()
+
+
+def _address(tensor: Tensor | None) -> tuple[int, torch.dtype] | None:
+    return None if tensor is None else (tensor.data_ptr(), tensor.dtype)
+
+
+def _begin(tensor: Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _storage_of(tensor: Tensor) -> Tensor:
+    """All of the memory that ``tensor`` is a view of, in its dtype: 1-D."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

@@ -1,0 +1,159 @@
+"""The flat optimizers on a GPU at real sizes: beside torch's fused step and fp64, in engines with and without them, and never waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.core import comm
+from hf_zero.ops import dispatch
+from hf_zero.ops.flat_optimizers import Piece, Settings, Tiles, adam_, advance_, lion_, settings_table, squared_norm
+from hf_zero.optim.lion import Lion
+from tests.helpers.engines import STAGES, start
+from tests.helpers.stacks import stack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = 3
+
+
+@pytest.fixture
+def process_group():
+    comm.init_distributed()
+    yield
+    comm.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_breaks():
+    yield
+    assert not dispatch.broken()
+
+
+def lengths(numel: int, tensors: int) -> list[int]:
+    """``tensors`` odd lengths that add up to ``numel``."""
+    cuts = torch.randperm(numel - 1)[: tensors - 1].add(1).sort().values.tolist()
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, numel])]
+
+
+@pytest.mark.parametrize("tensors", [1, 400])
+@pytest.mark.parametrize("numel", [1_000_000, 10_000_000])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property):
+    sizes = lengths(numel, tensors)
+    master = torch.randn(numel, device=DEVICE)
+    theirs = [torch.nn.Parameter(part.clone()) for part in master.split(sizes)]
+    halves = [theirs[::2], theirs[1::2]]
+    optimizer = torch.optim.AdamW(
+        [{"params": half, "lr": lr, "weight_decay": decay} for half, lr, decay in zip(halves, (1e-2, 3e-3), (0.1, 0.0)) if half], fused=True
+    )
+    pieces, at = [], 0
+    for index, size in enumerate(sizes):
+        pieces.append(Piece(size, index % 2, at, at, at, at))
+        at += size
+    tiles = Tiles.cut(pieces, DEVICE)
+    mean, square = torch.zeros_like(master), torch.zeros_like(master)
+    copy, steps = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE), torch.zeros(2, device=DEVICE)
+    rows = [Settings(1e-2, weight_decay=0.1), Settings(3e-3, weight_decay=0.0)]
+    divisor = torch.full((), 1.7, device=DEVICE)
+    for _ in range(STEPS):
+        grad = torch.randn(numel, device=DEVICE).to(grad_dtype)
+        for parameter, part in zip(theirs, (grad.float() / divisor).split(sizes)):
+            parameter.grad = part
+        optimizer.step()
+        coefficients = advance_(steps, settings_table(rows, DEVICE))
+        adam_(master, grad, mean, square, tiles, coefficients, divisor=divisor, out=copy)
+    want = torch.cat([p.data for p in theirs])
+    record_property("largest difference of a weight", f"{(master - want).abs().max().item():.1e}")
+    torch.testing.assert_close(master, want, rtol=1e-6, atol=1e-6)
+    for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
+        torch.testing.assert_close(ours, torch.cat([optimizer.state[p][name] for p in theirs]), rtol=1e-6, atol=1e-7)
+    assert torch.equal(copy, master.bfloat16())
+
+
+def test_lion_is_ours_in_torch():
+    numel = 1_000_003
+    parameter = torch.nn.Parameter(torch.randn(numel, device=DEVICE))
+    master, mean = parameter.detach().clone(), torch.zeros(numel, device=DEVICE)
+    optimizer = Lion([parameter], lr=1e-3, weight_decay=0.1)
+    tiles, steps = Tiles.cut([Piece(numel, 0, 0, 0, 0)], DEVICE), torch.zeros(1, device=DEVICE)
+    rows = [Settings(1e-3, 0.9, 0.99, weight_decay=0.1, corrected=False)]
+    for _ in range(STEPS):
+        parameter.grad = torch.randn(numel, device=DEVICE)
+        optimizer.step()
+        lion_(master, parameter.grad, mean, tiles, advance_(steps, settings_table(rows, DEVICE)))
+    # Where the two terms of the direction cancel, its sign is that of a rounding: those elements are few, and off by two steps.
+    off = (master - parameter.detach()).abs()
+    assert off.max() <= 2e-3 * STEPS + 1e-6 and (off > 1e-6).float().mean() < 1e-4
+    torch.testing.assert_close(mean, optimizer.state[parameter]["exp_avg"], rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_that_is_skipped_writes_nothing():
+    numel = 100_001
+    arrays = [torch.randn(numel, device=DEVICE).abs() for _ in range(4)]
+    before = [array.clone() for array in arrays]
+    steps, found = torch.full((1,), 4.0, device=DEVICE), torch.ones((), device=DEVICE)
+    coefficients = advance_(steps, settings_table([Settings(1e-2)], DEVICE), found)
+    adam_(*arrays, Tiles.cut([Piece(numel, 0, 0, 0, 0)], DEVICE), coefficients, found_inf=found)
+    assert all(torch.equal(now, was) for now, was in zip(arrays, before)) and steps.item() == 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_is_that_of_fp64(dtype, record_property):
+    buffer = torch.randn(20_000_001, device=DEVICE).to(dtype)
+    parts = [*buffer.split(lengths(buffer.numel(), 300))]
+    total, found = squared_norm(parts)
+    exact = buffer.double().square().sum()
+    error, one_sum = abs((total / exact).item() - 1), abs((buffer.float().square().sum().double() / exact).item() - 1)
+    record_property("relative error", f"{error:.1e}, of torch's fp32 sum {one_sum:.1e}")
+    assert error < 1e-7 and found.item() == 0.0
+    buffer[12_345_678] = float("inf")
+    assert squared_norm(parts)[1].item() == 1.0
+    assert squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0].item() == pytest.approx(1e-45, rel=1e-5)
+
+
+def run_engine(kernels: bool, stage: int, precision: str, monkeypatch: pytest.MonkeyPatch, watched: bool = False) -> list[float]:
+    """Losses of five steps; ``watched``: an error where one of the later waits for the device."""
+    monkeypatch.setattr(dispatch, "wanted", lambda name, asked, device: kernels and dispatch.runs_on(device))
+    torch.manual_seed(0)
+    model = stack()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    engine = start(model, optimizer, config)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(4, 7, generator=generator).to(DEVICE, dtype) for _ in range(5)]
+    losses = []
+    for number, inputs in enumerate(batches):
+        if watched and number == 2:  # the first steps make tables and state
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.param_groups[0]["lr"] *= 0.9  # uploaded anew
+            loss = engine(inputs).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        finally:
+            if watched:
+                torch.cuda.set_sync_debug_mode("default")
+    assert bool(engine.bound._fused._launches) == kernels
+    engine.destroy()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_engines_with_and_without_lose_alike(stage, precision, tolerance, process_group, monkeypatch):
+    ours, theirs = (run_engine(kernels, stage, precision, monkeypatch) for kernels in (True, False))
+    assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_never_waits_for_the_device(stage, precision, process_group, monkeypatch):
+    run_engine(True, stage, precision, monkeypatch, watched=True)

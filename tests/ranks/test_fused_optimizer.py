@@ -1,0 +1,143 @@
+"""Engines whose optimizer steps in one launch: every stage and precision against the oracle, resumed, offloaded in part, with fp16 overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.ops import dispatch
+from hf_zero.optim.fused import FusedStep
+from tests.helpers import oracle
+from tests.helpers.checked_triton import checked_triton
+from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.training import ArchitectureJob, At, Plan, adamw, trainable
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Kernels run wherever they can, in the checked interpreter; the list grows by the written shards at each step of a rank."""
+    written = []
+    step = FusedStep.step
+
+    def counted(self, *args):
+        written.append(step(self, *args))
+        return written[-1]
+
+    monkeypatch.setattr(FusedStep, "step", counted)
+    monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
+    with checked_triton(poison=False):
+        yield written
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_against_the_oracle(stage, precision, launches):
+    job = ArchitectureJob(ARCHITECTURES["bert"])
+    plan = Plan(ranks=2, steps=2, precision=precision, clip=1.0)
+    got = train_on_threads(job, plan, engine_opener(stage))
+    exact = oracle.kept(job, Plan(ranks=2, steps=2, clip=1.0))
+    if precision == "fp32":
+        oracle.compare(got, exact)
+    else:
+        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
+    assert len(launches) == 4
+    assert all(launches) == (precision != "fp32")
+
+
+def groups(model):
+    """Two groups in each unit, with a rate and a decay of their own."""
+    plain = [p for p in trainable(model) if p.dim() == 1]
+    decayed = [p for p in trainable(model) if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3, "weight_decay": 0.0}], lr=1e-3, eps=1e-6
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_and_schedules(stage, ranks, launches):
+    def lower(step, model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+
+    want, norms = by_hand(groups, [[(1.0, 0)]] * 3, ranks, clip=0.5, after_step=lower)
+
+    def run(rank, model):
+        optimizer = groups(model)
+        engine = start(model, optimizer, config_of(stage, gradient_clipping=0.5))
+        seen = []
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            lower(step, model, optimizer)
+            seen.append(engine.get_global_grad_norm())
+        return full_weights(engine), seen
+
+    for weights, seen in on_ranks(ranks, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+        assert seen == pytest.approx(norms, rel=1e-6)
+    assert len(launches) == 3 * ranks
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_goes_on_with_and_without(stage, launches, tmp_path, monkeypatch):
+    """Saved by one launch, resumed by torch's step on other ranks, and the other way round: the same weights."""
+    want, _ = by_hand(adamw, [[(1.0, 0)]] * 3, 1)
+
+    def run(rank, model, first, last):
+        engine = start(model, adamw(model), config_of(stage))
+        if first:
+            engine.load_checkpoint(str(tmp_path))
+        for step in range(first, last):
+            engine.backward(squared(engine, At(step, 0, 0)))
+            engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    on_ranks(2, run, 0, 1)
+    assert len(launches) == 2
+    with monkeypatch.context() as unwanted:
+        unwanted.setattr(dispatch, "wanted", lambda *_: False)
+        on_ranks(1, run, 1, 2)
+    assert len(launches) == 2
+    oracle.compare_tensors("weights", on_ranks(2, run, 2, 3)[1], want, floor=oracle.ADAM_ROUNDING)
+    assert len(launches) == 4
+
+
+def test_an_fp16_overflow_is_skipped_and_not_counted(launches):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
+        before = full_weights(engine)
+        engine.backward(squared(engine, At(0, 0, rank), torch.float16) * 1e8)
+        engine.step()
+        after = full_weights(engine)
+        engine.backward(squared(engine, At(1, 0, rank), torch.float16))
+        engine.step()
+        return before, after, engine.bound.scalars()[0]["step"], engine.skipped_steps
+
+    for before, after, steps, skipped in on_ranks(2, run):
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        assert (steps, skipped) == (1.0, 1)
+    assert len(launches) == 2
+
+
+def test_what_is_offloaded_is_not_in_the_launch(launches):
+    """Half of the state in host memory, half updated by the kernel, in one step: the weights of the oracle."""
+    want, _ = by_hand(adamw, [[(1.0, 0)]] * 2, 2)
+
+    def run(rank, model):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        engine = start(model, adamw(model), config_of(2, zero_optimization=zero))
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine), sum(flat.states is not None for flat in engine.flats), len(engine.flats)
+
+    for weights, away, flats in on_ranks(2, run):
+        assert 0 < away < flats
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+    assert len(launches) == 4

@@ -1,0 +1,248 @@
+"""One launch for all segments: equal to the optimizer's own step over the same flats; state, hooks and fallbacks as torch has them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_zero.ops import dispatch
+from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.lion import Lion
+from hf_zero.optim.segments import BoundOptimizer
+from tests.helpers.checked_triton import checked_triton
+from tests.helpers.flats import shard
+
+UNITS = [
+    {"a.weight": (5, 7), "a.bias": (7,)},
+    {"b.weight": (3, 4), "b.bias": (4,), "b.scale": (1,)},
+    {"c.weight": (40,), "c.bias": (2,)},
+]
+GROUP_OF = {name: int("bias" in name) for unit in UNITS for name in unit}
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels run wherever they can; the list grows by a name at each launch."""
+    launched: list[str] = []
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: kernels != "off" and dispatch.runs_on(device))
+    load = dispatch._load
+
+    def note(launch: str) -> Any:
+        launched.append(launch.partition(":")[2])
+        return load(launch)
+
+    monkeypatch.setattr(dispatch, "_load", note)
+    return launched
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{**groups[0], "lr": 1e-2, "weight_decay": 0.1}, {**groups[1], "lr": 3e-3, "weight_decay": 0.0}])
+
+
+def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([{**groups[0], "betas": (0.8, 0.9)}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True)
+
+
+def lion(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return Lion([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=1e-3)
+
+
+class Bound:
+    """One rank's flats and a bound optimizer."""
+
+    def __init__(
+        self, make: Any, kernels: str, shards: int = 1, rank: int = 0, together: bool = True, grad_dtype: torch.dtype = torch.float32
+    ):
+        torch.manual_seed(5)
+        units = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in UNITS]
+        self.flats = shard(units, shards, together=together, grad_dtype=grad_dtype)[rank]
+        parameters = {name: torch.nn.Parameter(tensor) for unit in units for name, tensor in unit.items()}
+        groups = [{"params": [p for name, p in parameters.items() if GROUP_OF[name] == index]} for index in range(2)]
+        self.optimizer = make(groups)
+        self.bound = BoundOptimizer(self.optimizer, self.flats, GROUP_OF, parameters, kernels)
+
+    def step(self, seed: int, **told: Any) -> set[str]:
+        generator = torch.Generator().manual_seed(seed)
+        for flat in self.flats:
+            assert flat.grad is not None
+            flat.grad.copy_(torch.randn(flat.grad.numel(), generator=generator))
+        return self.bound.step(**told)
+
+    def everything(self) -> dict[str, Tensor]:
+        return {f"{flat.key} {name}": t.clone() for flat in self.flats for name, t in self.bound.tensors(flat).items()}
+
+
+def same(ours: Bound, theirs: Bound, tolerance: float = 5e-7) -> None:
+    got, want = ours.everything(), theirs.everything()
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    assert ours.bound.scalars() == theirs.bound.scalars()
+
+
+@pytest.mark.parametrize("shards, rank", [(1, 0), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("make", [adamw, adam, lion])
+def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced):
+    ours, theirs = (Bound(make, kernels, shards, rank, together) for kernels in ("auto", "off"))
+    for seed in range(3):
+        for each in (ours, theirs):
+            each.optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does
+            each.step(seed, grad_scale=torch.tensor(2.5))
+        same(ours, theirs)
+    launches = 3 if together else 3 * len(ours.flats)
+    assert forced.count("lion_" if make is lion else "adam_") == launches
+    assert forced.count("advance_") == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_and_copies_of_16_bits(dtype, forced):
+    ours, theirs = (Bound(adamw, kernels, grad_dtype=dtype) for kernels in ("auto", "off"))
+    lengths = [flat.master.numel() for flat in ours.flats]
+    shards = dict(zip((flat.key for flat in ours.flats), torch.zeros(sum(lengths), dtype=dtype).split(lengths)))
+    for seed in range(2):
+        with checked_triton():
+            written = ours.step(seed, grad_scale=torch.tensor(3.0), shards=shards)
+        assert written == set(shards)
+        assert theirs.step(seed, grad_scale=torch.tensor(3.0), shards=shards) == set()
+        for flat in ours.flats:
+            assert torch.equal(shards[flat.key], flat.master.to(dtype))
+    same(ours, theirs)
+    assert forced.count("adam_") == 2
+
+
+def test_a_step_that_overflowed_changes_nothing(forced):
+    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    for seed, found in enumerate((1.0, 0.0, 3.0, 0.0)):
+        before = ours.everything() if found and seed else None
+        for each in (ours, theirs):
+            each.step(seed, found_inf=torch.tensor(found))
+        assert before is None or all(torch.equal(t, before[name]) for name, t in ours.everything().items())
+    same(ours, theirs)
+    assert ours.bound.scalars()[0]["step"] == 2.0
+
+
+def test_state_that_is_replaced_is_moved_in(forced):
+    """A state dict, a checkpoint's tensors and its counters go on where they were."""
+    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    for each in (ours, theirs):
+        each.step(0)
+    for each in (ours, theirs):
+        saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
+        each.step(1)
+        torch.optim.AdamW.load_state_dict(each.optimizer, saved)
+        each.bound.unpacked()
+        each.step(2)
+        each.bound.load_tensor(each.flats[0], "exp_avg", torch.full_like(each.flats[0].master, 0.25))
+        each.bound.load_scalars([{"step": 7.0}, {"step": 7.0}])
+        each.step(3)
+    same(ours, theirs)
+    assert ours.bound.scalars()[1]["step"] == 8.0
+    for each in (ours, theirs):
+        each.bound.forget()
+        each.step(4)
+    same(ours, theirs)
+
+
+def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
+    """A setting that the kernel does not know, for a while: shared counters are parted, and not counted once a tensor."""
+    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    for seed in range(6):
+        for each in (ours, theirs):
+            for group in each.optimizer.param_groups:
+                group["fused"] = not 2 <= seed < 4
+            each.step(seed)
+        same(ours, theirs)
+    assert forced.count("adam_") == 4
+    assert ours.bound.scalars()[0]["step"] == 6.0
+
+
+def test_state_stays_one_view_of_each_flat(forced):
+    ours = Bound(adamw, "auto")
+    ours.step(0)
+    for flat in ours.flats:
+        for name, tensor in ours.bound.tensors(flat).items():
+            tensor.fill_(0.5)
+            assert torch.equal(ours.bound.tensors(flat)[name], torch.full_like(tensor, 0.5))
+    arenas = {ours.optimizer.state[tensor]["exp_avg"].untyped_storage().data_ptr() for _, tensor in ours.bound.segments}
+    assert len(arenas) == 1
+
+
+@pytest.mark.parametrize("change", ["amsgrad", "foreach", "unfused", "hook", "subclass", "wrapped", "gradient", "off"])
+def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(change, forced):
+    class Sub(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    def make(groups):
+        told = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}.get(change, {})
+        optimizer = (Sub if change == "subclass" else torch.optim.AdamW)(groups, lr=1e-2, **told)
+        if change == "hook":
+            optimizer.register_step_pre_hook(lambda *_: None)
+        if change == "wrapped":
+            own = optimizer.step
+            optimizer.step = lambda: own()
+        return optimizer
+
+    ours = Bound(make, "off" if change == "off" else "auto")
+    if change == "gradient":
+        ours.flats[0].grad = None
+        assert ours.bound.step() == set()
+    else:
+        assert ours.step(0) == set()
+    assert "adam_" not in forced
+    assert ours.bound.scalars()[0]["step"] == 1.0
+
+
+def test_hooks_schedulers_and_tensor_rates(forced):
+    """Hooks after the step run, a scheduler sees it and a rate that is a tensor is read at each step."""
+
+    def make(groups):
+        return torch.optim.AdamW(groups, lr=torch.tensor(1e-2))
+
+    ours, theirs = Bound(make, "auto"), Bound(make, "off")
+    called = []
+    ours.optimizer.register_step_post_hook(lambda optimizer, *_: called.append(optimizer))
+    for each in (ours, theirs):
+        scheduler = torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5)
+        for seed in range(3):
+            each.step(seed)
+            scheduler.step()
+    same(ours, theirs)
+    assert called == [ours.optimizer] * 3 and forced.count("adam_") == 3
+
+
+def test_a_kernel_that_cannot_be_compiled_gives_way(forced, monkeypatch):
+    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    for each in (ours, theirs):
+        each.step(0)
+    monkeypatch.setitem(dispatch._BROKEN, "flat_adam", "RuntimeError: PassManager")
+    for each in (ours, theirs):
+        each.step(1)
+    same(ours, theirs)
+    assert forced.count("adam_") == 1
+
+
+def test_only_a_scheduler_s_wrapper_is_looked_through():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
+    assert not FusedStep(optimizer, torch.optim.AdamW, lambda: None, "auto")._own_step
+
+
+@pytest.mark.parametrize(
+    "kernels, device, want",
+    [("off", "cuda", False), (None, "cuda", False), ("auto", "cuda", True), ("on", "cuda", True), (("optimizer",), "cuda", True)]
+    + [(("norms",), "cuda", False), ("auto", "cpu", False), (("optimizer", "norms"), "cpu", True), ("off", "cpu", False)],
+)
+def test_what_the_configuration_asks_for(kernels, device, want, monkeypatch):
+    monkeypatch.setattr(dispatch, "runs_on", lambda device: True)
+    assert dispatch.wanted("optimizer", kernels, torch.device(device)) is want
+    monkeypatch.setattr(dispatch, "runs_on", lambda device: False)
+    assert not dispatch.wanted("optimizer", kernels, torch.device(device))
