@@ -1,0 +1,27 @@
+"""Block-sparse attention: layouts, and attention over their blocks alone."""
+
+from .attention import sparse_attention
+from .layouts import (
+    BigBirdSparsityConfig,
+    BlockLayout,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+from .section import from_section
+
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "BlockLayout",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+    "from_section",
+    "sparse_attention",
+]

@@ -1,0 +1,322 @@
+"""Which blocks of queries attend to which blocks of keys: DeepSpeed's sparsity configurations.
+
+Each class describes a pattern and makes its layout for any length::
+
+    layout = BigBirdSparsityConfig(num_heads=16, block=64).make_layout(4096)  # int64 [16, 64, 64], 1 where a block is attended to
+
+Patterns: Fixed and Variable after "Generating Long Sequences with Sparse Transformers" (arXiv:1904.10509), BigBird (arXiv:2007.14062),
+Longformer by blocks (arXiv:2004.05150). Names, defaults and meaning are those of ``deepspeed.ops.sparse_attention``, with three
+differences: random blocks come from a generator of their own, seeded by ``seed``, so that all ranks and runs agree and no global random
+state moves; in a unidirectional layout they lie in the past, as many as there are; and a sequence of fewer blocks than a pattern names is
+attended to whole, where DeepSpeed raises.
+
+A configuration does not change once it is made, because layouts compiled from it are kept. A subclass that defines ``make_layout`` works
+like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.errors import KernelError
+
+from . import registry
+
+
+class _Registered(type):
+    """Registers a configuration after its last constructor, when all that describes it is there."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        config = super().__call__(*args, **kwargs)
+        config.__dict__["handle"] = registry.register(config)
+        return config
+
+
+class SparsityConfig(metaclass=_Registered):
+    """What all patterns share: ``num_heads``, the ``block`` size in tokens, and whether heads differ.
+
+    ``attention`` is "bidirectional" or "unidirectional"; an unidirectional pattern makes sparse_attention causal, within blocks too.
+    """
+
+    handle: int
+    attention: str = "bidirectional"
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+        if num_heads < 1 or block < 1:
+            raise KernelError(f"num_heads is {num_heads} and block is {block}; both must be at least 1")
+        self.num_heads = num_heads
+        self.block = block
+        self.different_layout_per_head = different_layout_per_head
+        self.num_layout_heads = num_heads if different_layout_per_head else 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "handle" in self.__dict__:
+            raise KernelError(
+                f"{type(self).__name__}.{name} cannot change once the configuration is made: layouts compiled from it are kept; make another"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), {name: value for name, value in self.__dict__.items() if name != "handle"})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SparsityConfig) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return self.handle
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if name not in ("handle", "num_layout_heads"))
+        return f"{type(self).__name__}({told})"
+
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        """The layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads, blocks, blocks] of 0 and 1 on the CPU."""
+        if seq_len % self.block:
+            raise KernelError(f"a sequence of {seq_len} tokens is no multiple of the block, {self.block}; sparse_attention pads by itself")
+        blocks = seq_len // self.block
+        random = torch.Generator().manual_seed(getattr(self, "seed", 0))
+        made = [self.head_layout(head, blocks, random) for head in range(self.num_layout_heads)]
+        layout = torch.stack(made).to(torch.int64)
+        return layout if self.num_layout_heads == self.num_heads else layout.repeat(self.num_heads, 1, 1)
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        """The pattern of one head: bool [blocks, blocks]."""
+        raise NotImplementedError(f"{type(self).__name__} describes no pattern; use one of its subclasses, or define head_layout")
+
+
+class DenseSparsityConfig(SparsityConfig):
+    """Every block: plain attention, for comparison."""
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        return torch.ones(blocks, blocks, dtype=torch.bool)
+
+
+class FixedSparsityConfig(SparsityConfig):
+    """Windows of ``num_local_blocks``, the last ``num_global_blocks`` of each being global.
+
+    All (later) blocks attend to global blocks; with ``horizontal_global_attention`` global blocks attend to all as well. With
+    ``num_different_global_patterns`` head ``h`` takes the ``h``-th group from the end of the window, modulo that number.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_local_blocks: int = 4,
+        num_global_blocks: int = 1,
+        attention: str = "bidirectional",
+        horizontal_global_attention: bool = False,
+        num_different_global_patterns: int = 1,
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.attention = _direction(attention, horizontal_global_attention)
+        self.horizontal_global_attention = horizontal_global_attention
+        if num_global_blocks < 1 or num_local_blocks < 1 or num_local_blocks % num_global_blocks:
+            raise KernelError(f"num_local_blocks is {num_local_blocks}, which must be a multiple of num_global_blocks, {num_global_blocks}")
+        self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
+        most = num_local_blocks // num_global_blocks if different_layout_per_head else 1
+        if not 1 <= num_different_global_patterns <= most:
+            raise KernelError(
+                f"num_different_global_patterns is {num_different_global_patterns}; it can be at most {most}: one pattern without "
+                "different_layout_per_head, else num_local_blocks / num_global_blocks"
+            )
+        self.num_different_global_patterns = num_different_global_patterns
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        window, width = self.num_local_blocks, self.num_global_blocks
+        rows, columns = _grid(blocks)
+        layout = rows // window == columns // window
+        if self.attention == "unidirectional":
+            layout = layout & (columns <= rows)
+        first = window - (1 + head % self.num_different_global_patterns) * width
+        whole = blocks - blocks % window
+        starts = list(range(first, whole, window))
+        if whole < blocks:  # the last window is short: its global blocks move to where they fit
+            starts.append(max(0, min(whole + first, blocks - width)))
+        spans = [(start, start + width) for start in starts]
+        return layout | _globals(blocks, spans, self.attention, horizontal=self.horizontal_global_attention)
+
+
+class VariableSparsityConfig(SparsityConfig):
+    """Windows of the sizes ``local_window_blocks`` (the last one repeated), given global blocks, random blocks in each row.
+
+    ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of spans that end before these.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 0,
+        local_window_blocks: Sequence[int] = (4,),
+        global_block_indices: Sequence[int] = (0,),
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: str = "bidirectional",
+        horizontal_global_attention: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.attention = _direction(attention, horizontal_global_attention)
+        self.horizontal_global_attention = horizontal_global_attention
+        self.num_random_blocks, self.seed = num_random_blocks, seed
+        if not local_window_blocks or min(local_window_blocks) < 1:
+            raise KernelError(f"local_window_blocks is {list(local_window_blocks)}; give sizes of at least 1")
+        self.local_window_blocks = tuple(local_window_blocks)
+        self.global_block_indices, self.global_block_end_indices = _spans_checked(global_block_indices, global_block_end_indices)
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        rows, columns = _grid(blocks)
+        sizes = self.local_window_blocks
+        ends = torch.tensor(sizes).cumsum(0)
+        repeated = (torch.arange(blocks) - int(ends[-1])).div(sizes[-1], rounding_mode="floor") + len(sizes)
+        window = torch.where(torch.arange(blocks) < ends[-1], torch.bucketize(torch.arange(blocks), ends, right=True), repeated)
+        layout = window[:, None] == window[None, :]
+        if self.attention == "unidirectional":
+            layout = layout & (columns <= rows)
+        layout = layout | _random(blocks, self.num_random_blocks, self.attention, random)
+        spans = _spans(self.global_block_indices, self.global_block_end_indices)
+        return layout | _globals(blocks, spans, self.attention, horizontal=self.horizontal_global_attention)
+
+
+class BigBirdSparsityConfig(SparsityConfig):
+    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks in each row."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 1,
+        num_sliding_window_blocks: int = 3,
+        num_global_blocks: int = 1,
+        attention: str = "bidirectional",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.attention = _direction(attention)
+        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self.num_sliding_window_blocks, self.num_global_blocks = num_sliding_window_blocks, num_global_blocks
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        layout = _sliding(blocks, self.num_sliding_window_blocks) | _random(blocks, self.num_random_blocks, self.attention, random)
+        layout = layout | _globals(blocks, [(0, self.num_global_blocks)], "bidirectional", horizontal=True)
+        return layout.tril() if self.attention == "unidirectional" else layout
+
+
+class BSLongformerSparsityConfig(SparsityConfig):
+    """A sliding window, and given global blocks in rows and columns."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_sliding_window_blocks: int = 3,
+        global_block_indices: Sequence[int] = (0,),
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: str = "bidirectional",
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.attention = _direction(attention)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.global_block_indices, self.global_block_end_indices = _spans_checked(global_block_indices, global_block_end_indices)
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        spans = _spans(self.global_block_indices, self.global_block_end_indices)
+        layout = _sliding(blocks, self.num_sliding_window_blocks) | _globals(blocks, spans, "bidirectional", horizontal=True)
+        return layout.tril() if self.attention == "unidirectional" else layout
+
+
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A sliding window alone."""
+
+    def __init__(self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional") -> None:
+        super().__init__(num_heads, block)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.attention = _direction(attention)
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        layout = _sliding(blocks, self.num_sliding_window_blocks)
+        return layout.tril() if self.attention == "unidirectional" else layout
+
+
+class BlockLayout(SparsityConfig):
+    """A layout given as a tensor of [heads or 1, blocks, blocks]; whatever is not zero is attended to."""
+
+    def __init__(self, layout: torch.Tensor, block: int, attention: str = "bidirectional") -> None:
+        if layout.dim() != 3 or layout.shape[1] != layout.shape[2]:
+            raise KernelError(f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}")
+        super().__init__(layout.shape[0], block, different_layout_per_head=layout.shape[0] > 1)
+        self.attention = _direction(attention)
+        self.layout = (layout != 0).cpu()
+
+    def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
+        if blocks != self.layout.shape[1]:
+            raise KernelError(f"the layout is of {self.layout.shape[1]} blocks of {self.block}, and the sequence has {blocks}")
+        return self.layout[head]
+
+
+def _restored(kind: Any, attributes: dict[str, Any]) -> SparsityConfig:
+    config: SparsityConfig = kind.__new__(kind)
+    config.__dict__.update(attributes)
+    config.__dict__["handle"] = registry.register(config)
+    return config
+
+
+def _grid(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    index = torch.arange(blocks)
+    return index[:, None], index[None, :]
+
+
+def _sliding(blocks: int, width: int) -> torch.Tensor:
+    rows, columns = _grid(blocks)
+    return (rows - columns).abs() <= width // 2
+
+
+def _globals(blocks: int, spans: list[tuple[int, int]], attention: str, *, horizontal: bool) -> torch.Tensor:
+    layout = torch.zeros(blocks, blocks, dtype=torch.bool)
+    for start, end in spans:
+        layout[0 if attention == "bidirectional" else start :, start:end] = True
+        if horizontal:
+            layout[start:end, :] = True
+    return layout
+
+
+def _random(blocks: int, count: int, attention: str, random: torch.Generator) -> torch.Tensor:
+    """``count`` different columns in each row, drawn from the past alone when unidirectional."""
+    layout = torch.zeros(blocks, blocks, dtype=torch.bool)
+    if not count:
+        return layout
+    count = min(count, blocks)
+    drawn = torch.rand(blocks, blocks, generator=random)
+    if attention == "unidirectional":
+        drawn = drawn.masked_fill(torch.ones_like(layout).triu(1), 2.0)
+    layout.scatter_(1, drawn.topk(count, dim=1, largest=False).indices, True)
+    return layout.tril() if attention == "unidirectional" else layout
+
+
+def _direction(attention: str, horizontal: bool = False) -> str:
+    if attention not in ("unidirectional", "bidirectional"):
+        raise KernelError(f'attention is {attention!r}; it must be "unidirectional" or "bidirectional"')
+    if horizontal and attention != "bidirectional":
+        raise KernelError("horizontal_global_attention would let blocks attend to the future; it needs bidirectional attention")
+    return attention
+
+
+def _spans_checked(starts: Sequence[int], ends: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    if ends is None:
+        return tuple(starts), None
+    if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends)):
+        raise KernelError(
+            f"global_block_indices {list(starts)} must be as many as global_block_end_indices {list(ends)}, each below its end"
+        )
+    return tuple(starts), tuple(ends)
+
+
+def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
+    return list(zip(starts, ends if ends is not None else [start + 1 for start in starts]))

@@ -1,0 +1,131 @@
+"""Block-sparse attention in plain torch: dense scores under the mask that the layout spells out, in fp32, one sequence at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from .plan import Plan
+
+_LOW = 0xFFFFFFFF
+_ROUNDS = 7
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    padding: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o`` [B, H, S, D] in the dtype of ``q``, and the log of each row's sum of exponentials, fp32 [B, H, S], inf for rows without a key."""
+    o = empty_like_heads(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for sequence in range(q.shape[0]):
+        scores = _scores(sequence, q, k, plan, padding, causal, scale)
+        total = torch.logsumexp(scores, -1)
+        total = total.masked_fill(total == -torch.inf, torch.inf)
+        p = torch.exp(scores - total[..., None]) * _kept(sequence, q, seed, dropout)
+        o[sequence] = (p @ _grouped(v, sequence, q.shape[1])).to(q.dtype)
+        lse[sequence] = total
+    return o, lse
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    plan: Plan,
+    padding: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, the last two summed over the heads that share them (Dao, arXiv:2307.08691, algorithm 2)."""
+    dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
+    heads, (kv_heads, length, width) = q.shape[1], k.shape[1:]
+    for sequence in range(q.shape[0]):
+        key, value = _grouped(k, sequence, heads), _grouped(v, sequence, heads)
+        kept = _kept(sequence, q, seed, dropout)
+        p = torch.exp(_scores(sequence, q, k, plan, padding, causal, scale) - lse[sequence, ..., None])
+        g = _wide(grad[sequence])
+        delta = (g * _wide(o[sequence])).sum(-1, keepdim=True)
+        ds = p * (g @ value.transpose(-1, -2) * kept - delta)
+        dq[sequence] = (ds @ key * scale).to(q.dtype)
+        shared = (kv_heads, heads // kv_heads, length, width)
+        dk[sequence] = (ds.transpose(-1, -2) @ _wide(q[sequence]) * scale).view(shared).sum(1).to(k.dtype)
+        dv[sequence] = ((p * kept).transpose(-1, -2) @ g).view(shared).sum(1).to(v.dtype)
+    return dq, dk, dv
+
+
+def empty_like_heads(x: torch.Tensor) -> torch.Tensor:
+    """Memory for [B, H, S, D] laid out as [B, S, H, D], as a projection's output is."""
+    batch, heads, length, width = x.shape
+    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def allowed(plan: Plan, length: int, causal: bool) -> torch.Tensor:
+    """The mask a layout stands for: bool [heads or 1, S, S]."""
+    mask = plan.layout.repeat_interleave(plan.block, 1).repeat_interleave(plan.block, 2)[:, :length, :length]
+    return mask.tril() if causal else mask
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _grouped(x: torch.Tensor, sequence: int, heads: int) -> torch.Tensor:
+    return _wide(x[sequence]).repeat_interleave(heads // x.shape[1], 0)
+
+
+def _scores(
+    sequence: int, q: torch.Tensor, k: torch.Tensor, plan: Plan, padding: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    mask = allowed(plan, q.shape[2], causal)
+    if padding is not None:
+        mask = mask & padding[sequence]
+    scores = _wide(q[sequence]) @ _grouped(k, sequence, q.shape[1]).transpose(-1, -2) * scale  # [heads, S, S]
+    return scores.masked_fill(~mask, -torch.inf)
+
+
+def _kept(sequence: int, q: torch.Tensor, seed: torch.Tensor | None, dropout: float) -> torch.Tensor | float:
+    """1 / (1 - p) where a probability is kept, else 0: [heads, S, S]."""
+    if seed is None:
+        return 1.0
+    heads, length = q.shape[1:3]
+    return (dropout_words(seed, sequence * heads, heads, length) >= int(dropout * 2**31)).float() / (1 - dropout)
+
+
+def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> torch.Tensor:
+    """31 random bits for each probability, int64 [heads, S, S], by Philox-4x32-7 (Salmon et al., SC 2011).
+
+    The counter is (row, column / 4, sequence * heads + head, 0), and the column picks one of the four words: bit 1 of it is the
+    lower bit of the word's number, and bit 0 the upper.
+    """
+    device = seed.device
+    fours = -(-length // 4)
+    shape = (heads, length, fours)
+    head = torch.arange(first, first + heads, device=device)[:, None, None]
+    words = [torch.arange(length, device=device)[None, :, None], torch.arange(fours, device=device)[None, None, :], head, head * 0]
+    c0, c1, c2, c3 = (word.expand(shape) for word in words)
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(0xD2511F53, c0)
+        high1, low1 = _product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return torch.stack([c0, c2, c1, c3], -1).view(heads, length, fours * 4)[..., :length] >> 1
+
+
+def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of a product of 64 bits, which int64 would not hold."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,0 +1,155 @@
+"""Block-sparse attention's kernels, in the checked interpreter, against the dense masked softmax: outputs, statistics, gradients, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hf_zero.ops.dispatch import interpreted
+from hf_zero.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    BlockLayout,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+    plan,
+    reference,
+)
+from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
+from tests.helpers.checked_triton import checked_triton
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves")
+
+
+def inputs(batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: torch.dtype, *, strided: bool) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output: as projections lie in memory, or with gaps between heads and a last dimension of stride 1."""
+    made = []
+    for count in (heads, kv_heads, kv_heads, heads):
+        x = torch.randn(batch, length, count, width + 8 * strided).to(dtype)
+        made.append(x[..., :width].transpose(1, 2))
+    return made
+
+
+def both_ways(
+    config: SparsityConfig,
+    tensors: list[torch.Tensor],
+    *,
+    causal: bool = False,
+    padding: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """o, lse, dq, dk, dv of the kernels, and of the reference in fp32 from the same values."""
+    q, k, v, grad = tensors
+    compiled = plan.plan_for(config.handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
+    seed = torch.tensor([1234]) if dropout else None
+    rest: Any = (compiled, padding, seed, causal, q.shape[3] ** -0.5, dropout)
+    with checked_triton():
+        o, lse = FORWARD.launcher()(q, k, v, *rest)
+        grads = BACKWARD.launcher()(grad, q, k, v, o, lse, *rest)
+    wide = [x.float() for x in tensors]
+    true_o, true_lse = reference.forward(*wide[:3], *rest)
+    true_grads = reference.backward(wide[3], *wide[:3], true_o, true_lse, *rest)
+    return [o, lse, *grads], [true_o, true_lse, *true_grads]
+
+
+def assert_near(kernel: list[torch.Tensor], truth: list[torch.Tensor], dtype: torch.dtype) -> None:
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for name, ours, true in zip(("o", "lse", "dq", "dk", "dv"), kernel, truth):
+        finite = true.isfinite()
+        assert torch.equal(ours.isfinite(), finite), name
+        error = (ours.float() - true)[finite].abs().max().item()
+        assert error <= bound * max(1.0, true[finite].abs().max().item()), f"{name}: {error:.1e}"
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists above the mean are cut, so that the sums over parts run at a size the interpreter bears."""
+    monkeypatch.setattr(plan, "SHORTEST_SPLIT", 2)
+    monkeypatch.setattr(plan, "LONGEST", 1)
+    plan.plan_for.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def plans_are_forgotten() -> Any:
+    yield
+    plan.plan_for.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 40, 64])
+def test_dtypes_and_widths(dtype: torch.dtype, width: int) -> None:
+    tensors = inputs(1, 2, 2, 150, width, dtype, strided=True)
+    assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors), dtype)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks(block: int, causal: bool) -> None:
+    config = BigBirdSparsityConfig(2, block=block, num_random_blocks=1, num_sliding_window_blocks=1)
+    tensors = inputs(1, 2, 2, 257, 16, torch.float32, strided=False)
+    assert_near(*both_ways(config, tensors, causal=causal), torch.float32)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_global_rows_and_columns_are_cut_into_parts(short_splits: None, per_head: bool) -> None:
+    config = BigBirdSparsityConfig(4, 64, per_head, num_random_blocks=int(per_head), num_sliding_window_blocks=1)
+    compiled = plan.plan_for(config.handle, 330, 4, 2, False, torch.device("cpu"))
+    assert compiled.per_head == per_head and compiled.rows.slots and compiled.columns.slots
+    tensors = inputs(1, 4, 2, 330, 16, torch.float32, strided=False)
+    assert_near(*both_ways(config, tensors), torch.float32)
+
+
+def test_heads_that_share_keys_and_differ_in_layout() -> None:
+    config = FixedSparsityConfig(4, 32, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2)
+    assert_near(*both_ways(config, inputs(2, 4, 2, 130, 16, torch.float32, strided=True)), torch.float32)
+
+
+def test_padding_rows_without_keys_and_columns_without_rows() -> None:
+    layout = torch.tensor([[[1, 0, 1], [0, 0, 0], [1, 0, 0]]])
+    padding = torch.ones(2, 180, dtype=torch.bool)
+    padding[0, 100:], padding[1, :70] = False, False
+    kernel, truth = both_ways(BlockLayout(layout, 64), inputs(2, 2, 1, 180, 16, torch.float32, strided=False), padding=padding)
+    assert_near(kernel, truth, torch.float32)
+    o, lse, dq, dk, _ = kernel
+    assert not o[:, :, 64:128].any() and not dq[:, :, 64:128].any() and not dk[:, :, 64:128].any()
+    assert (lse[:, :, 64:128] == torch.inf).all(), "a row without keys has no probabilities"
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_dropout_draws_what_the_reference_draws(dropout: float) -> None:
+    tensors = inputs(2, 2, 2, 130, 16, torch.float32, strided=False)
+    padding = torch.ones(2, 130, dtype=torch.bool)
+    padding[1, 90:] = False
+    assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors, padding=padding, dropout=dropout), torch.float32)
+
+
+def test_dropout_is_fair() -> None:
+    words = reference.dropout_words(torch.tensor([7]), 0, 4, 256).double() / 2**31
+    assert words.shape == (4, 256, 256) and (words < 1).all()
+    assert abs(words.mean().item() - 0.5) < 3e-3 and abs((words < 0.1).double().mean().item() - 0.1) < 3e-3
+    for shifted in (words.roll(1, 0), words.roll(1, 1), words.roll(1, 2)):
+        assert abs(torch.corrcoef(torch.stack([words.flatten(), shifted.flatten()]))[0, 1].item()) < 1e-2
+
+
+def test_rounding_is_no_worse_than_eager_attentions() -> None:
+    """bf16: the error against fp32 beside that of transformers' eager attention under the same mask.
+
+    (torch's fused attention computes in fp32 throughout on a CPU; on a GPU tests/gpu compares with it.)
+    """
+    config = VariableSparsityConfig(2, 64, local_window_blocks=[2], global_block_indices=[1])
+    tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16, strided=False)
+    kernel, truth = both_ways(config, tensors)
+    mask = reference.allowed(plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu")), 192, False)
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    weights = (q @ k.mT * 64**-0.5).masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    out = weights @ v
+    eager = [out, *torch.autograd.grad(out, (q, k, v), tensors[3])]
+    for name, ours, theirs, true in zip(("o", "dq", "dk", "dv"), [kernel[0], *kernel[2:]], eager, [truth[0], *truth[2:]]):
+        error, eager_error = ((x.float() - true).pow(2).mean().sqrt().item() for x in (ours, theirs))
+        print(f"{name}: ours {error:.2e}, eager {eager_error:.2e}")
+        assert error <= eager_error, name
