@@ -1,10 +1,12 @@
 """The configuration of a ZeRO engine: strict, frozen, and each value knows where it came from."""
 
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.config.explaining import ExplainRow
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
+    CompileSection,
     Fp16Section,
     LaunchSection,
     OptimizerConfig,
@@ -15,9 +17,12 @@ from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [
     "PRESETS",
+    "ActivationCheckpointing",
+    "ActivationOffload",
     "AioSection",
     "Bf16Section",
     "CheckpointSection",
+    "CompileSection",
     "ExplainRow",
     "Fp16Section",
     "LaunchSection",

@@ -6,9 +6,11 @@ accepted: a key that is not here is a mistake of the writer, and the error says 
 
 from __future__ import annotations
 
-from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, NAMES, SECTION, SIZE, SWITCH, TEXT, choice, integer, number
+from hf_zero.config.activation_keys import ACTIVATIONS
+from hf_zero.config.compile_keys import COMPILE
+from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, KERNELS, NAMES, SECTION, SIZE, TEXT, choice, integer, number
 from hf_zero.config.offload_keys import AIO, FORMER, OFFLOAD, OFFLOAD_ALIASES
-from hf_zero.config.rows import Key, Status, active, enabled, inert, larger_than_one, switched, unbuilt, under
+from hf_zero.config.rows import Key, Status, active, inert, larger_than_one, switched, unbuilt, under
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"
@@ -130,7 +132,9 @@ _RANKS = (
     active("distributed_interface", TEXT, note="network device of gloo and NCCL, such as eth0"),
     active("seed", COUNT, note="seed of what the engine itself draws"),
     active("dataloader_drop_last", BOOLEAN, False, note="drop an incomplete last batch of training_data"),
-    unbuilt("kernels", SWITCH, "fused kernels", "off", "auto", field="kernels"),
+    active("kernels", KERNELS, "off", note="fused kernels: off, auto (what helps on the device of the training), or names"),
+    active("sparse_attention", SECTION, note="block-sparse attention: mode, block and what the mode takes; none: attention is dense"),
+    active("pre_layer_norm", BOOLEAN, False, note="BERT-like models: norms before attention and MLP, for training from scratch"),
 )
 
 _CHECKPOINT = under(
@@ -141,16 +145,6 @@ _CHECKPOINT = under(
     inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),
     inert("checkpoint_serialization", BOOLEAN, "checkpoints are safetensors and JSON"),
     switched("writer", "DeepSpeed's checkpoint writers", asks=bool, off="null"),
-)
-
-_ACTIVATIONS = under(
-    "activation_checkpointing",
-    inert("partition_activations", BOOLEAN, "divides activations among tensor-parallel ranks, of which there is one"),
-    inert("contiguous_memory_optimization", BOOLEAN, "concerns partitioned activations"),
-    inert("number_checkpoints", COUNT, "concerns partitioned activations"),
-    inert("synchronize_checkpoint_boundary", BOOLEAN, "changes nothing that is computed"),
-    unbuilt("cpu_checkpointing", BOOLEAN, "offload of checkpointed activations"),
-    unbuilt("profile", BOOLEAN, "timing of activation checkpointing"),
 )
 
 _MONITOR = "monitoring by the engine; use the Trainer's report_to"
@@ -184,9 +178,7 @@ _FEATURES = (
     switched("expert_parallel", "expert parallelism"),
     unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
-    switched("compile", "DeepCompile; use torch.compile on the blocks", asks=lambda on: enabled(on) or on.get("deepcompile"), off="{}"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs"),
-    switched("sparse_attention", "sparse attention", asks=lambda on: on.get("mode", "fixed") != "dense", off='{"mode": "dense"}'),
     switched("curriculum_learning", "curriculum learning"),
     switched("data_efficiency", "data efficiency", "seed data_routing data_sampling"),
     switched("elasticity", "elastic batch sizes"),
@@ -213,15 +205,16 @@ _GROUPS = (
     _OPTIMIZER,
     _RANKS,
     _CHECKPOINT,
-    _ACTIVATIONS,
+    ACTIVATIONS,
     _REPORTS,
+    COMPILE,
     _FEATURES,
 )
 
 KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
 
 # Keys for which "auto" is a value of their own, not a hole that Accelerate or the Trainer fills.
-OWN_AUTOS: frozenset[str] = frozenset(("kernels", "zero_optimization.offload_optimizer.ratio"))
+OWN_AUTOS: frozenset[str] = frozenset(("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio"))
 
 SECTIONS: frozenset[str] = frozenset(path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == ".")
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.config import kernels
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -202,6 +204,13 @@ def _switch(value: Any) -> str:
     return str(value)
 
 
+def _kernels(value: Any) -> str | tuple[str, ...]:
+    """``off``, ``auto`` (also written ``on``), or names; no names are ``off``."""
+    if isinstance(value, (bool, str)):
+        return {"off": "off"}.get(_switch(value), "auto")
+    return kernels.in_order(_names(value)) or "off"
+
+
 BOOLEAN = Kind("true or false", _boolean)
 TEXT = Kind("a non-empty string", _text)
 PATH = Kind("a path", _path)
@@ -210,7 +219,7 @@ DTYPE = Kind("one of 'fp32', 'bf16', 'fp16'", _dtype)
 NAMES = Kind("a list of names", _names)
 SECTION = Kind("a section of keys and plain values", _section)
 INTERVAL = Kind("a positive number of steps or infinity", _report_interval)
-SWITCH = Kind("one of 'off', 'auto', 'on'", _switch)
+KERNELS = Kind(f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}", _kernels)
 ANYTHING = Kind("any value", _anything)
 COUNT = integer(0)
 BLOCK = Kind("a multiple of 4096 bytes", _block)

@@ -83,6 +83,10 @@ class Reading:
             self._walk(value, path + ".", written + ".", label)
         elif isinstance(value, str) and written in ("offload_optimizer", "offload_param"):
             self._judge(KEYS[path + ".device"], value, written, label)
+        elif written == "compile" and (value is False or value == "blocks"):  # YAML reads a bare off as false
+            self._judge(KEYS["compile.blocks"], value == "blocks", written, label)
+        elif isinstance(value, bool) and written == "activation_offload":
+            self._judge(KEYS[path + ".enabled"], value, written, label)
         elif value is not None:
             example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
             raise ConfigError(

@@ -26,8 +26,6 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
     _resolve_batch(reading, ranks, require_batch_size)
     _resolve_mesh(reading, ranks)
     _check_storage(reading, ranks)
-    if reading.values.get("kernels") == "auto":
-        reading.fill("kernels", "off", f"computed: {reading.sources['kernels']} is auto, and no kernels are built")
 
 
 def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 
 
@@ -68,6 +69,16 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class CompileSection:
+    """What torch.compile makes of the blocks' forwards; see :mod:`hf_zero.core.compiled`."""
+
+    blocks: bool = False
+    mode: str = "default"
+    dynamic: bool | None = None
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True)
 class LaunchSection:
     """What an Accelerate YAML says about the ranks; None where it says nothing."""
 
@@ -84,6 +95,9 @@ SECTIONS: dict[str, Any] = {
     "offload_param": OffloadParam,
     "aio": AioSection,
     "checkpoint": CheckpointSection,
+    "compile": CompileSection,
+    "activation_checkpointing": ActivationCheckpointing,
+    "activation_offload": ActivationOffload,
     "launch": LaunchSection,
 }
 NAMED: dict[str, Any] = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from hf_zero.config import explaining, offload, resolving
+from hf_zero.config import activations, explaining, kernels, offload, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
@@ -23,6 +24,7 @@ from hf_zero.config.sections import (
     SECTIONS,
     Bf16Section,
     CheckpointSection,
+    CompileSection,
     Fp16Section,
     LaunchSection,
     OptimizerConfig,
@@ -65,11 +67,17 @@ class ZeroConfig:
     distributed_port: int | None
     distributed_interface: str | None
     seed: int | None
-    kernels: str
+    kernels: str | tuple[str, ...]
+    sparse_attention: dict[str, Any] | None
+    pre_layer_norm: bool
+    compile: CompileSection
+    attention_backend: str
     offload_optimizer: OffloadOptimizer
     offload_param: OffloadParam
     aio: AioSection
     checkpoint: CheckpointSection
+    activation_checkpointing: ActivationCheckpointing
+    activation_offload: ActivationOffload
     dataloader_drop_last: bool
     launch: LaunchSection = field(init=False, compare=False)
     world_size: int | None = field(init=False, compare=False)
@@ -100,11 +108,17 @@ class ZeroConfig:
         distributed_port: int | None = None,
         distributed_interface: str | None = None,
         seed: int | None = None,
-        kernels: str | None = None,
+        kernels: str | Sequence[str] | None = None,
+        sparse_attention: Mapping[str, Any] | None = None,
+        pre_layer_norm: bool | None = None,
+        compile: str | CompileSection | Mapping[str, Any] | None = None,
+        attention_backend: str | None = None,
         offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
         offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
         aio: AioSection | Mapping[str, Any] | None = None,
         checkpoint: CheckpointSection | Mapping[str, Any] | None = None,
+        activation_checkpointing: ActivationCheckpointing | Mapping[str, Any] | None = None,
+        activation_offload: bool | ActivationOffload | Mapping[str, Any] | None = None,
         dataloader_drop_last: bool | None = None,
         **unknown: Any,
     ):
@@ -176,6 +190,21 @@ class ZeroConfig:
         resolving.resolve(reading, world_size, require_batch_size, training)
         return self._of(reading, world_size)
 
+    def on_device(self, device: str, compiled: bool = False) -> ZeroConfig:
+        """This configuration with what ``kernels: auto`` means on a kind of device ("cuda", "cpu"), with compiled blocks or without."""
+        if self.kernels != "auto":
+            return self
+        reading = self._copy()
+        reading.values["kernels"] = kernels.auto(device, compiled) or "off"
+        reading.sources["kernels"] = (
+            f"computed: {self.sources['kernels']} is auto, on {device}{' with compiled blocks' if compiled else ''}"
+        )
+        return self._of(reading, self.world_size)
+
+    def uses(self, kernel: str) -> bool:
+        """Whether the fused kernel of this name is on; "auto" is settled by :meth:`on_device` first."""
+        return self.kernels != "off" and kernel in self.kernels
+
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """The dtype of forward and backward."""
@@ -231,6 +260,7 @@ class ZeroConfig:
     def _fill(self, reading: Reading, world_size: int | None) -> None:
         """Set every field from the values of ``reading`` and the table's defaults."""
         offload.settle(reading)
+        activations.settle(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
         values: dict[str, Any] = {key.field: reading.values.get(path, key.default) for path, key in table if key.field}
         for name, section in SECTIONS.items():
@@ -257,6 +287,7 @@ class ZeroConfig:
                 f"write gradient_clipping: {norm!r}"
             )
         offload.check(self._reading)
+        activations.check(self._reading)
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core import comm as comms
+from hf_zero.core.activations import Activations
 from hf_zero.core.answers import Answers, Counters
+from hf_zero.core.attention import AttentionOrder
 from hf_zero.core.comm import Comm
+from hf_zero.core.compiled import CompiledBlocks, check_compilation
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step, refuse_switched
@@ -27,6 +30,7 @@ from hf_zero.core.parameter import owner_of
 from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
+from hf_zero.core.recompute import blocks_to_checkpoint
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.stopping import Stopping
@@ -110,7 +114,9 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         config = self.config
+        check_compilation(config.compile)  # before anything is changed
         cuts, self.aliases = cut(model)
+        checkpointed = blocks_to_checkpoint(model, config.activation_checkpointing)
         check_parameters(cuts, self.device)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
         self.param_dtypes = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()}
@@ -148,12 +154,18 @@ class Engine(Answers, Stopping, Saving, Updating):
         homeward = Homeward(self.device, self._placement.take_pinned) if away and self.device.type == "cuda" else None
         if away:
             self.updater = Updater(self.units, self.comm, self.device, self._placement.piece, self._placement.take_pinned, homeward)
-        self._reducer = GradientReducer(self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None, homeward)
+        self._reducer = GradientReducer(
+            self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None, homeward, config.kernels
+        )
         if self.updater is not None:
             self.schedule.on_need = self.updater.used
         self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, lambda: self._losses.part_joins())
         self._losses = Losses(self.global_rank, self.scaler, config.precision == "fp16", self._training, self._hooks.is_in_backward)
         self._guards = ModuleGuards(model, self.units, self.schedule)
+        self._activations = Activations(model, checkpointed, config, self.flats, self.device, self.global_rank == 0)
+        self._compiled = CompiledBlocks(model, self.units)  # around checkpointing: one graph holds both passes
+        self._compiled.install(config.compile)
+        self._attention = AttentionOrder(config.attention_backend, self.device)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         self._scaling_hook = model.register_forward_hook(Attached(self._losses.scale_outputs)) if config.precision == "fp16" else None
         if optimizer is not None:
@@ -164,11 +176,11 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def _bind(self, optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], given: Mapping[str, nn.Parameter]) -> BoundOptimizer:
         if not self._placement.offloads_optimizer:
-            return BoundOptimizer(optimizer, self._training, group_of, given)
+            return BoundOptimizer(optimizer, self._training, group_of, given, self.config.kernels)
         if self._placement.cores < 1.0 and native.available():
             self._threads = native.threads()
             native.set_threads(max(1, int(self._placement.cores * native.default_share().threads)))
-        return OffloadedOptimizer(optimizer, self._training, group_of, given, self._placement.moments)
+        return OffloadedOptimizer(optimizer, self._training, group_of, given, self._placement.moments, self.config.kernels)
 
     def _publish_scale(self) -> None:
         if self.optimizer is not None:
@@ -317,9 +329,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._losses.forget()
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-        """Compile every unit's forward with torch.compile; gathers stay outside the compiled regions."""
-        for unit in self.units[1:]:
-            unit.module.forward = torch.compile(unit.module.forward, backend=backend, **(compile_kwargs or {}), **options)  # type: ignore[method-assign]
+        """Compile each block's forward as ``compile: blocks`` does, with these arguments of torch.compile; gathers stay outside."""
+        self._compiled.compile(None, backend, **{**(compile_kwargs or {}), **options})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -349,6 +360,9 @@ class Engine(Answers, Stopping, Saving, Updating):
                 self.schedule.pin(unit)
             elif unit.sharded:
                 unit.release(keep_views=True)  # on every rank, whatever is still here on this one
+        self._compiled.remove()  # what was put on last goes first
+        self._activations.remove()
+        self._attention.give_back()
         self._hooks.remove()
         self._losses.close()
         self._guards.remove()

@@ -48,6 +48,7 @@ class Flat:
         self.key = key
         self.layout = layout
         self.parameters = parameters
+        self.members = [parameters[slot.name] for slot in layout.slots]  # in the order of the buffer
         self.trainable = trainable
         self.dtype = dtype
         self.raw = raw  # bytes that only their module can read: never cast
@@ -73,6 +74,7 @@ class Flat:
         self.window: torch.Tensor | None = None  # the whole gradient of the accumulation window, where the stage keeps it whole
         self.updating: Callable[[], None] | None = None  # waits for the update of this flat that is under way
         self.update: Future[torch.cuda.Event | None] | None = None  # that one; it gives what tells of its last copy to the device
+        self.copied: torch.cuda.Event | None = None  # the same of the last update that is over: only streams that compute wait for it
         self._master: torch.Tensor | None = None
         self._storage: Storage | None = None
         self._at = 0
@@ -117,7 +119,7 @@ class Flat:
     def shard_for_others(self) -> torch.Tensor:
         """As :attr:`shard`, for a thread beside the one that trains, which has to wait for the update all the same: its stream does."""
         update = self.update
-        copied = update.result() if update is not None else None
+        copied = update.result() if update is not None else self.copied
         if copied is not None:
             copied.synchronize()
         return self._shard_as_it_is()

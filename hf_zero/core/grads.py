@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,8 +25,8 @@ from hf_zero.core.axis import Handle
 from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
-from hf_zero.core.norm import sum_of_squares
-from hf_zero.core.parameter import raw_grad, set_raw_grad
+from hf_zero.core.norm import sums_of_squares
+from hf_zero.core.parameter import drop_raw_grads, raw_grads
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
 from hf_zero.core.unit import Unit
@@ -56,8 +57,12 @@ class GradientReducer:
         scaling: Scaling,
         wire_dtype: torch.dtype | None = None,
         homeward: Homeward | None = None,
+        kernels: Any = "off",
     ):
-        """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes offloaded gradients off a GPU."""
+        """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes offloaded gradients off a GPU.
+
+        ``kernels`` is the configuration's.
+        """
         self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
         self._order = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
         self._units = list(units)
@@ -66,6 +71,7 @@ class GradientReducer:
         self._scaling = scaling
         self._wire_dtype = wire_dtype
         self._homeward = homeward
+        self._kernels = kernels
         self._ready: set[Unit] = set()
         self._landed: set[Flat] = set()  # in this backward
         self._seen: list[Unit] = []
@@ -139,7 +145,7 @@ class GradientReducer:
                     _drop_raw(flat)  # it requires grad but is in no optimizer group: nobody would ever clear it
 
     def _reduce_late(self, launched: Sequence[Unit]) -> None:
-        late = [unit for unit in launched if any(raw_grad(p) is not None for flat in unit.trainable for p, _ in flat.items)]
+        late = [unit for unit in launched if any(_has_raw(flat) for flat in unit.trainable)]
         if self._key in self._known:
             if late:
                 raise PartitionError(
@@ -293,7 +299,7 @@ class GradientReducer:
             assert wire is not None
             values = torch.empty(flat.grad.numel(), dtype=wire.dtype if flight.scale == 1.0 else torch.float32, device=wire.device)
             flight.handle.reduce_into(values, False, flight.scale)
-            flat.squares = None if accumulate else sum_of_squares(values)
+            flat.squares = None if accumulate else sums_of_squares([values], self._kernels)[0]
             self._homeward.send(flat, values, accumulate)
         else:
             flat.squares = None
@@ -321,32 +327,36 @@ class GradientReducer:
         return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
 
 
+def _has_raw(flat: Flat) -> bool:
+    return any(grad is not None for grad in raw_grads(flat.members))
+
+
 def _drop_raw(flat: Flat) -> None:
-    for parameter, _ in flat.items:
-        if raw_grad(parameter) is not None:
-            set_raw_grad(parameter, None)
+    if _has_raw(flat):
+        drop_raw_grads(flat.members)
 
 
 @torch.no_grad()
 def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) -> None:
     """``target = factor * grad`` (or ``+=``) for every parameter; one without gradient counts as zero. Empties ``.grad``."""
-    for parameter, slot in flat.items:
-        view = target[slot.offset : slot.end].view(slot.shape)
-        grad = raw_grad(parameter)
-        if grad is None:
-            if not accumulate:
-                view.zero_()
+    grads, views = [], []
+    # Parameters lie end to end: one call gives the views of all, and one takes all gradients in.
+    given = raw_grads(flat.members)
+    for grad, view in zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values()))):
+        if not view.numel():
             continue
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if accumulate:
-            view.add_(grad, alpha=factor)
-        elif factor == 1.0:
-            view.copy_(grad)
-        elif grad.dtype == target.dtype:
-            torch.mul(grad, factor, out=view)
-        else:
-            view.copy_(grad).mul_(factor)
-        set_raw_grad(parameter, None)
+        if grad is not None:
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+            views.append(view)
+        elif not accumulate:
+            view.zero_()
+    del given
+    drop_raw_grads(flat.members)
+    if grads and accumulate:
+        torch._foreach_add_(views, grads, alpha=factor)
+    elif grads:
+        torch._foreach_copy_(views, grads)
+        if factor != 1.0:
+            target[: flat.layout.numel].mul_(factor)
     if not accumulate:
         target[flat.layout.numel :].zero_()

@@ -97,7 +97,13 @@ class ModuleGuards:
 
     def check(self) -> None:
         """Raise PartitionError if a parameter of the model has been replaced or added since initialize: it would train nowhere."""
-        for module in self._model.modules():
+        seen, left = {self._model}, [self._model]
+        while left:  # each step walks the whole model, in which modules() would spend most of the time
+            module = left.pop()
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    left.append(child)
             own = self._own.get(module, {})
             for name, parameter in module._parameters.items():
                 if name not in own and parameter is not None and parameter.requires_grad and not isinstance(parameter, OwnedParameter):

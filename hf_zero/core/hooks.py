@@ -265,7 +265,7 @@ class Hooks:
 
     def _enter_backward(self) -> None:
         task = _graph_task()
-        if task == -1 or any(task == known for known, _ in self._tasks):
+        if task == -1 or (self._tasks and self._tasks[-1][0] == task) or any(task == known for known, _ in self._tasks):
             return
         if self._tasks and self._tasks[0][1]() is None:
             self._abandon_backward()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -76,9 +76,22 @@ def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return _grad.__get__(parameter)
 
 
+def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """:func:`raw_grad` of each: a step asks for every parameter's, so this must be quick."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [_grad.__get__(parameter) for parameter in parameters]
+
+
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, value)
+
+
+def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Take the gradients off ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _grad.__set__(parameter, None)
 
 
 def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:

@@ -106,6 +106,11 @@ class Unit:
     def in_use(self) -> bool:
         return bool(self.pins or self.open or self.active or self.stays)
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody has asked for values that are sharded, so that parameters tell of what is done with them."""
+        return self._watchers > 0 and bool(self.sharded)
+
     def guard(self) -> None:
         """Let parameters that are here tell of graphs that are recorded on them: their own module is not at work."""
         self._become(LiveParameter, WatchedParameter)

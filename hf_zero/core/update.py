@@ -163,7 +163,7 @@ class Updater:
                 copied = future.result()
             self._wait_for(copied)
             if self._pending.pop(each, None) is not None:
-                _unmark(each)
+                _unmark(each, copied)
 
     def _wait_for(self, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
@@ -242,9 +242,10 @@ def _mark(unit: Unit, finish: Callable[[], None], future: Future[torch.cuda.Even
             _turn(flat, OwnedParameter, UpdatingParameter)
 
 
-def _unmark(unit: Unit) -> None:
+def _unmark(unit: Unit, copied: torch.cuda.Event | None = None) -> None:
     for flat in unit.trainable:
         if flat.updating is not None:
+            flat.copied = copied  # first: a thread beside this one reads the one or the other
             flat.updating = flat.update = None
             if not flat.sharded:
                 _turn(flat, UpdatingParameter, OwnedParameter)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.utils.checkpoint
-
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
+from hf_zero.core import comm, recompute
+from hf_zero.core.activations import offload_of
 from hf_zero.core.mpu import check_mpu
-from hf_zero.integrations.not_built import refuse
+from hf_zero.core.saved import Offload
 
-_configured = False
+
+@dataclass
+class _Settings:
+    """What :func:`configure` has been told."""
+
+    configured: bool = False
+    config: ZeroConfig = field(default_factory=lambda: ZeroConfig(0))
+    in_cpu: bool = False
+    timing: recompute.Timing | None = None
+    offload: Offload | None = None
+
+
+_settings = _Settings()
 
 
 def configure(
@@ -25,28 +38,37 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accept DeepSpeed's settings; which of them act, the section ``activation_checkpointing`` of the configuration says, too.
+    """Set what :func:`checkpoint` does, from the section ``activation_checkpointing`` of a configuration; arguments go before it.
 
-    Activations are divided among model-parallel ranks, of which there is one, so the options of that change nothing. Raises
-    NotBuiltError for ``checkpoint_in_cpu`` and ``profile``, and for an ``mpu_`` that splits the model.
+    ``checkpoint_in_cpu`` keeps the inputs of checkpoints in memory of the host until their backward. ``profile`` logs the time of
+    forwards and recomputations, ``synchronize`` waits for the device around each. Activations are divided among model-parallel ranks,
+    of which there is one, so the options of that change nothing. Raises NotBuiltError for an ``mpu_`` that splits the model.
     """
-    global _configured
+    global _settings
     if mpu_ is not None:
         check_mpu(mpu_, comm.get_world_size())
-    if deepspeed_config is not None:
-        ZeroConfig.coerce(deepspeed_config, allow_auto=True)
-    for name, value in (("checkpoint_in_cpu", checkpoint_in_cpu), ("profile", profile)):
-        if value:
-            refuse(f"deepspeed.checkpointing.configure({name}=True)", "leave it out: activations are recomputed, and stay on the device")
-    _configured = True
+    config = ZeroConfig(0) if deepspeed_config is None else ZeroConfig.coerce(deepspeed_config, allow_auto=True)
+    section, device = config.activation_checkpointing, comm.default_device()
+    profiles = section.profile if profile is None else profile
+    waits = section.synchronize if synchronize is None else synchronize
+    if _settings.offload is not None:
+        _settings.offload.close()
+    _settings = _Settings(
+        configured=True,
+        config=config,
+        in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
+        timing=recompute.Timing(device, profiles, comm.get_rank() == 0) if profiles or waits else None,
+    )
 
 
 def is_configured() -> bool:
-    return _configured
+    return _settings.configured
 
 
 def reset() -> None:
-    """Between passes there is nothing to forget: no activation buffers are kept."""
+    """Between passes: give back what a forward that had no backward has left."""
+    if _settings.offload is not None:
+        _settings.offload.end()
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -59,4 +81,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if _settings.in_cpu and _settings.offload is None:
+        _settings.offload = offload_of(comm.default_device(), _settings.config.activation_offload)
+    kept = contextlib.nullcontext() if _settings.offload is None else _settings.offload.part()
+    with kept:
+        return recompute.checkpoint(function, _settings.timing, args, kwargs)

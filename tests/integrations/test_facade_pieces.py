@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core import comm
+import hf_zero
+from hf_zero.core import activations, comm
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations import building, checkpointing, device, leaf_modules, optimizers
 from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
+from tests.helpers.late_transfers import Late
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
@@ -84,15 +86,99 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
     checkpointing.reset()
 
 
-@pytest.mark.parametrize("option", ["checkpoint_in_cpu", "profile"])
-def test_checkpointing_that_moves_activations_is_not_built(option: str) -> None:
-    with pytest.raises(NotBuiltError, match=option):
-        checkpointing.configure(**{option: True})
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
+    """Forgets what a test has configured; what leaves the device goes through these."""
+    made: list[Late] = []
+
+    def late(device: torch.device) -> Late:
+        made.append(Late())
+        return made[-1]
+
+    monkeypatch.setattr(activations, "transfers_of", late)
+    yield made
+    checkpointing.configure()
 
 
-def test_checkpointing_reads_what_it_is_configured_with() -> None:
-    with pytest.raises(NotBuiltError, match=r"activation_checkpointing\.cpu_checkpointing"):
-        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+def checkpointed_steps(model: nn.Sequential) -> list[torch.Tensor]:
+    """Gradients of two windows of two micro-batches, through checkpoints."""
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(5, 8)
+        for layer in model:
+            x = checkpointing.checkpoint(lambda y, layer=layer: nn.functional.dropout(torch.tanh(layer(y)), 0.2), x)
+        x.square().sum().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "by argument": {"checkpoint_in_cpu": True, "deepspeed_config": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}}},
+    "by configuration": {
+        "deepspeed_config": {
+            "activation_checkpointing": {"cpu_checkpointing": True},
+            "activation_offload": {"min_bytes": 1, "in_flight_bytes": 1, "enabled": False},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("how", CONFIGURED)
+def test_inputs_of_checkpoints_wait_in_host_memory(how: str, configured: list[Late]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    checkpointing.configure()
+    plain = checkpointed_steps(model)
+    model.zero_grad()
+    checkpointing.configure(None, **CONFIGURED[how])
+    for got, want in zip(checkpointed_steps(model), plain, strict=True):
+        assert torch.equal(got, want)
+    (late,) = configured
+    assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
+    assert [what for what, _ in late.log].count("bring") == 4 * 3, "the last one of a forward has stayed"
+    checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
+    checkpointing.reset()  # no backward
+
+
+def test_arguments_go_before_the_configuration(configured: list[Late]) -> None:
+    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False)
+    checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True)).sum().backward()
+    assert configured == []
+
+
+def test_profile_of_a_script_logs_each_backward(configured: list[Late], heard_in_full: list[str]) -> None:
+    checkpointing.configure(None, {"activation_checkpointing": {"profile": True}})
+    checkpointed_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    lines = [line for line in heard_in_full if "2 forwards in" in line and "2 recomputations in" in line]
+    assert len(lines) == 4
+
+
+def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(configured: list[Late]) -> None:
+    ran = []
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            return torch.tanh(super().forward(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpointing.checkpoint(block, x)
+            return x.square().mean()
+
+    config = {"train_micro_batch_size_per_gpu": 5, "activation_checkpointing": {"number_checkpoints": 3}}
+    engine = hf_zero.initialize(model=Net(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), config=config)[0]
+    engine.backward(engine(torch.randn(5, 8)))
+    assert len(ran) == 6
+    engine.destroy()
+
+
+def test_model_parallelism_is_refused_by_checkpointing() -> None:
     with pytest.raises(NotBuiltError, match=r"mpu.get_model_parallel_world_size\(\) is 2"):
         checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 2))
 

@@ -11,6 +11,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload_keys import FORMER
 from hf_zero.config.rows import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -23,6 +24,7 @@ SAMPLES: dict[str, Any] = {
     "one of 'gloo', 'nccl'": "gloo",
     "an integer from 1 to 65535": 29501,
     "one of 'fp32', 'bf16', 'fp16'": "torch.bfloat16",
+    KERNELS.expected: ["loss", "norms"],
     "a list of names": ["Sophia"],
     "a section of keys and plain values": {},
     "a positive number of steps or infinity": 2000,
@@ -36,6 +38,8 @@ SAMPLES: dict[str, Any] = {
     "an integer of at least 1": 4,
     "a number of at least 0": 0.5,
     "one of 'none', 'cpu', 'nvme'": "nvme",
+    "one of 'default', 'max-autotune-no-cudagraphs'": "default",
+    "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": "cudnn",
     "one of 'fp32', 'bf16', 'int8'": "int8",
     "a path, or a list of different paths": ["/local_nvme", "/other_nvme"],
     "a multiple of 4096 bytes": 262144,
@@ -43,6 +47,7 @@ SAMPLES: dict[str, Any] = {
     "a number from 0 to 1, or 'auto'": "auto",
     "a number of elements of at least 1": 1e8,
     "a number greater than 0": 2.0,
+    "true, false, a number of blocks, or 'selective'": "selective",
 }
 
 # A value that asks for the feature, for each key that is not built.
@@ -55,14 +60,13 @@ ASKING: dict[str, Any] = {
     "data_types.buffer_dtype": "fp32",
     "gradient_allreduce_op": "sum",
     "managed_gradient_accumulation": False,
-    "kernels": "on",
     "checkpoint.writer": {"type": "fast"},
     "tensor_parallel": {"autotp_size": 2},
     "inference": {"tensor_parallel": {"tp_size": 2}},
     "sequence_parallel_size": 2,
     "pipeline": {"stages": 4},
-    "compile": {"deepcompile": True},
-    "sparse_attention": {"mode": "fixed", "block": 16},
+    "compile.deepcompile": True,
+    "compile.enabled": True,
     "weight_quantization": {"post_init_quant": {}},
     "datastates_ckpt": {"host_cache_size": 16},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
@@ -160,7 +164,7 @@ def test_every_field_of_the_zero_section_can_be_written() -> None:
         ZeroConfig.from_dict({"zero_optimization": {item.name: None}})
 
 
-@pytest.mark.parametrize(("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 0), ("kernels", "auto")])
+@pytest.mark.parametrize(("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 0)])
 def test_other_off_values(path: str, value: Any) -> None:
     ZeroConfig.from_dict(nested(path, value))
 

@@ -19,6 +19,7 @@ from hf_zero.config import (
     PRESETS,
     AioSection,
     Bf16Section,
+    CompileSection,
     Fp16Section,
     OffloadOptimizer,
     OffloadParam,
@@ -228,6 +229,30 @@ def test_former_spellings() -> None:
 def test_advice_of_a_feature_that_is_not_built() -> None:
     with pytest.raises(NotBuiltError, match="use the Trainer's report_to, and remove the key or write"):
         ZeroConfig.from_dict({"wandb": {"enabled": True, "project": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("blocks", CompileSection(blocks=True)),
+        (False, CompileSection()),
+        ({"blocks": True, "dynamic": False, "backend": "eager"}, CompileSection(True, "default", False, "eager")),
+        ({"deepcompile": False, "offload_parameters": True, "sync_before_reduce": True}, CompileSection()),
+    ],
+)
+def test_compile_is_a_word_or_a_section(written: Any, meant: CompileSection) -> None:
+    config = ZeroConfig.from_dict({"compile": written})
+    assert config.compile == meant
+    assert ZeroConfig.from_dict(config.to_dict()).compile == meant
+    assert ZeroConfig(stage=0, compile=meant).compile == meant
+
+
+@pytest.mark.parametrize("written", ["block", True, 1])
+def test_another_word_than_blocks_is_refused(written: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"compile = {written!r} is not a section of keys and values; write {{'compile': {{'blocks': …}}}}"
+    ):
+        ZeroConfig.from_dict({"compile": written})
 
 
 def test_dotted_keys_replace_what_the_section_says() -> None:

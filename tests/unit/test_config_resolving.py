@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.errors import ConfigError, NotBuiltError
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -151,10 +152,38 @@ def test_an_engine_without_an_optimizer_may_leave_autos() -> None:
         ZeroConfig.from_dict(AUTOS, allow_auto=True).resolve(2, training=False)
 
 
-def test_kernels_auto_is_settled() -> None:
+def test_kernels_auto_means_what_helps_on_the_device() -> None:
     config = ZeroConfig(stage=0, kernels="auto").resolve(1)
-    assert config.kernels == "off"
-    assert config.sources["kernels"] == "computed: keyword is auto, and no kernels are built"
+    assert config.kernels == "auto"
+    on_cpu = config.on_device("cpu")
+    assert on_cpu.kernels == AUTO["cpu", False]
+    assert on_cpu.sources["kernels"] == "computed: keyword is auto, on cpu"
+    assert on_cpu.resolve(2).kernels == on_cpu.kernels
+    assert config.on_device("cuda").kernels == NAMES
+    assert config.on_device("cuda", compiled=True).kernels == AUTO["cuda", True]
+    assert config.on_device("cuda", compiled=True).sources["kernels"].endswith("on cuda with compiled blocks")
+    assert config.on_device("mps").kernels == "off"
+
+
+def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
+    config = ZeroConfig(stage=0, kernels=["loss", "norms"])
+    assert config.kernels == ("norms", "loss") and config.on_device("cuda") is config
+    assert config.uses("norms") and not config.uses("rotary")
+    assert config.to_dict()["kernels"] == ["norms", "loss"]
+    assert not ZeroConfig(stage=0).uses("norms")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("on", "auto"), (True, "auto"), (False, "off"), ([], "off"), ("off", "off"), ("auto", "auto")]
+)
+def test_words_for_kernels(written: object, meant: str) -> None:
+    assert ZeroConfig.from_dict({"kernels": written}).kernels == meant
+
+
+@pytest.mark.parametrize("written", ["norms", ["norm"], {"norms": True}, 1])
+def test_what_is_no_kernel_is_refused(written: object) -> None:
+    with pytest.raises(ConfigError, match="is not 'auto', 'off' or a list of names among norms, activations"):
+        ZeroConfig.from_dict({"kernels": written})
 
 
 def test_the_mesh() -> None:

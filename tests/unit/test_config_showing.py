@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ExplainRow, ZeroConfig
 from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload_keys import FORMER
 from hf_zero.config.rows import Status
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "one of 'fp32', 'bf16', 'fp16'": st.sampled_from(["fp32", "bf16", "float16", "torch.bfloat16"]),
     "a list of names": st.lists(st.sampled_from(["A", "B"]), max_size=2),
     "a section of keys and plain values": PARAMS,
+    KERNELS.expected: st.sampled_from(["auto", "on", "off", True, ["norms"], ["loss", "norms"], []]),
     "a positive number of steps or infinity": st.integers(1, 9) | st.just(float("inf")),
     "a number of elements of at least 0": st.floats(0, 1e12),
     "one of 'none', 'cpu', 'nvme'": st.sampled_from(["none", "CPU", "nvme"]),
@@ -35,6 +37,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "a number above 0 and at most 1": st.floats(0.125, 1),
     "a number from 0 to 1, or 'auto'": st.floats(0, 1) | st.just("auto"),
     "a number of elements of at least 1": st.floats(1, 1e12),
+    "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(["default", "max-autotune-no-cudagraphs"]),
+    "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": st.sampled_from(["auto", "Flash", "cudnn"]),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
     "one of 'gloo', 'nccl'": st.sampled_from(["gloo", "nccl"]),
     "an integer from 1 to 65535": st.integers(1, 65535),
@@ -44,6 +48,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "an integer of at least 1": st.integers(1, 9),
     "a number of at least 0": NUMBERS,
     "a number greater than 0": NUMBERS,
+    "true, false, a number of blocks, or 'selective'": st.booleans() | st.just("Selective"),
 }
 DRAWN = {
     path: STRATEGIES[key.kind.expected]

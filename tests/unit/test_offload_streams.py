@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import UNDER_WAY
+from hf_zero.core.update import _unmark
 from tests.helpers.training import trainable
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -51,6 +54,19 @@ def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def of(result: Any, resource: str, label: str) -> list[Any]:
     return sorted((span for span in result.spans if span.resource == resource and span.label == label), key=lambda span: span.start)
+
+
+def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
+    """The wait of the stream that computes is not one for the thread that serves the others."""
+    waited: list[str] = []
+    flat = object.__new__(Flat)
+    flat.update = flat.copied = flat._storage = None
+    flat.full, flat.owned, flat.sharded, flat.parameters = torch.arange(4.0), (2, 4), True, {}
+    assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited
+    flat.updating, flat.update = (lambda: None), Future()
+    _unmark(SimpleNamespace(trainable=[flat]), SimpleNamespace(synchronize=lambda: waited.append("copied")))
+    assert flat.update is None
+    assert flat.shard_for_others().tolist() == [2.0, 3.0] and waited == ["copied"]
 
 
 SLOW = {"nobody": {}, "gradients": {"d2h": 1e8}, "parameters": {"h2d": 1e8}, "compute": {"flops": 4e12}, "host": {"host": 4e9}}

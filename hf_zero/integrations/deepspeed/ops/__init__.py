@@ -1,5 +1,5 @@
-"""``deepspeed.ops``: optimizers by DeepSpeed's names."""
+"""``deepspeed.ops``: optimizers and sparse attention by DeepSpeed's names."""
 
-from . import adagrad, adam, lamb, lion
+from . import adagrad, adam, lamb, lion, sparse_attention
 
-__all__ = ["adagrad", "adam", "lamb", "lion"]
+__all__ = ["adagrad", "adam", "lamb", "lion", "sparse_attention"]

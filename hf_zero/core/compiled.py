@@ -1,0 +1,209 @@
+"""Blocks whose forward torch.compile compiles, one block at a time, with the engine's hooks outside.
+
+[Note: one compilation for all like blocks]
+What is compiled is the bound ``forward``, put on each block as an attribute. ``__call__`` stays as it was, so gathers, marks and
+recorded outputs run outside the graph; a forward that checkpoints itself is traced with its checkpoint, and the compiled backward
+recomputes. Dynamo keeps graphs by the code of ``forward`` and takes a module's parameters as inputs: blocks that differ in values
+alone share a graph. The graph saves the parameters themselves for the backward, or views of them: the engine gathers again into
+the same storage, so that they have their values when they are read.
+
+[Note: what runs as it is]
+Evaluation and generation (no gradient is recorded and the block does not train): each step of a decoder has other shapes, and a
+cache is an object of its own for each block, so every block would be compiled by itself, again and again. For the same reason a
+training forward that gets an object of a class that torch does not know how to take apart. And one with hooks inside the block
+(transformers puts them there to record attentions and router logits): a graph does not call what came after it was made.
+
+[Note: shapes]
+With ``dynamic`` None a block's first shapes have a graph of their own; other ones (the short last batch, padding to the longest)
+go to a second compilation, which torch makes fit any. Were both one, the graph that fits any would take over for good.
+
+[Note: Module.compile]
+It compiles ``__call__`` with all hooks in it, which break the graph and make it anew for each state of a parameter. So modules with
+hooks of the engine get a ``compile`` that compiles their forward alone, or, where there are hooks inside too, the blocks in them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_zero.config import CompileSection
+from hf_zero.core.guards import Attached, Override
+from hf_zero.core.unit import Unit
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+
+GRAPHS = 64  # compilations of one forward before torch gives up; its own limit of 8 is soon reached by a class with several kinds of blocks
+_PLAIN = (str, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
+    """Append the shape of every tensor in ``values`` to ``shapes``; give an object that is no plain data, or None."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            shapes.append(value.shape)
+        elif isinstance(value, _PLAIN):
+            continue
+        elif isinstance(value, dict):
+            if (foreign := signature(list(value.values()), shapes)) is not None:
+                return foreign
+        elif isinstance(value, (tuple, list)):
+            if (foreign := signature(value, shapes)) is not None:
+                return foreign
+        elif type(value) not in pytree.SUPPORTED_NODES:
+            return value
+    return None
+
+
+def check_compilation(section: CompileSection) -> None:
+    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not know."""
+    if not section.blocks:
+        return
+    backends = torch.compiler.list_backends(())
+    if section.backend not in backends:
+        raise ConfigError(f"compile.backend = {section.backend!r} is none that torch has here; write one of {', '.join(backends)}")
+    if section.mode != "default" and section.backend != "inductor":
+        raise ConfigError(f"compile.mode = {section.mode!r} is inductor's, not {section.backend}'s; remove it, or compile.backend")
+
+
+class CompiledForward(Override):
+    """A block's ``forward``, compiled while it trains."""
+
+    def __init__(self, module: nn.Module, unit: Unit, compilation: Callable[[Any, bool | None], Any], dynamic: bool | None, told: set[str]):
+        """``compilation(forward, dynamic)`` compiles; ``told`` is what a warning has said already."""
+        super().__init__(module.forward, module, "forward")
+        self.__signature__ = inspect.signature(self._fn)
+        self._unit = unit
+        self._own = module.__dict__.get("forward")  # an attribute that was there before
+        self._inside = _inside(module)
+        self._told = told
+        self._first: list[torch.Size] | None = None
+        self._of_first = compilation(self._fn, False if dynamic is None else dynamic)
+        self._of_others = compilation(self._fn, None) if dynamic is None else self._of_first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._module.training or torch.is_grad_enabled()) or self._unit.watched or torch.compiler.is_compiling():
+            return self._fn(*args, **kwargs)
+        shapes: list[torch.Size] = []
+        foreign = signature((*args, *kwargs.values()), shapes)
+        if foreign is not None or any(map(_has_hooks, self._inside)):
+            self._tell(foreign)
+            return self._fn(*args, **kwargs)
+        if self._first is None:
+            self._first = shapes
+        return (self._of_first if shapes == self._first else self._of_others)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            raise ConfigError(
+                f"a {type(self._module).__name__} whose forward was replaced before it was compiled cannot be copied; copy the model before "
+                "hf_zero.initialize, or after engine.destroy()"
+            )
+        return super().__deepcopy__(memo)
+
+    def give_back(self) -> None:
+        """Put on the block what was there before."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+            if self._own is not None:
+                self._module.__dict__["forward"] = self._own
+
+    def _tell(self, foreign: Any) -> None:
+        if foreign is not None:
+            why = (
+                f"is given a {type(foreign).__name__}, which torch.compile would compile anew for each block",
+                "for a cache of keys and values, train with use_cache=False",
+            )
+        else:
+            why = ("has hooks on modules inside it, which a compiled graph would not call", "remove them to have it compiled")
+        if why[0] not in self._told:
+            self._told.add(why[0])
+            logger.warning("%s %s, so its forward runs uncompiled; %s", type(self._module).__name__, *why)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+class CompiledBlocks:
+    """The blocks of an engine that are compiled."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]):
+        """Made when the engine's hooks are on ``model``."""
+        self._root = units[0]
+        self._unit_of = {unit.module: unit for unit in units}
+        self._blocks = [unit.module for unit in units[1:] if _is_block(unit.module)]
+        self._on: dict[nn.Module, CompiledForward] = {}
+        self._told: set[str] = set()
+        self._hooked = [module for module in model.modules() if _is_hooked(module)]
+        for module in self._hooked:
+            module.compile = Override(partial(self.compile, module), module, "compile")  # type: ignore[method-assign]
+
+    def install(self, section: CompileSection) -> None:
+        """Compile as the configuration says, which :func:`check_compilation` has checked."""
+        if not section.blocks:
+            return
+        if not self._blocks:
+            logger.warning(
+                "compile: blocks finds nothing to compile: no block of this model has modules of its own and its parameters to itself"
+            )
+        self.compile(None, section.backend, section.dynamic, **({"mode": section.mode} if section.mode != "default" else {}))
+
+    def compile(
+        self,
+        module: nn.Module | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+        dynamic: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend, **options)``, in place of an earlier compilation."""
+        import torch._dynamo.config as limits  # not before somebody compiles: it takes a second
+
+        limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+        if module is None:
+            chosen = self._blocks
+        elif not any(map(_is_hooked, _inside(module))):
+            chosen = [module]
+        else:
+            parts = set(module.modules())
+            chosen = [block for block in self._blocks if block in parts]
+        for each in chosen:
+            if each in self._on:
+                self._on.pop(each).give_back()
+            unit = self._unit_of.get(each, self._root)
+            self._on[each] = CompiledForward(
+                each,
+                unit,
+                lambda forward, dynamic: torch.compile(forward, backend=backend, dynamic=dynamic, **options),
+                dynamic,
+                self._told,
+            )
+            each.forward = self._on[each]  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        for each in self._on.values():
+            each.give_back()
+        for module in self._hooked:
+            module.__dict__.pop("compile", None)
+        self._on, self._hooked = {}, []
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if part is not module]
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether ``module`` has a hook of the engine around its forward."""
+    return any(isinstance(hook, Attached) for hook in module._forward_pre_hooks.values())
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether compiling ``module`` gains anything, and nothing inside it needs a hook of the engine."""
+    inside = _inside(module)
+    return bool(inside) and not any(map(_is_hooked, inside))

@@ -1,0 +1,205 @@
+"""Activation checkpointing of a model's blocks: a block's forward runs again in the backward (arXiv 1604.06174).
+
+[Note: inside the hooks, inside the compiler]
+A block's ``forward`` is replaced, on the instance; the module's hooks stay outside, so that gathers and marks come once per call: the
+gather of a block's backward serves its recomputation, and checkpointing costs no further one. torch.compile goes around: it traces the
+checkpoint with the block and drops what it recomputes from its graph, while a compiled function inside a checkpoint would store all it saves
+once more, and would hide its products from the selective policy.
+
+Checkpoints are torch's non-reentrant ones: the state of the random generators is kept, so dropout masks are the same, and nothing needs
+an input that requires grad.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hf_zero.config import ActivationCheckpointing
+from hf_zero.core.guards import Override
+from hf_zero.core.wrap import repeated_blocks
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"))
+_inside = threading.local()  # how many checkpoints a script has around what runs now
+
+
+def is_kept(operator: str) -> bool:
+    """Whether the selective policy keeps the results of ``operator``: what costs FLOPs, not what costs bandwidth."""
+    name = operator.split(".")[0]
+    return name in PRODUCTS or "attention" in name or "attn" in name or "packed_linear" in name
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator.__name__) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+
+
+class Timing:
+    """Waits for the device at both ends of what is checkpointed; with ``profile`` it logs the seconds, a line for each backward."""
+
+    def __init__(self, device: torch.device, profile: bool, tells: bool = True):
+        self._device, self._profile, self._tells = device, profile, tells
+        self._seconds, self._counts = [0.0, 0.0], [0, 0]  # of forwards, of recomputations
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        again = int(torch._C._current_graph_task_id() != -1)
+        if not again and self._counts[1]:
+            self.tell()
+        self._wait()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:  # a recomputation ends with an exception once it has what it needs
+            self._wait()
+            self._seconds[again] += time.perf_counter() - start
+            self._counts[again] += 1
+            if self._counts[0] == self._counts[1]:
+                self.tell()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def tell(self) -> None:
+        if self._profile and self._tells:
+            logger.info(
+                "activation checkpointing: %d forwards in %.4f s, %d recomputations in %.4f s",
+                self._counts[0], self._seconds[0], self._counts[1], self._seconds[1],
+            )  # fmt: skip
+        self._seconds, self._counts = [0.0, 0.0], [0, 0]
+
+
+def _call(function: Callable[..., Any], timing: Timing | None, names: tuple[str, ...], *values: Any) -> Any:
+    """``function`` with the last of ``values`` as keywords: a checkpoint keeps tensors among its positional arguments as autograd does."""
+    first = len(values) - len(names)
+    kwargs = dict(zip(names, values[first:]))
+    if timing is None:
+        return function(*values[:first], **kwargs)
+    with timing.region():
+        return function(*values[:first], **kwargs)
+
+
+def _checkpoint(function: Callable[..., Any], timing: Timing | None, selective: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    # The compiler reads a context_fn only where it stands in the call.
+    if selective:
+        return torch.utils.checkpoint.checkpoint(_call, function, timing, tuple(kwargs), *values, use_reentrant=False, context_fn=SELECTIVE)
+    return torch.utils.checkpoint.checkpoint(_call, function, timing, tuple(kwargs), *values, use_reentrant=False)
+
+
+def checkpoint(function: Callable[..., Any], timing: Timing | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A script's own checkpoint: ``function(*args, **kwargs)``, recomputed in backward. Blocks inside are not checkpointed again."""
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        _inside.depth = getattr(_inside, "depth", 0) + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inside.depth -= 1
+
+    return _checkpoint(alone, timing, False, args, kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """Keys and values of a decoder, to which a forward adds: the recomputation would add them again."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+class _Checkpointed(Override):
+    """The ``forward`` of a block that is checkpointed."""
+
+    def __init__(self, blocks: Checkpoints, block: nn.Module):
+        super().__init__(block.forward, block, "forward")
+        self._blocks = blocks
+        self.before = block.__dict__.get("forward")  # what an instance had in place of its class's own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        blocks, block = self._blocks, self._module
+        if not torch.is_grad_enabled() or blocks.left_to_model or not (torch.compiler.is_compiling() or _alone()):
+            return self._fn(*args, **kwargs)
+        if not getattr(block, "_can_checkpoint_with_cache", False):
+            caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+            if caches and (not block.training or any(cache.get_seq_length() for cache in caches)):
+                return self._fn(*args, **kwargs)  # what the cache holds is part of the result
+            if caches:
+                args = tuple(None if _is_cache(value) else value for value in args)
+                kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+                if kwargs.get("use_cache"):
+                    kwargs["use_cache"] = False
+        return _checkpoint(self._fn, blocks.timing, blocks.selective, args, kwargs)
+
+
+def _alone() -> bool:
+    return not getattr(_inside, "depth", 0)
+
+
+def blocks_to_checkpoint(model: nn.Module, section: ActivationCheckpointing) -> list[nn.Module]:
+    """The first ``section.number`` repeated blocks, for their activations would wait longest. Raises ConfigError where there are none."""
+    if section.number == 0:
+        return []
+    blocks = [module for _, module in repeated_blocks(model)]
+    if not blocks:
+        key = "number_checkpoints" if section.blocks is None else "blocks"
+        raise ConfigError(
+            f"activation_checkpointing.{key} asks for checkpoints of blocks, and {type(model).__name__} has no repeated ones (layers of "
+            "transformers, _no_split_modules, or items of a ModuleList); remove the key and use torch.utils.checkpoint in the model's forward"
+        )
+    return blocks[: section.number]
+
+
+class Checkpoints:
+    """The checkpointed ``blocks`` of one model.
+
+    A model that checkpoints by itself (transformers' ``gradient_checkpointing``) is left to do it; each forward looks anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], section: ActivationCheckpointing, device: torch.device, tells: bool = True
+    ):
+        self.left_to_model = False
+        self.timing = Timing(device, section.profile, tells) if section.profile or section.synchronize else None
+        self.selective = section.selective
+        self._carriers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        self._blocks = list(blocks)
+        self._tells = tells
+        for block in blocks:
+            block.forward = _Checkpointed(self, block)  # type: ignore[method-assign, assignment]
+        self.look()
+        if blocks and tells and not self.left_to_model:
+            how = "all but products and attention of " if section.selective else ""
+            logger.info("activation checkpointing: the backward recomputes %s%d blocks", how, len(blocks))
+
+    @property
+    def on(self) -> bool:
+        """Whether checkpoints are made now, by this or by the model."""
+        return bool(self._blocks) or self.left_to_model
+
+    def look(self) -> None:
+        """Whether the model checkpoints by itself now."""
+        self.left_to_model = any(module.gradient_checkpointing for module in self._carriers)
+        if self._blocks and self.left_to_model and self._tells:
+            self._tells = False
+            logger.info("activation_checkpointing: the model checkpoints by itself (gradient_checkpointing), and goes on to do so")
+
+    def remove(self) -> None:
+        for block in self._blocks:
+            own = block.__dict__.get("forward")
+            if not isinstance(own, _Checkpointed):
+                continue  # somebody has wrapped it since, and still calls it
+            del block.__dict__["forward"]
+            if own.before is not None:
+                block.forward = own.before  # type: ignore[method-assign]
+        self._blocks, self.left_to_model = [], True  # what is still called calls through

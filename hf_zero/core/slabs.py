@@ -1,0 +1,83 @@
+"""Host memory for what comes in a forward and goes in its backward: slabs that are filled in order and used again once they are empty."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from hf_zero.core.states import Take
+from hf_zero.errors import HostMemoryError
+
+FIRST, MOST = 16 << 20, 256 << 20  # bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
+ALIGN = 512  # bytes, as the device's allocator aligns
+
+
+class Region:
+    """``nbytes`` of host memory: ``memory``, uint8. It goes back to its slab when this object dies."""
+
+    __slots__ = ("_slab", "memory")
+
+    def __init__(self, slab: _Slab, start: int, nbytes: int):
+        self._slab = slab
+        self.memory = slab.memory[start : start + nbytes]
+
+    def __del__(self) -> None:
+        self._slab.left.append(None)
+
+
+class _Slab:
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+        self.filled = 0  # bytes
+        self.taken = 0  # regions
+        self.left: deque[None] = deque()  # regions that have gone: appended to by whatever thread frees a graph
+
+    def take(self, nbytes: int) -> Region | None:
+        if self.taken == len(self.left):
+            self.filled = self.taken = 0
+            self.left.clear()
+        if self.filled + nbytes > self.memory.numel():
+            return None
+        region = Region(self, self.filled, nbytes)
+        self.filled += -(-nbytes // ALIGN) * ALIGN
+        self.taken += 1
+        return region
+
+
+class Slabs:
+    """``take`` gives memory that the device copies to and from. Graphs die backwards, so slabs empty one after the other."""
+
+    def __init__(self, take: Take, first: int = FIRST, most: int = MOST):
+        """``first`` and ``most`` are the bytes of the first slab and of any, but for one that holds a single larger tensor."""
+        self._take = take
+        self._first, self._most = first, most
+        self._slabs: list[_Slab] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    def take(self, nbytes: int) -> Region:
+        """Raises HostMemoryError."""
+        for slab in reversed(self._slabs):
+            region = slab.take(nbytes)
+            if region is not None:
+                return region
+        try:
+            memory = self._take(max(nbytes, min(self._most, max(self._first, self.nbytes))), torch.uint8)
+        except HostMemoryError as error:
+            raise HostMemoryError(
+                f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory beside the {self.nbytes / 1e9:.2f} GB that hold others "
+                f"({error}); let blocks recompute them (activation_checkpointing.blocks), or use a smaller micro-batch or activation_offload.min_bytes "
+                "above the size of what may stay on the device"
+            ) from error
+        self._slabs.append(_Slab(memory))
+        region = self._slabs[-1].take(nbytes)
+        assert region is not None
+        return region
+
+    def close(self) -> None:
+        """Hold no memory; regions keep theirs until they die."""
+        self._slabs = []

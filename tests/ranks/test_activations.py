@@ -1,0 +1,186 @@
+"""Checkpointed blocks and activations in host memory at every stage, against the oracle; and that neither costs a gather."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.core import activations
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.late_transfers import Late
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import ArchitectureJob, At, Plan, adamw
+from tests.helpers.ways import WAYS
+
+SMALL = {"min_bytes": 1, "in_flight_bytes": 1000}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "blocks": {"activation_checkpointing": {"blocks": True}},
+    "one block": {"activation_checkpointing": {"number_checkpoints": 1}},
+    "selective": {"activation_checkpointing": {"blocks": "selective"}},
+    "offload": {"activation_offload": SMALL},
+    "blocks, inputs offloaded": {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}, "activation_offload": SMALL},
+}
+SOME_WAYS = [
+    "a block called twice, each time under a checkpoint",
+    "reentrant checkpoint around two blocks, another block before and after",
+    "gradient_checkpointing_enable(use_reentrant=False) on t5",
+]
+PLAN = Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
+
+
+@pytest.fixture(autouse=True)
+def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
+    """On the CPU activations would have nowhere to go."""
+    made: list[Late] = []
+
+    def late(device: torch.device) -> Late:
+        made.append(Late())
+        return made[-1]
+
+    monkeypatch.setattr(activations, "transfers_of", late)
+    yield made
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]) -> None:
+    job = ArchitectureJob(ARCHITECTURES[architecture])
+    oracle.compare(train_on_threads(job, PLAN, engine_opener(stage, **CONFIGS[name])), oracle.kept(job, PLAN))
+    assert len(moved) == (PLAN.ranks if "offload" in name else 0)
+    assert all(late.sent_bytes > 0 and not late.queue for late in moved)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("way", SOME_WAYS)
+def test_offload_under_the_checkpoints_of_a_model(way: str, stage: int) -> None:
+    job = WAYS[way]
+    oracle.compare(train_on_threads(job, PLAN, engine_opener(stage, activation_offload=SMALL)), oracle.kept(job, PLAN))
+
+
+@pytest.mark.parametrize("name", [None, *CONFIGS])
+def test_no_further_gather(name: str | None) -> None:
+    """A block's backward gathers it once, for the recomputation and for the gradients."""
+
+    def run(rank: int, model: torch.nn.Module) -> Counter[str]:
+        engine = start(model, adamw(model), config_of(3, **(CONFIGS[name] if name else {})))
+        for number in range(4):
+            engine.comm.ledger.counts.clear()
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        counts = Counter(engine.comm.ledger.counts)
+        engine.destroy()
+        return counts
+
+    for counts in on_ranks(2, run):
+        assert counts["all_gather"] == 6  # four units; the root and the last block stay from forward to backward
+        assert counts["reduce_scatter"] == 4
+
+
+def test_nothing_of_the_parameters_leaves(moved: list[Late]) -> None:
+    def run(rank: int, model: torch.nn.Module) -> tuple[int, int]:
+        engine = start(model, adamw(model), config_of(3, activation_offload=SMALL))
+        loss = squared(engine, At(0, 0, rank))
+        held = engine._activations.offload.slabs.nbytes
+        engine.backward(loss)
+        engine.destroy()
+        return held, sum(flat.layout.padded * flat.dtype.itemsize for flat in engine.flats)
+
+    on_ranks(1, run)
+    assert 0 < moved[0].sent_bytes < 10_000
+
+
+def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: list[Late]) -> None:
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(2, activation_checkpointing={"cpu_checkpointing": True}))
+        for number in range(2):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        engine.destroy()
+
+    on_ranks(1, run)
+    assert (
+        sum("cpu_checkpointing has nothing to move: no block is checkpointed; set activation_checkpointing.blocks" in s for s in heard) == 1
+    )
+    assert moved[0].sent_bytes == 0
+
+
+def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved: list[Late]) -> None:
+    job = WAYS["gradient_checkpointing_enable(use_reentrant=False) on bert"]
+    plan = Plan(ranks=1, steps=2)
+    config = {"activation_checkpointing": {"cpu_checkpointing": True}, "activation_offload": {**SMALL, "enabled": False}}
+    oracle.compare(train_on_threads(job, plan, engine_opener(3, **config)), oracle.kept(job, plan))
+    assert moved[0].sent_bytes > 0
+
+
+def test_where_the_device_is_the_host_nothing_moves(monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]) -> None:
+    monkeypatch.undo()
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(2, activation_offload=True))
+        assert engine._activations.offload is None
+        engine.destroy()
+
+    on_ranks(1, run)
+    assert any("activations stay where they are: the device is the host" in line for line in heard_in_full)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_is_broken_off(error: type[BaseException], moved: list[Late]) -> None:
+    def run(rank: int, model: torch.nn.Module) -> list[torch.Tensor]:
+        engine = start(model, adamw(model), config_of(3, **CONFIGS["blocks, inputs offloaded"]))
+        blocks = dict(model.named_modules())
+        inner, times = blocks["blocks.1"].forward, [0]
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            times[0] += 1
+            if times[0] == 2:
+                raise error
+            return inner(*args, **kwargs)
+
+        blocks["blocks.1"].forward = once
+        for number in range(3):
+            try:
+                engine.backward(squared(engine, At(number // 2, 0, rank)))
+            except error:
+                engine.zero_grad()
+                continue
+            engine.step()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        blocks["blocks.1"].forward = inner
+        weights = list(full_weights(engine).values())
+        engine.destroy()
+        return weights
+
+    def plain(rank: int, model: torch.nn.Module) -> list[torch.Tensor]:
+        engine = start(model, adamw(model), config_of(3))
+        for number in (0, 1):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        weights = list(full_weights(engine).values())
+        engine.destroy()
+        return weights
+
+    for got, want in zip(on_ranks(1, run)[0], on_ranks(1, plain)[0], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_host_memory_is_kept_over_steps_and_given_back(moved: list[Late]) -> None:
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
+        offload, sizes = engine._activations.offload, []
+        for number in range(3):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+            sizes.append(offload.slabs.nbytes)
+        assert sizes[0] > 0 and len(set(sizes)) == 1
+        engine.destroy()
+        assert offload.slabs.nbytes == 0
+
+    on_ranks(1, run)

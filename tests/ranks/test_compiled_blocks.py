@@ -1,0 +1,378 @@
+"""Compiled blocks: equal to the plain loop, one compilation for like blocks, none over the steps, and what runs as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, OnEngine, config_of, engine_opener, start, train_on_threads
+from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, llama, seeded, tokens
+from tests.helpers.training import At, Driver, Job, Plan, adamw, plain_sgd
+
+BLOCKS = {"blocks": True, "backend": "aot_eager"}  # what inductor is given too, without a compiler
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Compilations so far."""
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def no_compilation() -> Iterator[None]:
+    before = graphs()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    assert graphs() == before
+
+
+class Compiled(Job):
+    """One of the architectures. ``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone."""
+
+    def __init__(self, name: str, checkpointed: bool = False, adapted: bool = False) -> None:
+        self.architecture, self.checkpointed, self.adapted = ARCHITECTURES[name], checkpointed, adapted
+        self.name = f"{name} checkpointed={checkpointed} adapted={adapted}"
+
+    def build(self) -> nn.Module:
+        model = self.architecture.build()
+        if self.checkpointed:
+            model.gradient_checkpointing_enable()
+        if self.adapted:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("norm" in name)
+        return model
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        more = {} if self.architecture.name == "bert" else {"use_cache": False}
+        return net(**self.architecture.batch(at.step, at.micro, at.rank), **more).loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "job", [Compiled("bert"), Compiled("llama", checkpointed=True), Compiled("llama", adapted=True)], ids=lambda j: j.name
+)
+def test_equal_to_the_plain_loop(job: Job, stage: int) -> None:
+    plan = Plan(ranks=2, steps=2, accumulation=2)
+    got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
+    assert graphs() > 0
+    oracle.compare(got, oracle.kept(job, plan))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bf16(stage: int) -> None:
+    job, plan = Compiled("bert"), Plan(steps=2, precision="bf16")
+    got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
+    oracle.compare_mixed(got, oracle.mixed(job, plan, stage), oracle.kept(job, Plan(steps=2)), plan.dtype)
+
+
+class Dropping(nn.Module):
+    """Checkpoints itself around its call, or inside its forward, as the releases of transformers do."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.scale = nn.Linear(16, 16, bias=False)
+        self.dropout = nn.Dropout(0.5)
+        self.inside = inside
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) if self.inside else checkpoint(super().__call__, x, use_reentrant=False)
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.scale(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.work, x, use_reentrant=False) if self.inside else self.work(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_dropout_is_recomputed_as_it_was(inside: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Dropping(inside) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [block(x) for block in self.blocks]
+
+    engine = start(model := seeded(Model), plain_sgd(model), config_of(3, compile=BLOCKS))
+    outputs = engine(torch.rand(32, 16).requires_grad_())
+    engine.backward(sum(output.sum() for output in outputs))
+    for block, output in zip(model.blocks, outputs):
+        weight, grad = hf_zero.safe_get_full_fp32_param(block.scale.weight), hf_zero.safe_get_full_grad(block.scale.weight)
+        # The output is linear in each row of the weight, so the gradient gives it back where the same elements were dropped.
+        torch.testing.assert_close((weight * grad).sum(1), output.sum(0))
+        assert 0.3 < (output == 0).float().mean() < 0.7
+    assert graphs() == 1
+    engine.destroy()
+
+
+def test_autocast_around_compiled_blocks() -> None:
+    def losses(**more: Any) -> list[torch.Tensor]:
+        engine = start(model := seeded(Stack), plain_sgd(model), config_of(3, **more))
+        found = []
+        for number in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = engine(features(number, 0, 0)).square().mean()
+            assert loss.dtype == torch.bfloat16
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.detach())
+        engine.destroy()
+        return found
+
+    want = losses()
+    assert torch.equal(torch.stack(losses(compile=BLOCKS)), torch.stack(want))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_compilation_for_all_blocks_and_steps(stage: int, checkpointed: bool) -> None:
+    engine = start(model := Compiled("gpt2", checkpointed).build(), adamw(model), config_of(stage, compile=BLOCKS))
+
+    def step(number: int) -> None:
+        model.train()
+        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(number, 0, 0), use_cache=False).loss)
+        engine.step()
+
+    step(0)
+    assert graphs() == 1
+    with no_compilation():
+        for number in range(1, 4):
+            step(number)
+            model.eval()
+            with torch.no_grad():
+                engine(input_ids=tokens(number, 0, 0)[:1, :4])
+    engine.destroy()
+
+
+def test_kinds_of_blocks_have_a_graph_each() -> None:
+    engine = start(model := ARCHITECTURES["t5"].build(), adamw(model), config_of(3, compile=BLOCKS))
+    for number in range(2):
+        engine.backward(engine(**ARCHITECTURES["t5"].batch(number, 0, 0), use_cache=False).loss)
+        engine.step()
+        assert graphs() == 4  # encoder and decoder; the first of each makes the position bias of all
+    engine.destroy()
+
+
+def test_other_shapes_share_a_second_graph() -> None:
+    engine = start(model := seeded(llama), adamw(model), config_of(1, compile=BLOCKS))
+
+    def step(length: int) -> None:
+        ids = tokens(0, 0, 0)[:, :length]
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+
+    step(9)
+    step(6)
+    assert graphs() == 2
+    with no_compilation():
+        for length in (9, 5, 7, 9, 4):
+            step(length)
+    engine.destroy()
+
+
+def test_each_shape_has_its_own_graph_where_none_is_dynamic() -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, compile=BLOCKS | {"dynamic": False}))
+    for count, rows in ((1, 3), (2, 5), (3, 7), (3, 5)):
+        engine(features(0, 0, 0, rows)).sum().backward()
+        assert graphs() == count
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_generation_and_evaluation_are_not_compiled(stage: int) -> None:
+    engine = start(model := seeded(llama), adamw(model), config_of(stage, compile=BLOCKS))
+    model.eval()
+    want = seeded(llama).eval().generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False), want)
+    with torch.no_grad():
+        engine(input_ids=tokens(0, 0, 0))
+    assert graphs() == 0
+    engine.destroy()
+
+
+def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard: list[str]) -> None:
+    engine = start(model := seeded(llama), adamw(model), config_of(0, compile=BLOCKS))
+    for number in range(2):
+        engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
+    assert graphs() == 0
+    assert [message for message in heard if "use_cache=False" in message] == [
+        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile anew for each block, so its forward runs uncompiled; "
+        "for a cache of keys and values, train with use_cache=False"
+    ]
+    engine.destroy()
+
+
+def test_what_transformers_records_inside_blocks_is_recorded(heard: list[str]) -> None:
+    plain = seeded(ARCHITECTURES["bert"].make)
+    engine = start(model := seeded(ARCHITECTURES["bert"].make), adamw(model), config_of(3, compile=BLOCKS))
+    for each in (plain, model):
+        each.set_attn_implementation("eager")
+    engine(tokens(0, 0, 0)).logits.sum().backward()
+    assert graphs() == 1
+    got, want = (net(tokens(0, 0, 0), output_attentions=True, output_hidden_states=True) for net in (engine, plain))
+    assert (len(got.attentions), len(got.hidden_states)) == (len(want.attentions), len(want.hidden_states)) == (2, 3)
+    for one, other in zip((*got.attentions, *got.hidden_states), (*want.attentions, *want.hidden_states)):
+        torch.testing.assert_close(one, other)
+    assert [message.partition(",")[0] for message in heard] == ["BertLayer has hooks on modules inside it"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage: int) -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(stage, compile=BLOCKS))
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        got = engine(features(0, 0, 0))
+    assert graphs() == (1 if stage < 3 else 0)
+    torch.testing.assert_close(got, seeded(Stack)(features(0, 0, 0)))
+    engine.destroy()
+
+
+def test_blocks_are_given_back() -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(2, compile=BLOCKS))
+    copied = copy.deepcopy(model)
+    assert all("forward" in block.__dict__ for block in model.blocks)
+    for block in copied.blocks:
+        assert block.forward.__self__ is block
+    torch.testing.assert_close(copied(features(0, 0, 0)), model(features(0, 0, 0)))
+    engine.destroy()
+    assert not any("forward" in block.__dict__ for block in model.blocks)
+
+
+def doubled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * type(self).forward(self, x)
+
+
+def test_a_forward_that_was_replaced_before_is_compiled_and_given_back() -> None:
+    plain, model = seeded(Stack), seeded(Stack)
+    for stack in (plain, model):
+        for block in stack.blocks:
+            block.forward = MethodType(doubled, block)
+    engine = start(model, plain_sgd(model), config_of(2, compile=BLOCKS))
+    torch.testing.assert_close(engine(features(0, 0, 0)), plain(features(0, 0, 0)))
+    assert graphs() == 1
+    with pytest.raises(ConfigError, match=r"a Block whose forward was replaced .* copy the model before hf_zero.initialize"):
+        copy.deepcopy(model)
+    engine.destroy()
+    assert all(block.forward.__func__ is doubled for block in model.blocks)
+
+
+def test_blocks_that_read_parameters_of_others_are_left_alone(heard: list[str]) -> None:
+    class Tied(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.down.weight = self.blocks[0].down.weight
+
+    engine = start(model := seeded(Tied), plain_sgd(model), config_of(3, compile=BLOCKS))
+    torch.testing.assert_close(engine(features(0, 0, 0)), seeded(Tied)(features(0, 0, 0)))
+    assert graphs() == 0
+    assert any("finds nothing to compile" in message for message in heard)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"blocks": True, "backend": "inductr"}, r"compile.backend = 'inductr' is none that torch has here; write one of .*inductor"),
+        (
+            {"blocks": True, "backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"},
+            "compile.mode = .* is inductor's, not aot_eager's",
+        ),
+    ],
+)
+def test_what_torch_cannot_compile_with_is_refused(section: dict, said: str) -> None:
+    model = seeded(Stack)
+    with pytest.raises(ConfigError, match=said):
+        start(model, plain_sgd(model), config_of(0, compile=section))
+
+
+def test_compile_called_by_a_script() -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
+    engine.compile(backend="eager")
+    engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
+    engine(features(0, 0, 0)).sum().backward()
+    assert graphs() == 1
+    engine.destroy()
+    assert not any("forward" in block.__dict__ for block in model.blocks)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_compiled_in_place_keep_their_hooks_outside(stage: int) -> None:
+    """As Accelerate does for regional compilation: every block, and what is no block, by ``Module.compile``."""
+    job, plan = Compiled("bert"), Plan(steps=2)
+
+    def opener(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> OnEngine:
+        engine = start(model, optimizer, config_of(stage, plan))
+        for module in (*model.bert.encoder.layer, model.bert.embeddings.LayerNorm, model.bert.embeddings.word_embeddings):
+            module.compile(backend="aot_eager")
+        return OnEngine(engine, plan)
+
+    got = train_on_threads(job, plan, opener)
+    assert (graphs(), sum(counters["graph_break"].values())) == (3, 0)
+    oracle.compare(got, oracle.kept(job, plan))
+
+
+def test_a_model_compiled_in_place_compiles_its_blocks() -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
+    model.compile(backend="aot_eager")
+    engine(features(0, 0, 0)).sum().backward()
+    assert graphs() == 1
+    engine.destroy()
+    assert not any("compile" in module.__dict__ or "forward" in module.__dict__ for module in model.modules())
+
+
+def test_inductor() -> None:
+    class Small(Job):
+        name = "compiled stack"
+
+        def build(self) -> nn.Module:
+            return seeded(lambda: Stack(width=HIDDEN))
+
+        def loss(self, net: Driver, at: At) -> torch.Tensor:
+            return net(features(at.step, at.micro, at.rank)).square().mean()
+
+    plan = Plan(steps=3)
+    got = train_on_threads(Small(), plan, lambda model, opt, plan: OnEngine(start(model, opt, config_of(3, plan, compile="blocks")), plan))
+    assert graphs() == 1
+    oracle.compare(got, oracle.kept(Small(), plan))
+
+
+def test_attention_comes_first_as_configured_until_the_engine_ends() -> None:
+    before = torch._C._get_sdp_priority_order()
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn"))
+    cudnn = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
+    assert torch._C._get_sdp_priority_order() == [cudnn, *(each for each in before if each != cudnn)]
+    engine.destroy()
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_an_order_of_attention_set_by_somebody_else_stays() -> None:
+    before = torch._C._get_sdp_priority_order()
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn"))
+    try:
+        torch._C._set_sdp_priority_order(theirs := before[::-1])
+        engine.destroy()
+        assert torch._C._get_sdp_priority_order() == theirs
+    finally:
+        torch._C._set_sdp_priority_order(before)

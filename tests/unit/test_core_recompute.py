@@ -1,0 +1,343 @@
+"""Checkpointed blocks of a model under an engine: same bits, forwards run again, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zero.core import recompute
+from hf_zero.errors import ConfigError
+from tests.helpers.engines import config_of, full_grads, start
+from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.training import trainable
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Takes and gives a tuple, one input by keyword, with dropout; counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.ran = 0
+
+    def forward(self, x: torch.Tensor, *, skip: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        self.ran += 1
+        h = nn.functional.dropout(torch.tanh(self.a(x)), 0.2, self.training)
+        return x + scale * self.b(h), skip + x
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = torch.zeros_like(x)
+        for block in (*self.blocks, self.blocks[0]):  # the first one twice
+            x, skip = block(x, skip=skip, scale=0.5)
+        return self.head(x * torch.sigmoid(skip)).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trainable(model), lr=0.1)
+
+
+def net() -> nn.Module:
+    return seeded(Net)
+
+
+def run(
+    section: dict[str, Any], build: Callable[[], nn.Module] = net, loss: Any = None, stage: int = 2, before: Any = None
+) -> tuple[list[Any], Counter[str]]:
+    """Losses and gradients of three steps, bit for bit, and how often each block ran."""
+    model = build()
+    engine = start(model, sgd(model), config_of(stage, activation_checkpointing=section))
+    if before is not None:
+        before(engine)
+    found: list[Any] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        value = loss(engine) if loss else engine(torch.randn(4, WIDTH))
+        engine.backward(value)
+        found.append((value.item(), full_grads(engine)))
+        engine.step()
+    engine.destroy()
+    assert not any("forward" in module.__dict__ for module in model.modules()), "what was put on the blocks is taken off"
+    return found, Counter({name: module.ran for name, module in model.named_modules() if isinstance(module, Block)})
+
+
+def same(got: list[Any], want: list[Any]) -> bool:
+    return all(a == b and all(torch.equal(g[name], h[name]) for name in h) for (a, g), (b, h) in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "section, again",
+    [
+        ({"blocks": True}, 3),
+        ({"blocks": 2}, 2),
+        ({"number_checkpoints": 1}, 1),
+        ({"number_checkpoints": 9}, 3),
+        ({"blocks": "selective"}, 3),
+    ],
+)
+def test_blocks_run_again_and_nothing_else_changes(section: dict[str, Any], again: int, stage: int) -> None:
+    want, once = run({}, stage=stage)
+    got, ran = run(section, stage=stage)
+    assert same(got, want)
+    assert ran == Counter({name: times * (2 if int(name[-1]) < again else 1) for name, times in once.items()}), "the first ones"
+
+
+@pytest.mark.parametrize("section", [{}, {"blocks": False, "number_checkpoints": 2}, {"number_checkpoints": 0}])
+def test_nobody_asks_and_nothing_runs_again(section: dict[str, Any]) -> None:
+    assert set(run(section)[1].values()) == {3, 6}
+
+
+def test_without_gradients_nothing_is_kept_or_run_again() -> None:
+    model = net()
+    engine = start(model, sgd(model), config_of(3, activation_checkpointing={"blocks": True}))
+    with torch.no_grad():
+        engine(torch.randn(4, WIDTH))
+    assert [block.ran for block in model.blocks] == [2, 1, 1]
+    engine.eval()
+    engine(torch.randn(4, WIDTH)).backward()
+    assert [block.ran for block in model.blocks] == [6, 3, 3], "evaluation with gradients is checkpointed too"
+    engine.destroy()
+
+
+def test_frozen_blocks_and_inputs_without_gradient() -> None:
+    def lora() -> nn.Module:
+        model = net()
+        for block in model.blocks:
+            block.a.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    want, once = run({}, lora)
+    got, ran = run({"blocks": True}, lora)
+    assert same(got, want) and ran["blocks.1"] == 2 * once["blocks.1"]
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_selective_recomputes_no_product_and_no_attention(architecture: str) -> None:
+    def counts(section: dict[str, Any]) -> Counter[str]:
+        model = ARCHITECTURES[architecture].build()
+        engine = start(model, sgd(model), config_of(2, activation_checkpointing=section))
+        with Operators() as operators:
+            engine.backward(engine(**ARCHITECTURES[architecture].batch(0, 0, 0)).loss)
+        engine.destroy()
+        return operators.counts
+
+    plain, whole, selective = counts({}), counts({"blocks": True}), counts({"blocks": "selective"})
+    dear = [name for name in plain if recompute.is_kept(name) and "backward" not in name]
+    assert any("mm" in name for name in dear) and any("attention" in name for name in dear)
+    assert all(selective[name] == plain[name] for name in dear)
+    assert sum(whole[name] for name in dear) > sum(plain[name] for name in dear)
+    cheap = {"bert": "gelu.default", "llama": "silu.default"}[architecture]
+    assert selective[cheap] == whole[cheap] == plain[cheap] + 2, "once more in each layer"
+
+
+def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
+    """torch's refusal: the recomputation would start from the changed one."""
+
+    class InPlace(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(super().forward(x).mul_(2))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(InPlace(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x)).square().mean()
+
+    model = Two()
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": "selective"}))
+    with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
+        engine.backward(engine(torch.randn(4, WIDTH)))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("blocks", [True, "selective"])
+def test_transformers_models_with_caches(architecture: str, blocks: Any) -> None:
+    """A decoder's cache must not be added to twice; without one, matrices lie otherwise in memory, and the last bits may differ."""
+    batch = ARCHITECTURES[architecture].batch(0, 0, 0)
+
+    def loss(use_cache: bool) -> Callable[[Any], torch.Tensor]:
+        return lambda engine: engine(**batch, **({} if architecture == "bert" else {"use_cache": use_cache})).loss
+
+    def dropping() -> nn.Module:
+        model = ARCHITECTURES[architecture].build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        return model
+
+    want, _ = run({}, dropping, loss(use_cache=False))
+    got, _ = run({"blocks": blocks}, dropping, loss(use_cache=True))
+    assert same(got, want)
+
+
+def test_a_filled_cache_is_part_of_the_result() -> None:
+    """Prefix tuning gives one: such a forward is not checkpointed."""
+    model = ARCHITECTURES["llama"].build()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    want = model(ids, past_key_values=copy.deepcopy(cache)).logits
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
+    got = engine(ids, past_key_values=copy.deepcopy(cache)).logits
+    assert torch.equal(got, want)
+    engine.backward(got.square().mean())
+    engine.eval()
+    assert engine(ids, use_cache=True).past_key_values.get_seq_length() == 4, "evaluation with gradients keeps its cache"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_checkpoints_by_itself_goes_on_to(reentrant: bool, heard_in_full: list[str]) -> None:
+    calls = []
+
+    def enable(engine: Any) -> None:
+        engine.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for layer in engine.module.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    build, batch = ARCHITECTURES["llama"].build, ARCHITECTURES["llama"].batch(0, 0, 0)
+    run({"blocks": True}, build, lambda engine: engine(**batch).loss, before=enable)
+    assert len(calls) == 2 * 2 * 3, "two layers, twice each, three steps"
+    assert sum("the model checkpoints by itself" in line for line in heard_in_full) == 1
+
+
+@pytest.mark.parametrize("section, key", [({"blocks": True}, "blocks"), ({"number_checkpoints": 2}, "number_checkpoints")])
+def test_a_model_without_blocks_is_refused(section: dict[str, Any], key: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with pytest.raises(
+        ConfigError, match=rf"activation_checkpointing\.{key} asks for checkpoints of blocks, and Sequential has no repeated ones"
+    ):
+        start(model, sgd(model), config_of(2, activation_checkpointing=section))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_a_copy_of_the_model_is_plain() -> None:
+    model = net()
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
+    copied = copy.deepcopy(model)
+    copied(torch.randn(4, WIDTH)).backward()
+    assert [block.ran for block in copied.blocks] == [2, 1, 1] and [block.ran for block in model.blocks] == [0, 0, 0]
+    engine.destroy()
+
+
+def test_a_forward_that_an_instance_had_comes_back() -> None:
+    model = net()
+    plain = type(model.blocks[0]).forward.__get__(model.blocks[0])
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    model.blocks[0].forward = own
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
+    engine(torch.randn(4, WIDTH)).backward()
+    assert len(calls) == 4
+    engine.destroy()
+    assert model.blocks[0].forward is own
+
+
+def test_who_has_wrapped_it_calls_through_afterwards() -> None:
+    model = net()
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = wrapped = lambda *args, **kwargs: inner(*args, **kwargs)
+    engine.destroy()
+    assert model.blocks[0].forward is wrapped
+    model(torch.randn(4, WIDTH)).backward()
+    assert model.blocks[0].ran == 2
+
+
+@pytest.mark.parametrize("blocks", [True, "selective"])
+def test_the_compiler_goes_around(blocks: Any) -> None:
+    """One graph for all like blocks, without a break, and without a further compilation in later steps."""
+    counter = CompileCounterWithBackend("aot_eager")
+    config = transformers.LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+
+    def build() -> nn.Module:
+        return seeded(lambda: transformers.LlamaForCausalLM(config))
+
+    def compiled(engine: Any) -> None:
+        for layer in engine.module.model.layers:
+            layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
+
+    batch = ARCHITECTURES["llama"].batch(0, 0, 0)
+
+    def loss(engine: Any) -> torch.Tensor:
+        return engine(**batch, use_cache=False).loss
+
+    model = build()
+    engine = start(model, sgd(model), config_of(3, activation_checkpointing={"blocks": blocks}))
+    compiled(engine)
+    found = []
+    for _ in range(3):
+        value = loss(engine)
+        engine.backward(value)
+        found.append((value.item(), full_grads(engine)))
+        engine.step()
+    engine.destroy()
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+    want, _ = run({}, build, loss, stage=3)
+    for (value, grads), (wanted, theirs) in zip(found, want, strict=True):
+        assert value == pytest.approx(wanted, rel=1e-6)
+        for name, grad in theirs.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> None:
+    run({"blocks": True, "profile": True})
+    lines = [line for line in heard_in_full if "recomputations in" in line]
+    assert len(lines) == 3 and all("4 forwards in" in line and "4 recomputations" in line for line in lines)
+    heard_in_full.clear()
+    want, _ = run({})
+    got, ran = run({"blocks": True, "synchronize_checkpoint_boundary": True})
+    assert same(got, want) and ran["blocks.1"] == 6
+    assert not any("recomputations in" in line for line in heard_in_full)
+
+
+def test_profile_after_a_forward_without_backward(heard_in_full: list[str]) -> None:
+    model = net()
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True, "profile": True}))
+    engine(torch.randn(4, WIDTH))
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, WIDTH)))
+        engine.step()
+    engine(torch.randn(4, WIDTH))
+    lines = [line for line in heard_in_full if "recomputations in" in line]
+    assert ["8 forwards" in lines[0], "4 recomputations" in lines[0], "4 forwards" in lines[1]] == [True] * 3
+    engine.destroy()

@@ -1,0 +1,321 @@
+"""Offload of saved tensors: what leaves, when it comes back, and that gradients are the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.core.saved import Offload
+from hf_zero.core.slabs import ALIGN, Slabs
+from hf_zero.core.transfers import Plain
+from hf_zero.errors import HostMemoryError, OffloadError
+from tests.helpers.late_transfers import Late
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 6, 24
+LAYER = ROWS * WIDTH * 4  # bytes of one activation
+
+
+def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((numel,), 255, dtype=torch.uint8).view(dtype)
+
+
+def offload(transfers: Any = None, in_flight: int = 2 * LAYER, min_bytes: int = 1, size: int = 8 * LAYER) -> Offload:
+    return Offload(CPU, transfers or Late(), Slabs(take, size, size), min_bytes, in_flight)
+
+
+@contextmanager
+def forward(away: Offload, *modules: nn.Module) -> Iterator[None]:
+    away.begin({t.untyped_storage()._cdata for module in modules for t in (*module.parameters(), *module.buffers())})
+    try:
+        yield
+    finally:
+        away.end()
+
+
+class Net(nn.Module):
+    """Views, slices of one buffer, an in-place operation, dropout, and a tensor that many operations save."""
+
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for qkv, out in zip(self.qkv, self.out):
+            h = nn.functional.layer_norm(x, (WIDTH,)) * self.scale
+            q, k, v = qkv(h).split(WIDTH, -1)
+            a = torch.softmax(q @ k.t(), -1) @ v
+            x = x + nn.functional.dropout(torch.relu_(out(a)), 0.3) * torch.sigmoid(x)
+        return x
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradients(model: nn.Module, away: Offload | None, steps: int = 3) -> list[torch.Tensor]:
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS + step, WIDTH, requires_grad=True)
+        if away is None:
+            loss = model(x).square().mean()
+        else:
+            with forward(away, model):
+                loss = model(x).square().mean()
+        loss.backward()
+        found += [x.grad, *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("transfers", [Plain, Late])
+@pytest.mark.parametrize("in_flight", [1, 2 * LAYER, 1 << 30])
+def test_gradients_are_the_same_bits(transfers: Any, in_flight: int) -> None:
+    for got, want in zip(gradients(net(), offload(transfers(), in_flight)), gradients(net(), None)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_dtype_and_odd_shapes(dtype: torch.dtype) -> None:
+    def run(away: Offload | None) -> torch.Tensor:
+        x = torch.arange(1, 3 * 5 * 7 + 1, dtype=dtype).div(100).view(3, 5, 7).requires_grad_()
+        away and away.begin(())
+        y = (x.transpose(0, 2)[1:, ::2] * x.permute(2, 1, 0)[1:, ::2]).exp().sum((0, 1))
+        away and away.end()
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(run(offload(in_flight=1)), run(None))
+
+
+def test_what_many_operations_save_leaves_once() -> None:
+    late, x = Late(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    away, layers = offload(late, in_flight=1), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    with forward(away, *layers):
+        h = x * 2
+        y = sum(layer(h) for layer in layers) + h.view(-1)[1:].sum() + h.t().exp().sum()
+    sends = [size for what, size in late.log if what == "send"]
+    assert sends == [LAYER, LAYER]  # h, and its exponential
+    assert [what for what, _ in late.log].count("leave") == 1
+    y.sum().backward()
+    assert [what for what, _ in late.log].count("bring") == 1, "brought once for all who use it; the last one had stayed"
+
+
+def test_parameters_buffers_and_small_tensors_stay() -> None:
+    late = Late()
+    away = offload(late, min_bytes=LAYER + 1)
+    model = net()
+    with forward(away, model):
+        loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
+    assert {size for what, size in late.log if what == "send"} == {3 * LAYER}  # q, k and v lie in one buffer
+    loss.backward()
+
+
+def test_a_small_part_of_a_large_buffer_stays() -> None:
+    late = Late()
+    away, large = offload(late), torch.randn(64, WIDTH, requires_grad=True)
+    with forward(away):
+        y = (large * 1)[:2].exp()
+    assert [size for what, size in late.log if what == "send"] == [2 * WIDTH * 4]  # exp keeps its result, not the buffer
+    y.sum().backward()
+
+
+def deep(away: Offload, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, list[StorageWeakRef]]:
+    kept = []
+    with forward(away):
+        for _ in range(depth):
+            x = torch.tanh(x)  # saves its result
+            kept.append(StorageWeakRef(x.untyped_storage()))
+    return x, kept
+
+
+def test_memory_is_given_back_and_the_newest_stay() -> None:
+    late = Late()
+    away = offload(late, in_flight=3 * LAYER)
+    y, kept = deep(away, torch.randn(ROWS, WIDTH, requires_grad=True), 10)
+    late.close()
+    assert [alive.expired() for alive in kept] == [True] * 7 + [False] * 3
+    assert late.most_under_way == 4 * LAYER, "the newest, and those that fit beside it before the oldest has gone"
+    y.sum().backward()
+    assert [what for what, _ in late.log].count("bring") == 7
+    assert all(alive.expired() for alive in kept[:-1])
+
+
+def test_what_was_saved_before_is_on_its_way_when_something_is_used() -> None:
+    late = Late()
+    away = offload(late, in_flight=2 * LAYER)
+    y, _ = deep(away, torch.randn(ROWS, WIDTH, requires_grad=True), 8)
+    late.log.clear()
+    y.sum().backward()
+    brought = used = 0
+    for what, _ in late.log:
+        brought, used = brought + (what == "bring"), used + (what == "use")
+        assert brought - used <= 2, "no more is brought ahead than may be"
+        if what == "use" and brought < 6:
+            assert brought > used, "the next one is under way before this one is waited for"
+    assert brought == used == 6
+
+
+def test_what_the_backward_needs_first_is_not_sent() -> None:
+    late = Late()
+    away = offload(late, in_flight=1)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with forward(away):
+        y = torch.tanh(x)
+        away.keep()
+        z = torch.exp(torch.sigmoid(y))
+    assert [what for what, _ in late.log] == ["send"]
+    z.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["on the device", "under copy", "too small to leave"])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(where: str) -> None:
+    away = offload(in_flight=1, min_bytes=10**6 if where == "too small to leave" else 1)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with forward(away):
+        y = torch.tanh(x)
+        y += 1
+        z = torch.sigmoid(x) if where == "under copy" else y  # has y leave, changed
+    with pytest.raises(OffloadError, match=r"shape \(6, 24\).*changed in place.*x\.clone"):
+        (y.sum() + z.sum()).backward()
+
+
+def test_what_is_changed_after_its_copy_counts_as_it_was_saved() -> None:
+    away = offload(in_flight=1)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with forward(away):
+        y = torch.tanh(x)
+        z = torch.sigmoid(x)  # y has left
+        y += 1
+    (y.sum() + z.sum()).backward()
+    want = x.detach().requires_grad_()
+    (torch.tanh(want).sum() + torch.sigmoid(want).sum()).backward()
+    assert torch.equal(x.grad, want.grad)
+
+
+def test_a_second_backward_brings_it_again() -> None:
+    late = Late()
+    away = offload(late, in_flight=2 * LAYER)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y, _ = deep(away, x, 6)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert first is not None and x.grad is not None and torch.equal(first, x.grad)
+
+
+def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
+    away = offload(in_flight=1)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    plain = torch.autograd.grad(torch.tanh(torch.tanh(x)).sum() + torch.exp(torch.exp(x)).sum(), x)[0]
+    with forward(away):
+        a = torch.tanh(torch.tanh(x)).sum()
+    with forward(away):
+        b, unused = torch.exp(torch.exp(x)).sum(), torch.sigmoid(torch.sigmoid(x)).sum()
+    (first,) = torch.autograd.grad(a, x)
+    (second,) = torch.autograd.grad(b, x)
+    assert torch.equal(first + second, plain)
+    unused.backward()
+
+
+def test_gradients_inside_a_forward() -> None:
+    def run(away: Offload | None) -> torch.Tensor:
+        x = torch.linspace(-1, 1, WIDTH * ROWS).view(ROWS, WIDTH).requires_grad_()
+        away and away.begin(())
+        y = torch.tanh(torch.tanh(x))
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        z = torch.exp(torch.exp(g) * torch.tanh(y))
+        away and away.end()
+        z.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(run(offload(in_flight=1)), run(None))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
+    late = Late()
+    away, model = offload(late, in_flight=1), net()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(5)
+        y = x
+        for _ in range(3):
+            y = checkpoint(model, y * 1, use_reentrant=use_reentrant)
+        return y.square().sum()
+
+    (want,) = (run().backward(), x.grad)[1:]
+    x.grad = None
+    with forward(away, model):
+        loss = run()
+    assert [size for what, size in late.log if what == "send"] == [LAYER] * 4, "three inputs and the square"
+    loss.backward()
+    assert x.grad is not None and want is not None and torch.equal(x.grad, want)
+
+
+def test_an_exception_in_the_forward_ends_it() -> None:
+    away = offload()
+    with pytest.raises(ZeroDivisionError), forward(away):
+        torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
+        raise ZeroDivisionError
+    y = torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
+    assert type(y.grad_fn._saved_result) is torch.Tensor  # type: ignore[union-attr]
+    late = away.transfers
+    assert len(late.log) == 1, "nothing has been sent since"
+
+
+def test_host_memory_is_used_again_over_steps() -> None:
+    away, model = offload(in_flight=LAYER), net()
+    sizes = []
+    for _ in range(4):
+        gradients(model, away, 2)
+        sizes.append(away.slabs.nbytes)
+    assert sizes[0] > 0 and sizes[1:] == sizes[:1] * 3
+    away.close()
+    assert away.slabs.nbytes == 0
+
+
+def test_slabs_fill_in_order_and_empty_whole() -> None:
+    slabs = Slabs(take, 4 * ALIGN, 4 * ALIGN)
+    first = [slabs.take(ALIGN - 1) for _ in range(4)]
+    addresses = [region.memory.data_ptr() for region in first]
+    assert [address - addresses[0] for address in addresses] == [0, ALIGN, 2 * ALIGN, 3 * ALIGN]
+    assert {region.memory.numel() for region in first} == {ALIGN - 1}
+    large = slabs.take(9 * ALIGN)
+    assert slabs.nbytes == 13 * ALIGN
+    del first[1:]
+    other = slabs.take(ALIGN)
+    assert slabs.nbytes == 17 * ALIGN, "one of four is still used"
+    del first[0], other, large
+    assert slabs.take(8 * ALIGN).memory.numel() == 8 * ALIGN and slabs.nbytes == 17 * ALIGN
+
+
+def test_slabs_double() -> None:
+    slabs = Slabs(take, ALIGN, 4 * ALIGN)
+    regions, sizes = [], []
+    for _ in range(13):
+        regions.append(slabs.take(ALIGN))
+        sizes.append(slabs.nbytes // ALIGN)
+    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 16]
+
+
+def test_no_host_memory_is_an_error_that_says_what_to_do() -> None:
+    def none(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise HostMemoryError("0.00 GB are free")
+
+    away = Offload(CPU, Plain(), Slabs(none), 1, 1)
+    with pytest.raises(HostMemoryError, match=r"activation_checkpointing\.blocks.*micro-batch"), forward(away):
+        torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))

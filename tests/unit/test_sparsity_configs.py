@@ -1,0 +1,175 @@
+"""Layouts are DeepSpeed's: golden digests made with its sparsity_config.py, and what the definitions say of small ones."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.errors import ConfigError, KernelError
+from hf_zero.ops import sparse_attention as sparse
+from hf_zero.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    BlockLayout,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+    from_section,
+)
+
+PER_HEAD = {"different_layout_per_head": True}
+UNIDIRECTIONAL = {"attention": "unidirectional"}
+# The first 16 digits of the SHA-256 of the layout of 23 blocks, as bytes.
+GOLDEN: list[tuple[str, dict[str, Any], str]] = [
+    ("Dense", {"num_heads": 2}, "bfaec1be8b1e87c9"),
+    ("Fixed", {"num_heads": 2}, "b6f3053c53e24c0f"),
+    ("Fixed", dict(num_heads=4, num_different_global_patterns=4, **PER_HEAD), "f21dcc3f4d18d1b7"),
+    (
+        "Fixed",
+        {
+            "num_heads": 5,
+            "num_local_blocks": 6,
+            "num_global_blocks": 2,
+            "num_different_global_patterns": 3,
+            "horizontal_global_attention": True,
+        }
+        | PER_HEAD,
+        "b9ead313871f325b",
+    ),
+    ("Fixed", dict(num_heads=2, num_global_blocks=2, **UNIDIRECTIONAL), "5ff603f1a70e5aff"),
+    ("Variable", {"num_heads": 2}, "c6e025597a2a47c9"),
+    (
+        "Variable",
+        {"num_heads": 2, "local_window_blocks": [1, 3, 2], "global_block_indices": [0, 5, 40], "horizontal_global_attention": True},
+        "fc54d0bc09f0dadc",
+    ),
+    (
+        "Variable",
+        dict(num_heads=2, local_window_blocks=[50, 3], global_block_indices=[1, 7], global_block_end_indices=[3, 99], **UNIDIRECTIONAL),
+        "e7b10350d47f305e",
+    ),
+    ("BigBird", {"num_heads": 2, "num_random_blocks": 0}, "0ebe5b049095b547"),
+    (
+        "BigBird",
+        dict(num_heads=2, num_random_blocks=0, num_sliding_window_blocks=5, num_global_blocks=2, **UNIDIRECTIONAL),
+        "9f5a24e2ce44ceae",
+    ),
+    ("BSLongformer", {"num_heads": 2}, "0ebe5b049095b547"),
+    (
+        "BSLongformer",
+        dict(num_heads=2, num_sliding_window_blocks=4, global_block_indices=[0, 4], global_block_end_indices=[2, 6], **UNIDIRECTIONAL),
+        "784a345612b96093",
+    ),
+    ("LocalSlidingWindow", {"num_heads": 2}, "bf67470fbddb4aa7"),
+    ("LocalSlidingWindow", {"num_heads": 2, "num_sliding_window_blocks": 5, "attention": "bidirectional"}, "843b09b05b1897e3"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "digest"), GOLDEN)
+def test_layouts_are_deepspeeds(name: str, arguments: dict[str, Any], digest: str) -> None:
+    layout = getattr(sparse, f"{name}SparsityConfig")(**arguments).make_layout(16 * 23)
+    assert layout.dtype == torch.int64 and layout.shape == (arguments["num_heads"], 23, 23)
+    assert hashlib.sha256(layout.numpy().astype("uint8").tobytes()).hexdigest()[:16] == digest
+
+
+def test_a_fixed_layout_spelled_out() -> None:
+    layout = FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional").make_layout(64)[0]
+    assert layout.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", [BigBirdSparsityConfig, VariableSparsityConfig])
+def test_random_blocks_agree_among_ranks_and_leave_torch_alone(kind: type) -> None:
+    state = torch.get_rng_state()
+    without = kind(3, num_random_blocks=0).make_layout(640)
+    layout = kind(3, num_random_blocks=4).make_layout(640)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(layout, kind(3, num_random_blocks=4).make_layout(640))
+    assert not torch.equal(layout, kind(3, num_random_blocks=4, seed=1).make_layout(640))
+    added = (layout - without).sum(-1)
+    assert (added <= 4).all() and added.sum() > 3 * 40
+    heads = kind(3, num_random_blocks=4, different_layout_per_head=True).make_layout(640)
+    assert not torch.equal(heads[0], heads[1])
+
+
+def test_unidirectional_random_blocks_lie_in_the_past() -> None:
+    layout = BigBirdSparsityConfig(1, num_random_blocks=4, num_sliding_window_blocks=1, attention="unidirectional").make_layout(320)[0]
+    assert not layout.triu(1).any()
+    assert (layout.sum(1) <= 6).all() and layout[-1].sum() >= 4
+
+
+@pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
+def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole(attention: str) -> None:
+    config = BigBirdSparsityConfig(1, num_random_blocks=3, num_sliding_window_blocks=7, num_global_blocks=3, attention=attention)
+    whole = torch.ones(2, 2, dtype=torch.int64)
+    assert torch.equal(config.make_layout(32)[0], whole.tril() if attention == "unidirectional" else whole)
+
+
+def test_equal_configurations_are_one_and_do_not_change() -> None:
+    one, same, other = BigBirdSparsityConfig(2), BigBirdSparsityConfig(2), BigBirdSparsityConfig(2, block=32)
+    assert one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same) and one != other
+    assert one.handle == same.handle != other.handle
+    assert "block=32" in repr(other) and "handle" not in repr(other)
+    with pytest.raises(KernelError, match="cannot change"):
+        one.block = 64
+
+
+class Unpicklable(SparsityConfig):
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.own = lambda: None
+
+
+def test_a_configuration_that_cannot_be_pickled_is_like_itself_alone() -> None:
+    assert Unpicklable() != Unpicklable()
+    with pytest.raises(NotImplementedError, match="no pattern"):
+        Unpicklable().make_layout(16)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: DenseSparsityConfig(0), "num_heads is 0"),
+        (lambda: DenseSparsityConfig(1).make_layout(17), "no multiple of the block"),
+        (lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), "multiple of num_global_blocks"),
+        (lambda: FixedSparsityConfig(1, num_different_global_patterns=2), "at most 1"),
+        (lambda: FixedSparsityConfig(1, attention="both"), "'both'"),
+        (lambda: FixedSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True), "needs bidirectional"),
+        (lambda: VariableSparsityConfig(1, local_window_blocks=[]), "local_window_blocks"),
+        (lambda: VariableSparsityConfig(1, global_block_indices=[3], global_block_end_indices=[3]), "each below its end"),
+        (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
+        (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
+    ],
+)
+def test_what_makes_no_layout_is_named(made: Any, said: str) -> None:
+    with pytest.raises(KernelError, match=said):
+        made()
+
+
+def test_deepspeeds_section() -> None:
+    section = {
+        "mode": "fixed",
+        "block": 32,
+        "different_layout_per_head": True,
+        "num_local_blocks": 4,
+        "num_different_global_patterns": 4,
+        "attention": "bidirectional",
+        "num_random_blocks": 0,
+        "num_sliding_window_blocks": 3,
+    }
+    assert from_section(section, 8) == FixedSparsityConfig(8, 32, True, num_local_blocks=4, num_different_global_patterns=4)
+    assert from_section({}, 8) == FixedSparsityConfig(8)
+    assert isinstance(from_section({"mode": "local_sliding_window"}, 8), LocalSlidingWindowSparsityConfig)
+    for wrong, said in (
+        ({"mode": "sparse"}, "must be one of"),
+        ({"blocks": 16}, "no key 'blocks'"),
+        ({"mode": "fixed", "num_global_blocks": 3}, "multiple of num_global_blocks"),
+        ({"mode": "fixed", "block": "64"}, "mode 'fixed'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            from_section(wrong, 8)
