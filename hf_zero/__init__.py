@@ -30,6 +30,8 @@ _EXPORTS = {
     "ZeroCallback": "hf_zero.integrations.transformers",
     "from_pretrained": "hf_zero.integrations.loading",
     "Init": "hf_zero.integrations.building",
+    "optimize": "hf_zero.integrations.fused",
+    "restore": "hf_zero.integrations.fused",
     "convert_checkpoint": "hf_zero.checkpoint",
     "verify_checkpoint": "hf_zero.checkpoint",
     "estimate": "hf_zero.estimate",

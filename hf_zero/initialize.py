@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -82,6 +83,8 @@ def initialize(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
+    settings = settings.on_device(comm.default_device().type, settings.compile.blocks)
+    _fuse(model, settings)
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)
@@ -110,6 +113,18 @@ def _refuse_other_deepspeed() -> None:
             f"another deepspeed is imported in this process ({where}), and Accelerate and Transformers would train with it; "
             "set HF_ZERO_BACKEND=hf_zero before the start, or uninstall it"
         )
+
+
+def _fuse(model: nn.Module, config: ZeroConfig) -> None:
+    """Change the forwards of ``model`` as the configuration asks.
+
+    What is replaced is the code of Hugging Face, which this layer does not know: the one thing above it that is used, and by its name.
+    """
+    section = dict(config.sparse_attention or {"enabled": False})
+    sparse = section if section.pop("enabled", True) and section.get("mode", "fixed") != "dense" else None
+    if config.kernels != "off" or sparse is not None or config.pre_layer_norm:
+        fused = importlib.import_module("hf_zero.integrations.fused")
+        fused.prepare(model, config.kernels, sparse, config.pre_layer_norm)
 
 
 def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> None:

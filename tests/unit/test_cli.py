@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hf_zero.cli import doctor, launch, main
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
-from hf_zero.ops import native
+from hf_zero.ops import dispatch, native, trial
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
@@ -307,6 +308,49 @@ def test_doctor_says_why_the_native_core_does_not_run(monkeypatch: pytest.Monkey
     finally:
         monkeypatch.undo()
         native._loaded.cache_clear()
+
+
+def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, doctor.Finding]:
+        return {finding.name: finding for finding in doctor.examine() if finding.part == "kernels"}
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    count = len(trial.declared())
+    assert count and found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
+    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+    assert found()["GPU kernels"].detail.endswith("HF_ZERO_TRITON=0; unset it") and found()["GPU kernels"].status == "off"
+    monkeypatch.delenv("HF_ZERO_TRITON")
+    stand_in = ModuleType("triton")
+    stand_in.__version__ = "3.99"
+    monkeypatch.setitem(sys.modules, "triton", stand_in)
+    monkeypatch.setattr(dispatch, "installed", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    assert found()["triton"].status == "off" and "unset it" in found()["triton"].detail
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    assert found()["triton"].status == "ok"
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor._triton().detail == "3.99"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert found()["triton"].status == "broken" and "cannot be imported: ModuleNotFoundError" in found()["triton"].detail
+    monkeypatch.setattr(dispatch, "installed", lambda: False)
+    assert found()["triton"].status == "off" and "pip install triton" in found()["triton"].detail
+
+
+def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    monkeypatch.setattr(dispatch, "installed", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.setattr(trial, "declared", lambda: {"b": "b", "a": "a"})
+    monkeypatch.setattr(trial, "try_out", lambda kernel, device: "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else "")
+    found = list(doctor._gpu_kernels())
+    assert [(each.name, each.status) for each in found] == [("a", "ok"), ("b", "broken")]
+    assert found[1].detail.startswith("PTXASError: no; its reference runs in its place")
 
 
 def test_doctor_ends_with_1_where_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,236 @@
+"""Heads that compute their loss without whole logits, on models of transformers as they are.
+
+[Note: how a head is told of labels]
+The model's own forward runs, without labels. On the way it calls its head as a module, so that hooks on it fire: at stage 3 they gather the
+weight. There the labels wait, on an object that belongs to this model: the module that makes logits returns the loss instead, a scalar, and
+what the model does with it (a scale, a soft-capping) is thrown away, because the loss has it already. A masked language model's head drops
+the rows without a label where it begins. Without labels, outside training, without gradients, or when the head is no longer the one that
+was fused (an adapter around it), everything runs as if nothing had been replaced.
+
+In training with labels ``logits`` is None: that they do not exist is the point. Evaluation and prediction have them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
+from hf_zero.ops.masked_rows import RowCapacity, select_rows
+
+IGNORED = -100  # what transformers' losses ignore unless they are told otherwise
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a class of models makes logits of hidden states."""
+
+    decoder: str  # the linear layer
+    entry: str = ""  # the module of the head that sees hidden states first, where rows may be dropped
+    shifted: bool = False  # token n is predicted from n − 1
+    decodes: bool = False  # labels are shifted into the decoder's inputs
+    scale: Callable[[Any], float] = lambda model: 1.0
+    softcap: Callable[[Any], float | None] = lambda model: None
+    legacy: bool = False  # only as it was before the model's second kind of head
+
+
+def _softcap(model: Any) -> float | None:
+    return model.config.final_logit_softcapping
+
+
+CAUSAL = Head("lm_head", shifted=True)
+CAPPED = Head("lm_head", shifted=True, softcap=_softcap)
+HEADS = {
+    **dict.fromkeys(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"], CAUSAL),
+    **dict.fromkeys(["PhiForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel"], CAUSAL),
+    **dict.fromkeys(["Gemma2ForCausalLM", "Gemma3ForCausalLM"], CAPPED),
+    **dict.fromkeys(
+        ["CohereForCausalLM", "Cohere2ForCausalLM"], Head("lm_head", shifted=True, scale=lambda model: float(model.logit_scale))
+    ),
+    "GraniteForCausalLM": Head("lm_head", shifted=True, scale=lambda model: 1.0 / model.config.logits_scaling),
+    "BertForMaskedLM": Head("cls.predictions.decoder", entry="cls"),
+    "DebertaV2ForMaskedLM": Head("cls.predictions.decoder", entry="cls", legacy=True),
+    "RobertaForMaskedLM": Head("lm_head.decoder", entry="lm_head"),
+    "DistilBertForMaskedLM": Head("vocab_projector", entry="vocab_transform"),
+    "T5ForConditionalGeneration": Head("lm_head", decodes=True),
+}
+
+
+def fuse_head(model: nn.Module, *, sparse: bool = True) -> Replacement | str:
+    """Make ``model`` compute its loss by :func:`linear_cross_entropy`, or say why it cannot.
+
+    ``model`` may be a wrapper around it, such as PEFT's. ``sparse`` lets a masked language model's head drop the rows without a label. The gradient and the loss are those of the model as it was,
+    with one difference: a masked language model or T5 given ``num_items_in_batch`` divides by it, which transformers' own do not.
+    """
+    inside = next(((name, module, owner) for name, module in model.named_modules() if (owner := _owner(module)).__name__ in HEADS), None)
+    if inside is None:
+        return f"no fused head for {_owner(model).__name__}"
+    place, model, owner = inside
+    head = HEADS[owner.__name__]
+    if head.legacy and not getattr(model, "legacy", True):
+        return f"{owner.__name__} with legacy=False multiplies by the embedding itself"
+    if "forward" in model.__dict__ and inspect.unwrap(model.__dict__["forward"]) is not inspect.unwrap(owner.__dict__["forward"]):
+        return f"the model's forward is another one already, of {inspect.unwrap(model.__dict__['forward']).__module__}"
+    decoder, entry = model.get_submodule(head.decoder), model.get_submodule(head.entry)
+    if type(decoder) is not nn.Linear:
+        return f"{head.decoder} is a {type(decoder).__name__}, not a linear layer of torch"
+    if "forward" in decoder.__dict__ or (head.entry and "forward" in entry.__dict__):
+        return f"{head.decoder if 'forward' in decoder.__dict__ else head.entry} has a forward of its own already"
+    if head.shifted and not _loss_is_its_own(model):
+        return "the model has a loss function of its own"
+    fused = FusedHead(model, head, sparse and bool(head.entry))
+    fused.install()
+    what = "masked_rows, linear_cross_entropy" if fused.sparse else "linear_cross_entropy"
+    return Replacement(what, f"{place}.{head.decoder}".lstrip("."), fused.undo)
+
+
+def _owner(module: nn.Module) -> type:
+    """The class of transformers whose forward ``module`` has, or its own class."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    return owner if owner.__module__.startswith("transformers.models.") else type(module)
+
+
+def _loss_is_its_own(model: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
+@dataclass
+class _Pending:
+    """Labels on their way to the head, and the loss on its way back."""
+
+    labels: torch.Tensor
+    num_items: int | torch.Tensor | None
+    ignore_index: int
+    loss: torch.Tensor | None = None
+
+
+class FusedHead:
+    """What has been replaced on one model. It lies on the model and the two modules, so that a copy of the model has one of its own."""
+
+    def __init__(self, model: nn.Module, head: Head, sparse: bool):
+        self.model, self.head, self.sparse = model, head, sparse
+        self.decoder = model.get_submodule(head.decoder)
+        self.entry = model.get_submodule(head.entry) if sparse else None
+        self.capacity = RowCapacity()
+        self.enabled = True
+        self.pending: _Pending | None = None
+        self.before: MethodType | None = model.__dict__.get("forward")
+        self.names = list(inspect.signature(model.forward).parameters)
+        self.installed: MethodType | None = None
+
+    def install(self) -> None:
+        @functools.wraps(type(self.model).forward)  # the Trainer reads its signature, to know which columns a model takes
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model._hf_zero_head.run(args, kwargs)
+
+        self.model._hf_zero_head = self  # type: ignore[assignment]
+        self.model.forward = self.installed = MethodType(forward, self.model)
+        for module, stand_in in ((self.decoder, _decode), (self.entry, _enter)):
+            if module is not None:
+                module._hf_zero_head = self  # type: ignore[assignment]
+                module.forward = MethodType(stand_in, module)
+
+    def undo(self) -> None:
+        self.enabled = False
+        if self.installed is None or self.model.__dict__.get("forward") is not self.installed:
+            return  # undone already; or somebody has wrapped it since, and what is wrapped does nothing now
+        if self.before is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.before
+        self.installed = None
+        for module in (self.model, self.decoder, self.entry):
+            if module is not None:
+                module.__dict__.pop("_hf_zero_head", None)
+        for module in (self.decoder, self.entry):
+            if module is not None:
+                module.__dict__.pop("forward", None)
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
+
+    def _is_in_place(self) -> bool:
+        """Whether the modules that were replaced are still the ones the model calls: adapters put others around them."""
+        model, head = self.model, self.head
+        if model.get_submodule(head.decoder) is not self.decoder:
+            return False
+        return self.entry is None or model.get_submodule(head.entry) is self.entry
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's forward."""
+        given = {**dict(zip(self.names, args)), **kwargs}
+        labels, model = given.get("labels"), self.model
+        if labels is None or not (self.enabled and model.training and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        keep = given.get("logits_to_keep", 0)
+        if not (isinstance(keep, int) and keep == 0) or not self._is_in_place() or (self.head.shifted and not _loss_is_its_own(model)):
+            return self.plain(*args, **kwargs)
+        del given["labels"]
+        if self.head.decodes and given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+            given["decoder_input_ids"] = model._shift_right(labels)  # type: ignore[operator]
+        if self.head.shifted:
+            shifted = given.get("shift_labels")
+            labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))[..., 1:] if shifted is None else shifted
+        asked = given.pop("return_dict", None)
+        as_dict = model.config.return_dict if asked is None else asked  # type: ignore[union-attr]
+        self.pending = pending = _Pending(labels, given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
+        try:
+            outputs = self.plain(**given, return_dict=True)
+        finally:
+            self.pending = None
+        loss = pending.loss
+        if loss is None:
+            raise KernelError(
+                f"{type(model).__name__} has not called its head {self.head.decoder}, so there is no loss; undo the fused head with "
+                "hf_zero.restore(model) if something else replaces the model's forward"
+            )
+        if outputs.get("aux_loss") is not None:
+            loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
+        kept = {name: value for name, value in outputs.items() if name not in ("loss", "logits")}
+        outputs = type(outputs)(loss=loss, **kept)
+        return outputs if as_dict else outputs.to_tuple()
+
+
+def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The forward of the layer that makes logits: them, or the loss when labels wait."""
+    fused: FusedHead = decoder._hf_zero_head
+    pending, model = fused.pending, fused.model
+    if pending is None:
+        return nn.Linear.forward(decoder, hidden)
+    pending.loss = linear_cross_entropy(
+        hidden,
+        decoder.weight,
+        pending.labels.to(hidden.device),
+        bias=decoder.bias,
+        ignore_index=pending.ignore_index,
+        softcap=fused.head.softcap(model),
+        scale=fused.head.scale(model),
+        num_items=pending.num_items,
+    )
+    return pending.loss
+
+
+def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module that sees hidden states first: it sees only those of tokens with a label when labels wait."""
+    fused: FusedHead = entry._hf_zero_head
+    pending = fused.pending
+    if pending is not None:
+        labels = pending.labels.to(hidden.device).reshape(-1)
+        places = fused.capacity.places(labels, pending.ignore_index)
+        if places < labels.numel():
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            hidden, pending.labels, lost = select_rows(rows, labels, ignore_index=pending.ignore_index, capacity=places)
+            fused.capacity.note(lost, places, labels.numel())
+    return type(entry).forward(entry, hidden, *args, **kwargs)

@@ -1,0 +1,99 @@
+"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU, one GEMM for gate and up if asked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_zero.integrations.fused.conditions import gelu_of, plain, takes
+from hf_zero.integrations.fused.projecting import whole
+from hf_zero.ops import activations
+
+Forward = Callable[..., torch.Tensor]
+
+
+def gate_and_up(activation: object, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool) -> torch.Tensor:
+    """activation(gate(x)) · up(x) for SiLU and the two GELUs."""
+    approximate = gelu_of(activation)
+    together = whole(x, (gate, up)) if packed and gate.out_features == up.out_features else None
+    if together is not None:
+        return activations.geglu_packed(together, approximate=approximate) if approximate else activations.swiglu_packed(together)
+    first, second = gate(x), up(x)
+    return activations.geglu(first, second, approximate=approximate) if approximate else activations.swiglu(first, second)
+
+
+def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch.Tensor:
+    """gelu(linear(x)), the bias added by the activation where the layer is no more than a matrix and a bias."""
+    approximate = gelu_of(activation) or "none"
+    if plain(linear, nn.Linear) and linear.bias is not None and takes(x, linear.weight, linear.bias):
+        return activations.gelu(F.linear(x, linear.weight), linear.bias, approximate=approximate)
+    if plain(linear, Conv1D) and takes(x, linear.weight, linear.bias):  # GPT-2's: the weight is [in, out]
+        return activations.gelu(x @ linear.weight, linear.bias, approximate=approximate)
+    return activations.gelu(linear(x), approximate=approximate)
+
+
+@functools.cache
+def gated_mlp(packed: bool) -> Forward:
+    """Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not takes(x):
+            return type(self).forward(self, x)  # type: ignore[no-any-return]
+        return self.down_proj(gate_and_up(self.act_fn, x, self.gate_proj, self.up_proj, packed))  # type: ignore[no-any-return]
+
+    return forward
+
+
+def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Phi3: gate and up are one parameter."""
+    if not takes(hidden_states):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def t5_gated(packed: bool) -> Forward:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not takes(hidden_states, self.wo.weight):  # wo may be kept in fp32
+            return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+        return self.wo(self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed)))  # type: ignore[no-any-return]
+
+    return forward
+
+
+def t5_plain(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not takes(hidden_states, self.wo.weight):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    return self.wo(self.dropout(biased_gelu(self.wi, hidden_states, self.act)))  # type: ignore[no-any-return]
+
+
+def bert_intermediate(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """BERT, RoBERTa, ELECTRA, DeBERTa-v2."""
+    if not takes(hidden_states):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    return biased_gelu(self.dense, hidden_states, self.intermediate_act_fn)
+
+
+def two_layers(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Phi, ViT."""
+    if not takes(hidden_states):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    return self.fc2(biased_gelu(self.fc1, hidden_states, self.activation_fn))  # type: ignore[no-any-return]
+
+
+def distilbert(self: Any, input: torch.Tensor) -> torch.Tensor:
+    if not takes(input):
+        return type(self).forward(self, input)  # type: ignore[no-any-return]
+    return self.dropout(self.lin2(biased_gelu(self.lin1, input, self.activation)))  # type: ignore[no-any-return]
+
+
+def gpt2(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not takes(hidden_states):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    return self.dropout(self.c_proj(biased_gelu(self.c_fc, hidden_states, self.act)))  # type: ignore[no-any-return]

@@ -1,0 +1,218 @@
+"""``hf_zero.optimize`` and ``hf_zero.restore``: fused kernels on a model's instances, and everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config.kernels import NAMES, auto, in_order
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.core.parameter import owner_of, source_of
+from hf_zero.core.wrap import PACKED
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused import families, norms
+from hf_zero.integrations.fused.conditions import replaced
+from hf_zero.integrations.fused.pre_layer_norm import normalise_before
+from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.integrations.fused.reporting import Line, Report
+from hf_zero.logs import log_rank0
+from hf_zero.ops.packed_linear import adjacent, pack_
+
+RECORD = "_hf_zero_fused"
+
+
+class Record:
+    """What was done to a model. It is kept on the model, and a copy of the model takes it along."""
+
+    def __init__(self, replacements: list[Replacement], report: Report) -> None:
+        self.replacements, self.report = replacements, report
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        return Record([replace(one, undo=_copied(one.undo, memo)) for one in self.replacements], self.report)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise KernelError("a model with fused kernels is not pickled; call hf_zero.restore(model) first, or save model.state_dict()")
+
+
+def _copied(undo: Callable[[], None], memo: dict[int, Any]) -> Callable[[], None]:
+    """``undo`` on the copy of the model: bound methods and partials are copied with what they hold, a closure is not."""
+    if not isinstance(undo, types.FunctionType):
+        return copy.deepcopy(undo, memo)
+    cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in undo.__closure__ or ())
+    return types.FunctionType(undo.__code__, undo.__globals__, undo.__name__, undo.__defaults__, cells)
+
+
+def optimize(
+    model: nn.Module, kernels: str | Iterable[str] = "auto", sparse_attention: Any = None, *, pre_layer_norm: bool = False
+) -> nn.Module:
+    """Put fused kernels into ``model``, in place, wherever its code is code they were written for.
+
+    Only instances change: parameters, their names, the state dict and every class stay what they are. A table of what was replaced where,
+    and why not where not, is logged and kept at :func:`report`. A model that has fused kernels already is restored first.
+
+    Args:
+        model: a model of transformers, also inside adapters of PEFT; of any other model its LayerNorms are replaced.
+        kernels: "auto" (what helps on this device: :data:`hf_zero.config.kernels.AUTO`), "off", or names of ``NAMES`` there. Where there
+            is no GPU, norms, activations, rotary, qkv and residual run slow references: right, and of no use but to be tried.
+        sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays dense.
+        pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like models that are trained from scratch.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        KernelError: a name that is no kernel, or a model that ``sparse_attention`` or ``pre_layer_norm`` is not for.
+    """
+    names = _names(kernels, "cuda" if torch.cuda.is_available() else "cpu", False)
+    _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
+    return model
+
+
+def prepare(model: nn.Module, kernels: str | Iterable[str], sparse_attention: Any, pre_layer_norm: bool) -> None:
+    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out parameters and updates them itself."""
+    _put_in(model, _names(kernels, "cpu", False), sparse_attention, pre_layer_norm, engine=True)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give ``model`` back what :func:`optimize` replaced; a model without fused kernels is left as it is.
+
+    Raises:
+        KernelError: something else has replaced a forward since; undo that first.
+    """
+    record = model.__dict__.get(RECORD)
+    if record is not None:
+        for replacement in reversed(record.replacements):
+            replacement.undo()
+        del model.__dict__[RECORD]
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What :func:`optimize` did to ``model``; an empty report where it did nothing."""
+    record = model.__dict__.get(RECORD)
+    return Report(()) if record is None else record.report
+
+
+def _names(kernels: str | Iterable[str], device: str, compiled: bool) -> tuple[str, ...]:
+    if kernels == "auto":
+        return auto(device, compiled)
+    if kernels == "off":
+        return ()
+    given = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    try:
+        return in_order(given)
+    except ValueError as unknown:
+        raise KernelError(
+            f"{unknown} is no fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', 'off', or names among {', '.join(NAMES)}"
+        ) from None
+
+
+def _put_in(model: nn.Module, names: tuple[str, ...], sparse_attention: Any, pre_layer_norm: bool, engine: bool) -> None:
+    restore(model)
+    replacements: list[Replacement] = []
+    lines: list[Line] = []
+    try:
+        if pre_layer_norm:
+            _keep(model, normalise_before(model, fused="residual" in names), replacements, lines, "pre_layer_norm")
+        for name, module in list(model.named_modules()):
+            norms.learn(module)
+            _replace(model, module, name, names, replacements, lines, packs=not engine)
+        if "loss" in names:
+            from hf_zero.integrations.fused.heads import fuse_head
+
+            base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # inside the adapters of PEFT
+            _keep(base, fuse_head(base), replacements, lines, "loss")
+        if sparse_attention is not None:
+            from hf_zero.integrations.fused.attention import sparsify
+
+            _keep(model, sparsify(model, sparse_attention), replacements, lines, "sparse_attention")
+    except BaseException:
+        for replacement in reversed(replacements):
+            replacement.undo()
+        raise
+    if "optimizer" in names and not engine:
+        lines.append(Line(("optimizer",), "optimizer", "", "it is the engine's update; hf_zero.initialize has it"))
+    if replacements or lines:
+        model.__dict__[RECORD] = Record(replacements, Report(tuple(lines)))
+        log_rank0(f"fused kernels in {type(model).__name__}:\n{report(model)}")
+
+
+def _keep(model: nn.Module, made: Replacement | list[Replacement] | str, kept: list[Replacement], lines: list[Line], kernel: str) -> None:
+    if isinstance(made, str):
+        lines.append(Line((kernel,), type(model).__name__, "", made))
+        return
+    for replacement in [made] if isinstance(made, Replacement) else made:
+        kept.append(replacement)
+        lines.append(Line((kernel,), replacement.what, replacement.where))
+
+
+def _replace(
+    model: nn.Module, module: nn.Module, name: str, names: tuple[str, ...], replacements: list[Replacement], lines: list[Line], packs: bool
+) -> None:
+    if replaced(module):
+        return
+    found = families.look(module, names)
+    if found is None:
+        return
+    kind = type(module).__name__
+    if found.forward is None:
+        lines.append(Line(found.names, kind, name, found.why_not))
+        return
+    if "forward" in module.__dict__:
+        lines.append(Line(found.names, kind, name, "something else has replaced its forward"))
+        return
+    module.forward = types.MethodType(found.forward, module)
+    replacements.append(Replacement(", ".join(found.names), name, functools.partial(_put_back, module, name, found.forward)))
+    lines.append(Line(found.names, kind, name))
+    if found.packs:
+        replacements.extend(_pack(model, module, name, found.packs) if packs else _ask_for_pack(module, name, found.packs))
+
+
+def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
+    current = module.__dict__.get("forward")
+    if current is None:
+        return
+    if getattr(current, "__func__", None) is not ours:
+        raise KernelError(f"the forward of {name} was replaced again after hf_zero.optimize; undo that, then call hf_zero.restore")
+    del module.__dict__["forward"]
+
+
+def _ask_for_pack(module: nn.Module, name: str, layers: tuple[str, ...]) -> Iterator[Replacement]:
+    """Have the engine that is about to lay parameters out put weights, and biases, side by side."""
+    wanted = [tuple(f"{layer}.{part}" for layer in layers) for part in ("weight", "bias")]
+    held = {each for each, _ in module.named_parameters()}
+    module.__dict__[PACKED] = tuple(pack for pack in wanted if held.issuperset(pack))
+    yield Replacement("qkv", name, functools.partial(_ask_no_more, module))
+
+
+def _ask_no_more(module: nn.Module) -> None:
+    module.__dict__.pop(PACKED, None)
+
+
+def _pack(model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...]) -> Iterator[Replacement]:
+    """Lay weights, and biases, side by side, so that they are one matrix; an engine's own are where the engine put them."""
+    for part in ("weight", "bias"):
+        found = [getattr(getattr(module, layer), part, None) for layer in layers]
+        parameters = [parameter for parameter in found if type(parameter) is nn.Parameter]
+        if len(parameters) < len(layers) or any(p.is_meta or owner_of(p) is not None or source_of(p) is not None for p in parameters):
+            continue
+        if adjacent(parameters):
+            continue
+        try:
+            pack_(parameters, model)
+        except KernelError:
+            continue  # of different dtypes, or tied: each is multiplied with by itself
+        yield Replacement("qkv", f"{name}.{part}", functools.partial(_apart, parameters))
+
+
+def _apart(parameters: list[nn.Parameter]) -> None:
+    """Give each of ``parameters`` memory of its own again."""
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()

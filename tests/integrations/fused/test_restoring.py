@@ -1,0 +1,220 @@
+"""What ``hf_zero.optimize`` leaves untouched, what ``hf_zero.restore`` gives back, and what is said where nothing is replaced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.config.kernels import AUTO, NAMES
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused import report
+from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_every, step
+
+ALL = (*BLOCKS, "loss")
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+
+
+def attributes(model: nn.Module) -> dict[str, set[str]]:
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
+
+
+def same_step(model: Any, right: Any, name: str) -> bool:
+    (loss, grads), (right_loss, right_grads) = step(model, inputs(name)), step(right, inputs(name))
+    return torch.equal(loss, right_loss) and all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+
+
+@on_every
+def test_a_restored_model_is_bit_equal_and_has_nothing_left(name: str) -> None:
+    model, right = build(name), build(name)
+    parameters = dict(model.named_parameters())
+    hf_zero.optimize(model, ALL)
+    assert report(model).replaced
+    assert list(model.state_dict()) == list(right.state_dict())
+    assert all(model.get_parameter(key) is parameter for key, parameter in parameters.items())
+    hf_zero.restore(model)
+    assert attributes(model) == attributes(right)
+    assert not report(model).lines
+    assert all(parameter.untyped_storage().nbytes() == parameter.numel() * 4 for parameter in model.parameters())
+    assert same_step(model, right, name)
+
+
+def test_no_class_is_touched() -> None:
+    before = {type(module): type(module).forward for module in build("llama").modules()}
+    hf_zero.optimize(build("llama"), ALL)
+    assert all(cls.forward is forward for cls, forward in before.items())
+
+
+def test_a_second_optimize_replaces_the_first() -> None:
+    model = hf_zero.optimize(hf_zero.optimize(build("llama"), ALL), ["norms"])
+    assert {line.kernels for line in report(model).replaced} == {("norms",)}
+    assert same_step(hf_zero.restore(model), build("llama"), "llama")
+
+
+def test_restore_of_an_untouched_model_is_nothing() -> None:
+    model = build("bert")
+    assert hf_zero.restore(model) is model and attributes(model) == attributes(build("bert"))
+
+
+def test_a_copy_has_fused_kernels_of_its_own() -> None:
+    model = hf_zero.optimize(build("bert"), ALL, pre_layer_norm=True)
+    twin = copy.deepcopy(model)  # its q, k and v lie apart, so it multiplies by each
+    right_loss, right = step(model, inputs("bert"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    hf_zero.restore(model)
+    loss, grads = step(twin, inputs("bert"))
+    assert report(twin).replaced and not report(model).lines
+    torch.testing.assert_close(loss, right_loss, rtol=1e-5, atol=0)
+    assert max(error(grads, right).values()) < 1e-5
+    assert same_step(hf_zero.restore(twin), build("bert"), "bert")
+
+
+def test_pickling_is_refused() -> None:
+    model = hf_zero.optimize(build("gpt2"), ["norms"])
+    with pytest.raises(KernelError, match=r"is not pickled; call hf_zero.restore\(model\) first, or save model.state_dict\(\)"):
+        pickle.dumps(model)
+    pickle.dumps(hf_zero.restore(model))
+
+
+def test_weights_are_saved_as_before(tmp_path: Any) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    model = hf_zero.optimize(build("llama-biased"), ALL)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    right = build("llama-biased").state_dict()
+    assert saved.keys() == right.keys() and all(torch.equal(saved[key], right[key]) for key in right)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert "forward" not in again.model.layers[0].mlp.__dict__
+
+
+def test_q_k_and_v_lie_side_by_side() -> None:
+    from hf_zero.ops.packed_linear import adjacent
+
+    attention = hf_zero.optimize(build("llama-biased"), ["qkv"]).model.layers[0].self_attn
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert adjacent([layer.weight for layer in layers]) and adjacent([layer.bias for layer in layers])
+
+
+def test_a_forward_that_somebody_replaced_is_left() -> None:
+    model = build("llama")
+    norm = model.model.norm
+    norm.forward = own = lambda x: x
+    hf_zero.optimize(model, ["norms"])
+    assert norm.forward is own
+    assert [(line.where, line.why_not) for line in report(model).left] == [("model.norm", "something else has replaced its forward")]
+    hf_zero.restore(model)
+    assert norm.forward is own
+
+
+def test_restore_does_not_undo_what_came_later() -> None:
+    model = hf_zero.optimize(build("llama"), ["norms"])
+    ours = model.model.norm.forward
+    model.model.norm.forward = lambda x: x
+    with pytest.raises(KernelError, match=r"the forward of model\.norm was replaced again after hf_zero\.optimize; undo that"):
+        hf_zero.restore(model)
+    model.model.norm.forward = ours
+    assert same_step(hf_zero.restore(model), build("llama"), "llama")
+
+
+def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 1
+
+    def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        return q, k
+
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", LlamaRMSNorm)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    model, right = build("llama"), build("llama")
+    hf_zero.optimize(model, ["norms", "rotary"])
+    left = {line.what: line.why_not for line in report(model).left}
+    assert left["LlamaRMSNorm"] == "its code is not one that hf-zero knows"
+    assert left["LlamaAttention"] == "its rotation is not one that hf-zero knows"
+    assert same_step(model, right, "llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "options", "what", "why"),
+    [
+        ("bert", ["activations"], {"hidden_act": "relu"}, "BertIntermediate", "its activation is ReLU"),
+        ("phi3", ["activations"], {"hidden_act": "gelu"}, "Phi3MLP", "its activation is GELUActivation"),
+        ("distilbert", ["activations"], {"chunk_size_feed_forward": 4}, "FFN", "chunk_size_feed_forward is set"),
+        ("mixtral", ["activations"], {}, "MixtralExperts", "experts run through transformers' grouped matrix products"),
+        ("phi", ["rotary"], {"qk_layernorm": True}, "PhiAttention", r"qk_layernorm is set (Phi)"),
+        ("phi", ["residual"], {}, "PhiDecoderLayer", "attention and MLP are added at once (Phi)"),
+        ("gemma2", ["residual"], {}, "Gemma2DecoderLayer", "norms stand before both sums (Gemma2, Gemma3)"),
+        ("deberta-v2", ["qkv"], {}, "DisentangledSelfAttention", "its code is not one that hf-zero knows"),
+        ("bert", ["optimizer"], {}, "optimizer", "it is the engine's update; hf_zero.initialize has it"),
+        ("vit", ["loss"], {}, "ViTForImageClassification", "no fused head for ViTForImageClassification"),
+    ],
+)
+def test_why_not(name: str, kernels: list[str], options: dict[str, Any], what: str, why: str) -> None:
+    model = hf_zero.optimize(build(name, **options), kernels)
+    assert {(line.what, line.why_not) for line in report(model).left} == {(what, why)}
+    assert why in str(report(model))
+
+
+def test_the_table_counts_like_modules(heard: list[str]) -> None:
+    import logging
+
+    from hf_zero.logs import logger
+
+    logger.setLevel(logging.INFO)
+    try:
+        model = hf_zero.optimize(build("llama"), ["norms", "qkv"])
+    finally:
+        logger.setLevel(logging.WARNING)
+    lines = str(report(model)).splitlines()
+    assert any(line.split() == ["norms", "LlamaRMSNorm", "model.layers.*.input_layernorm", "2", "×"] for line in lines), lines
+    assert any(line.split() == ["norms", "LlamaRMSNorm", "model.norm", "1", "×"] for line in lines), lines
+    assert heard and heard[-1].startswith("fused kernels in LlamaForCausalLM:\n")
+
+
+def test_auto_without_a_gpu_is_what_helps_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = hf_zero.optimize(build("bert"))
+    assert {line.kernels for line in report(model).lines} == {(name,) for name in AUTO["cpu", False]}
+    assert not report(hf_zero.optimize(build("bert"), "off")).lines
+
+
+@pytest.mark.parametrize("given", ["norm", ["norms", "norm"]])
+def test_a_name_that_is_no_kernel(given: Any) -> None:
+    with pytest.raises(KernelError, match=r"norm is no fused kernel.*norms.*give 'auto', 'off', or names among " + ", ".join(NAMES)):
+        hf_zero.optimize(build("bert"), given)
+
+
+def test_an_ordinary_module() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.GELU())
+    x = torch.randn(5, 6)
+    right = model(x)
+    hf_zero.optimize(model, BLOCKS)
+    assert {(line.where, line.why_not) for line in report(model).lines} == {("1", ""), ("2", "no weight or no bias")}
+    torch.testing.assert_close(model(x), right)
+
+
+def test_sparse_attention_is_restored_on_the_copy_it_is_asked_for() -> None:
+    model = hf_zero.optimize(build("bert"), ["norms"], {"mode": "fixed", "block": 16})
+    twin = copy.deepcopy(model)
+    assert ("sparse_attention",) in {line.kernels for line in report(model).replaced}
+    assert model.config._attn_implementation == twin.config._attn_implementation == "hf_zero_sparse"
+    hf_zero.restore(twin)
+    assert (model.config._attn_implementation, twin.config._attn_implementation) == ("hf_zero_sparse", "sdpa")
+    assert same_step(twin, build("bert"), "bert")
+    hf_zero.restore(model)
+    assert attributes(model) == attributes(build("bert")) and same_step(model, build("bert"), "bert")
