@@ -129,8 +129,9 @@ def residual(device: str, small: bool) -> list[Work]:
 
 
 def rotary(device: str, small: bool) -> list[Work]:
-    from hf_zero.ops.rotary import rotary as fused
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    from hf_zero.ops.rotary import rotary as fused
 
     rows, heads, kv, length, size = (1, 4, 2, 64, 32) if small else (4, 32, 8, 4096, 64)
     q = tensor(device, rows, length, heads, size).transpose(1, 2)

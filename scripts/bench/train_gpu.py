@@ -5,8 +5,8 @@
 
 A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are interleaved. Weights are random, tokens
 too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for
-`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them. Liger and DeepSpeed are taken if they are installed. Rows
-go to OUT as JSON lines, with versions.
+`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them. Liger is taken if
+it is installed, DeepSpeed from the folder that is given. Rows go to OUT as JSON lines, with versions.
 """
 
 from __future__ import annotations
@@ -205,10 +205,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_one(kind: str, work: str, device: str, profile: bool, limit: float) -> dict[str, Any] | None:
+def environment(kind: str, deepspeed: str | None) -> dict[str, str]:
+    """Beside hf-zero an installed DeepSpeed would be hidden by it, so it has a folder, and a process, of its own."""
+    if not kind.startswith("ds") or deepspeed is None:
+        return {**os.environ}
+    paths = [deepspeed, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "HF_ZERO_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_one(kind: str, work: str, device: str, profile: bool, limit: float, deepspeed: str | None) -> dict[str, Any] | None:
     command = [sys.executable, __file__, "--one", kind, "--work", work, "--device", device, *(["--profile"] if profile else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment(kind, deepspeed))
     except subprocess.TimeoutExpired:
         print(f"{kind} {work}: no figure within {limit:.0f} s", flush=True)
         return None
@@ -231,6 +239,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for the whole run; what does not fit is said")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--deepspeed", metavar="FOLDER", help="what `pip install --target FOLDER --no-deps deepspeed hjson …` made")
     parser.add_argument("--profile", action="store_true", help="print a profile of one step of each")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -243,13 +252,13 @@ def main() -> None:
     for number in range(chosen.rounds):
         for work in chosen.work:
             for kind in chosen.of.split(","):
-                if (kind == "liger" and work.split(",")[0].endswith("bert-large")) or (kind != "liger" and not kind):
+                if (kind == "liger" and "llama" not in work) or (kind.startswith("ds") and chosen.deepspeed is None):
                     continue
                 left = chosen.budget - (time.perf_counter() - begun)
                 if left < 15:
                     print(f"{kind} {work}: left out, no time", flush=True)
                     continue
-                row = run_one(kind, work, chosen.device, chosen.profile and number == 0, left)
+                row = run_one(kind, work, chosen.device, chosen.profile and number == 0, left, chosen.deepspeed)
                 if row is None:
                     continue
                 if chosen.out:
