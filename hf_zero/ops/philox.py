@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _LOW = 0xFFFFFFFF
-_ROUNDS = 10
+ROUNDS = 10
 _MULTIPLY = 0xD2511F53, 0xCD9E8D57
 _RAISE = 0x9E3779B9, 0xBB67AE85
 _SCALE = 4.6566127342e-10  # the largest factor that keeps 2**31 - 1 below 1 in fp32
@@ -50,12 +51,17 @@ def _words(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     return words.view(fours * 4, width)[:rows]
 
 
-def _philox(seed: torch.Tensor, counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _philox(seed: torch.Tensor, counters: torch.Tensor) -> Words:
     """Four words of 32 bits for each counter below 2**63, in int64."""
+    nothing = torch.zeros_like(counters)
+    return words((counters & _LOW, (counters >> 32) & _LOW, nothing, nothing), seed)
+
+
+def words(counter: Words, seed: torch.Tensor, rounds: int = ROUNDS) -> Words:
+    """Philox-4x32 of ``counter``, four words of 32 bits in int64 tensors of one shape, with the 64 bits of ``seed`` as its key."""
     keys = [seed & _LOW, (seed >> 32) & _LOW]
-    c0, c1 = counters & _LOW, (counters >> 32) & _LOW
-    c2, c3 = torch.zeros_like(counters), torch.zeros_like(counters)
-    for _ in range(_ROUNDS):
+    c0, c1, c2, c3 = counter
+    for _ in range(rounds):
         high0, low0 = _product(_MULTIPLY[0], c0)
         high1, low1 = _product(_MULTIPLY[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0

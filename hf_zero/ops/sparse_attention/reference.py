@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hf_zero.ops.philox import words
+
 from .plan import Plan
 
-_LOW = 0xFFFFFFFF
 _ROUNDS = 7
 
 
@@ -113,19 +114,6 @@ def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> to
     fours = -(-length // 4)
     shape = (heads, length, fours)
     head = torch.arange(first, first + heads, device=device)[:, None, None]
-    words = [torch.arange(length, device=device)[None, :, None], torch.arange(fours, device=device)[None, None, :], head, head * 0]
-    c0, c1, c2, c3 = (word.expand(shape) for word in words)
-    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    for _ in range(_ROUNDS):
-        high0, low0 = _product(0xD2511F53, c0)
-        high1, low1 = _product(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    counter = [torch.arange(length, device=device)[None, :, None], torch.arange(fours, device=device)[None, None, :], head, head * 0]
+    c0, c1, c2, c3 = words(tuple(word.expand(shape) for word in counter), seed, _ROUNDS)  # type: ignore[arg-type]
     return torch.stack([c0, c2, c1, c3], -1).view(heads, length, fours * 4)[..., :length] >> 1
-
-
-def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a product of 64 bits, which int64 would not hold."""
-    low = (word & 0xFFFF) * factor
-    high = (word >> 16) * factor + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
