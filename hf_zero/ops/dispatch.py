@@ -17,8 +17,10 @@ import functools
 import importlib
 import importlib.util
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +57,15 @@ class Kernel:
         KERNELS[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.name in _BROKEN or not runs_on(_device(args)) or self.refuses(*args, **kwargs):
+        device = _device(args)
+        if self.name in _BROKEN or not runs_on(device) or self.refuses(*args, **kwargs):
             return self.reference(*args, **kwargs)
         if interpreted():
             with _INTERPRETER:
                 return self.launcher()(*args, **kwargs)
         try:
-            return self.launcher()(*args, **kwargs)
+            with _current(device):
+                return self.launcher()(*args, **kwargs)
         except Exception as error:
             if not _cannot_compile(error):
                 raise
@@ -123,9 +127,18 @@ def _device(args: Iterable[Any]) -> torch.device:
     return torch.device("meta")
 
 
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes ``device`` the current one: Triton launches there, and on its stream, wherever the tensors lie."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def _cannot_compile(error: Exception) -> bool:
-    """Triton's compiler or ptxas gave up; nothing was launched."""
+    """Triton's compiler, ptxas, or the C compiler of its launchers gave up or is missing; nothing was launched."""
     from triton import CompilationError
     from triton.runtime.errors import TritonError
 
-    return isinstance(error, (CompilationError, TritonError)) or (isinstance(error, RuntimeError) and "PassManager" in str(error))
+    if isinstance(error, RuntimeError):
+        return isinstance(error, TritonError) or any(said in str(error) for said in ("PassManager", "Failed to find C compiler"))
+    return isinstance(error, (CompilationError, TritonError, subprocess.CalledProcessError))

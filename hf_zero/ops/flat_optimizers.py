@@ -42,7 +42,7 @@ def _advance_example(device: torch.device) -> tuple[Any, ...]:
 def _update_example(moments: int) -> Any:
     def example(device: torch.device) -> tuple[Any, ...]:
         tiles = Tiles.cut([Piece(20, 0, 0, 0, 0)], device, tile=16)
-        arrays = [torch.zeros(20, device=device) for _ in range(2 + moments)]
+        arrays = [torch.rand(20, device=device) for _ in range(2 + moments)]
         coefficients = advance_(*_advance_example(device))
         return *arrays, torch.zeros(20, dtype=torch.bfloat16, device=device), tiles.table, coefficients, None, None, tiles.tile
 

@@ -17,11 +17,11 @@ TOLERANCE = 0.02
 
 
 def declared() -> dict[str, Kernel]:
-    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not triton."""
+    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not those of the kernels, which import triton."""
     import hf_zero.ops
 
     for room in pkgutil.iter_modules(hf_zero.ops.__path__):
-        if not room.ispkg:
+        if room.name != "triton_kernels":
             importlib.import_module(f"hf_zero.ops.{room.name}")
     return dict(dispatch.KERNELS)
 

@@ -9,7 +9,7 @@ after all, its counters are parted: torch counts each by itself, and would count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,11 @@ class FusedStep:
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
         """Make tables of where everything lies, unless it lies where it did in the last step."""
-        key = tuple((_address(part.flat.grad), _address(shards.get(part.flat.key))) for part in _parts(segments))
+        key = tuple(
+            (_address(segment.tensor), _address(part.flat.grad), _address(shards.get(part.flat.key)))
+            for segment in segments
+            for part in segment.parts
+        )
         if self._launches and key == self._key:
             return
         together: dict[tuple[Any, ...], tuple[Segment, Part, list[Piece]]] = {}
@@ -176,7 +180,9 @@ class FusedStep:
         state = self._optimizer.state
         homes: dict[Segment, dict[str, Tensor]] = {segment: {} for segment in segments}
         for name in _MOMENTS[self._kernel.name]:
-            arena = self._arenas.setdefault(name, torch.zeros(total, dtype=torch.float32, device=device))
+            if name not in self._arenas:
+                self._arenas[name] = torch.zeros(total, dtype=torch.float32, device=device)
+            arena = self._arenas[name]
             for segment in segments:
                 numel = segment.tensor.numel()
                 home = arena[places[segment] : places[segment] + numel] if segment.parts else torch.zeros(numel, device=device)
@@ -222,11 +228,6 @@ class FusedStep:
         self._homes = {}
 
 
-def _parts(segments: Sequence[Segment]) -> Iterator[Part]:
-    for segment in segments:
-        yield from segment.parts
-
-
 def _is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which notes the call, around it."""
     function = getattr(step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None)
@@ -251,8 +252,9 @@ def _is_ready(part: Part, device: torch.device) -> bool:
     return grad is not None and grad.device == device and grad.dtype in _GRADIENTS and grad.is_contiguous()
 
 
-def _address(tensor: Tensor | None) -> tuple[int, torch.dtype] | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.dtype)
+def _address(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:
+    """Where ``tensor`` lies, and where in its storage: memory that was freed comes back at the same place as part of another."""
+    return None if tensor is None else (tensor.data_ptr(), _begin(tensor), tensor.dtype)
 
 
 def _begin(tensor: Tensor) -> int:

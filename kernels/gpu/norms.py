@@ -211,7 +211,8 @@ def shaped(block: int, warps: int, *, dropout: bool) -> dict[str, bool | int]:
     """How a backward goes through its tiles. ``COLUMNS_APART``: each thread has all rows of its 8 columns and adds them up itself.
     ``RELOAD``: weights are read again for each tile, because registers would not hold them. ``STAGES``: tiles under way, one of them
     computed on and the next on its way into shared memory."""
-    return {"COLUMNS_APART": block >= 8 * 32 * warps, "RELOAD": block > 8192, "STAGES": 1 if block > (2048 if dropout else 8192) else 2}
+    wide = block > (2048 if dropout else 8192)
+    return {"COLUMNS_APART": block >= 8 * 32 * warps, "RELOAD": wide, "STAGES": 1 if wide else 2}
 
 
 @functools.cache

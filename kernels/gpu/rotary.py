@@ -150,6 +150,7 @@ def rotary(
 ) -> None:
     batch, heads, sequence, width = q.shape
     half = cos.shape[2] // 2
+    q, k, v = (None if x is None else _near(x) for x in (q, k, v))
     strides = [
         stride for x in (q, k, v, q_out, k_out, v_out) for stride in ((0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2)))
     ]
@@ -174,6 +175,11 @@ def rotary(
         VALUES=v is not None,
         **tiles(heads, k.shape[1], width, half),
     )
+
+
+def _near(x: Tensor) -> Tensor:
+    """``x`` [batch, heads, sequence, width] with all heads of a token within the 32 bits of the kernel's offsets; else a copy."""
+    return x if x.shape[1] * x.stride(1) < 2**31 else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def tiles(heads: int, key_heads: int, width: int, half: int) -> dict[str, int]:

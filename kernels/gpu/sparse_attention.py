@@ -8,6 +8,7 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
     FORWARD,
     LN2,
     LOG2E,
+    PLANNED,
     SUM_ROWS,
     TILE,
     exists,
@@ -19,11 +20,11 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 )
 
 
-# Grid: programs of the plan × (sequences × heads), longest lists first. Tile 64 queries × 64 keys.
+# Grid: programs of the plan × (sequences × heads), in one axis, for a second ends at 65,535; longest lists first. Tile 64 queries × 64 keys.
 # Per tile of the list: 4 · 64 · 64 · D FLOPs, 2 · 64 · D elements read (from L2 where neighbouring rows share keys): 64 FLOPs a byte in
 # bf16, so tensor cores are fed as long as three programs or more share a multiprocessor. Per row of tiles: 64 · D read, 64 · D + 64 · 4
 # bytes written. Registers at D = 64: 32 accumulator + 32 scores + 16 probabilities, below 128.
-@triton.jit
+@triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_forward(
     q,
     k,
@@ -49,6 +50,7 @@ def sparse_attention_forward(
     ob,
     oh,
     os,
+    programs,
     heads,
     group,
     length,
@@ -66,8 +68,8 @@ def sparse_attention_forward(
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    item = items + tl.program_id(0) * 8
-    lane = tl.program_id(1)
+    item = items + tl.program_id(0) % programs * 8
+    lane = tl.program_id(0) // programs
     tile, start, count, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     batch, head = row_lane(tl.load(item + 4), lane, heads, PER_HEAD)
     kv_head = head // group
@@ -136,7 +138,7 @@ def sparse_attention_forward(
 
 
 # Grid: rows of tiles that were cut × 4 quarters, sequences × heads. Reads each part once in fp32, writes the row: memory-bound, a few MB.
-@triton.jit
+@triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_combine(
     parts_o,
     parts_lse,
@@ -146,6 +148,7 @@ def sparse_attention_combine(
     ob,
     oh,
     os,
+    programs,
     heads,
     length,
     slots,
@@ -153,11 +156,11 @@ def sparse_attention_combine(
     WIDTH: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    split = splits + tl.program_id(0) // (TILE // SUM_ROWS) * 4
-    lane = tl.program_id(1)
+    split = splits + tl.program_id(0) % programs // (TILE // SUM_ROWS) * 4
+    lane = tl.program_id(0) // programs
     batch, head = row_lane(tl.load(split), lane, heads, PER_HEAD)
     tile, slot, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 3)
-    local = tl.program_id(0) % (TILE // SUM_ROWS) * SUM_ROWS + tl.arange(0, SUM_ROWS)
+    local = tl.program_id(0) % programs % (TILE // SUM_ROWS) * SUM_ROWS + tl.arange(0, SUM_ROWS)
     d = tl.arange(0, WIDTH)
     top = tl.full((SUM_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((SUM_ROWS,), tl.float32)
@@ -191,7 +194,7 @@ def forward(q, k, v, plan, padding, seed, causal, scale, dropout):
     parts_o = torch.empty((lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
     parts_lse = torch.empty((lanes * rows.slots, TILE.value), dtype=torch.float32, device=q.device)
     chosen = settings(FORWARD, padded_width, q.dtype, seed is not None)
-    sparse_attention_forward[(len(rows.items), lanes)](
+    sparse_attention_forward[(len(rows.items) * lanes,)](
         q,
         k,
         v,
@@ -208,6 +211,7 @@ def forward(q, k, v, plan, padding, seed, causal, scale, dropout):
         *k.stride()[:3],
         *v.stride()[:3],
         *o.stride()[:3],
+        len(rows.items),
         heads,
         heads // k.shape[1],
         length,
@@ -228,14 +232,15 @@ def forward(q, k, v, plan, padding, seed, causal, scale, dropout):
         num_stages=chosen.num_stages,
     )
     if rows.slots:
-        grid = len(rows.splits) * (TILE.value // SUM_ROWS.value), lanes
-        sparse_attention_combine[grid](
+        programs = len(rows.splits) * (TILE.value // SUM_ROWS.value)
+        sparse_attention_combine[(programs * lanes,)](
             parts_o,
             parts_lse,
             o,
             lse,
             rows.splits,
             *o.stride()[:3],
+            programs,
             heads,
             length,
             rows.slots,

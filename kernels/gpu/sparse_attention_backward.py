@@ -8,6 +8,7 @@ from hf_zero.ops.triton_kernels.sparse_attention_dkdv import sparse_attention_dk
 from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
     KEYS,
     LOG2E,
+    PLANNED,
     QUERIES,
     SUM_ROWS,
     TILE,
@@ -24,7 +25,7 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 # this kernel one more tile of reads.
 # Grid and lists as in the forward. Per tile of the list: 6 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers at D = 64: 32
 # accumulator + 32 scores + 32 gradients of probabilities, below 168: three programs a multiprocessor.
-@triton.jit
+@triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_dq(
     grad,
     q,
@@ -58,6 +59,7 @@ def sparse_attention_dq(
     dqb,
     dqh,
     dqs,
+    programs,
     heads,
     group,
     length,
@@ -75,8 +77,8 @@ def sparse_attention_dq(
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    item = items + tl.program_id(0) * 8
-    lane = tl.program_id(1)
+    item = items + tl.program_id(0) % programs * 8
+    lane = tl.program_id(0) // programs
     tile, start, count, slot, part = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 5)
     batch, head = row_lane(tl.load(item + 4), lane, heads, PER_HEAD)
     kv_head = head // group
@@ -147,7 +149,7 @@ def sparse_attention_dq(
 
 
 # Sums the parts of a cut list in their order, so that a gradient is the same bits every time. Grid: lists cut × 4 quarters, lanes.
-@triton.jit
+@triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_sum(
     parts,
     out,
@@ -155,6 +157,7 @@ def sparse_attention_sum(
     ob,
     oh,
     os,
+    programs,
     heads,
     length,
     slots,
@@ -162,11 +165,11 @@ def sparse_attention_sum(
     WIDTH: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    split = splits + tl.program_id(0) // (TILE // SUM_ROWS) * 4
-    lane = tl.program_id(1)
+    split = splits + tl.program_id(0) % programs // (TILE // SUM_ROWS) * 4
+    lane = tl.program_id(0) // programs
     batch, head = row_lane(tl.load(split), lane, heads, PER_HEAD)
     tile, slot, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 3)
-    local = tl.program_id(0) % (TILE // SUM_ROWS) * SUM_ROWS + tl.arange(0, SUM_ROWS)
+    local = tl.program_id(0) % programs % (TILE // SUM_ROWS) * SUM_ROWS + tl.arange(0, SUM_ROWS)
     d = tl.arange(0, WIDTH)
     acc = tl.zeros((SUM_ROWS, WIDTH), tl.float32)
     for turn in range(count):
@@ -205,7 +208,7 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
     rows, row_lanes = plan.rows, batch if plan.per_head else batch * heads
     parts_q = torch.empty((row_lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
     chosen = settings(QUERIES, padded_width, q.dtype, seed is not None)
-    sparse_attention_dq[(len(rows.items), row_lanes)](
+    sparse_attention_dq[(len(rows.items) * row_lanes,)](
         grad,
         q,
         k,
@@ -226,6 +229,7 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
         *v.stride()[:3],
         *o.stride()[:3],
         *dq.stride()[:3],
+        len(rows.items),
         heads,
         heads // kv_heads,
         length,
@@ -240,7 +244,7 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
     parts_k = torch.empty((column_lanes * columns.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
     parts_v = torch.empty_like(parts_k)
     chosen = settings(KEYS, padded_width, q.dtype, seed is not None)
-    sparse_attention_dkdv[(len(columns.items), column_lanes)](
+    sparse_attention_dkdv[(len(columns.items) * column_lanes,)](
         grad,
         q,
         k,
@@ -260,6 +264,7 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
         *k.stride()[:3],
         *v.stride()[:3],
         *dk.stride()[:3],
+        len(columns.items),
         heads,
         kv_heads,
         length,
@@ -279,11 +284,13 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
 def _sum(parts, out, lists, heads, lanes, per_head):
     if not lists.slots:
         return
-    sparse_attention_sum[(len(lists.splits) * (TILE.value // SUM_ROWS.value), lanes)](
+    programs = len(lists.splits) * (TILE.value // SUM_ROWS.value)
+    sparse_attention_sum[(programs * lanes,)](
         parts,
         out,
         lists.splits,
         *out.stride()[:3],
+        programs,
         heads,
         out.shape[2],
         lists.slots,

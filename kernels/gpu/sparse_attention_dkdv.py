@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from hf_zero.ops.triton_kernels.sparse_attention_tiles import LOG2E, TILE, exists, kept, row_lane
+from hf_zero.ops.triton_kernels.sparse_attention_tiles import LOG2E, PLANNED, TILE, exists, kept, row_lane
 
 
 # dk and dv. Grid: programs over columns × (sequences × heads of keys); a list holds all queries of all heads that share the keys.
 # Scores are computed transposed, so that probabilities go to the next product from registers. Per tile: 8 · 64 · 64 · D FLOPs, 2 · 64 · D
 # elements read. Registers at D = 64: 64 accumulators + 32 scores + 32 gradients, below 255: two programs a multiprocessor.
-@triton.jit
+@triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_dkdv(
     grad,
     q,
@@ -40,6 +40,7 @@ def sparse_attention_dkdv(
     dkb,
     dkh,
     dks,
+    programs,
     heads,
     kv_heads,
     length,
@@ -58,8 +59,8 @@ def sparse_attention_dkdv(
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    item = items + tl.program_id(0) * 8
-    lane = tl.program_id(1)
+    item = items + tl.program_id(0) % programs * 8
+    lane = tl.program_id(0) // programs
     tile, start, count, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     batch, kv_head = row_lane(tl.load(item + 4), lane, kv_heads, PER_HEAD)
     first_head = kv_head * (heads // kv_heads)

@@ -15,6 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
 SUM_ROWS = tl.constexpr(16)  # rows of a tile that one program of a sum takes
+PLANNED = ("programs", "slots")  # they differ from length to length, and must not make a compilation each where one is a multiple of 16
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,11 @@ def settings(table, width, dtype, dropout):
 
 
 def precision(dtype):
-    """fp32 scores come from three TF32 products, about as exact as fp32, unless TF32 is allowed for matmuls."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    """fp32 scores come from three TF32 products, about as exact as fp32, unless TF32 is allowed for matmuls.
+
+    ``allow_tf32`` cannot be asked: torch raises once somebody has set ``fp32_precision``, as transformers' Trainer does.
+    """
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def flat(x):
@@ -90,7 +94,7 @@ def kept(seed, lane, query_tile, key_tile, threshold):
 
 @triton.jit
 def row_lane(item_head, lane, heads, PER_HEAD: tl.constexpr):
-    """Sequence and head of a program: the second axis is over sequences where items name heads, else over sequences × heads."""
+    """Sequence and head of a program: lanes are sequences where items name heads, else sequences × heads."""
     if PER_HEAD:
         return lane, item_head
     else:

@@ -136,3 +136,15 @@ def test_beyond_32_bits_of_elements():
     assert (gelu(x)[-1] == F.gelu(x[-1])).all() and (swiglu(x, x)[-1].float() - 2 * F.silu(x[-1].float())).abs().max() < 0.02
     y = dropout_add(x, x, dropout=0.5, training=True, seed=torch.tensor([1], device=GPU))
     assert set(y[-1].unique().tolist()) == {2.0, 6.0}
+
+
+def test_heads_further_apart_than_31_bits():
+    """A stride of heads that spans a whole sequence, as in [batch, heads, sequence, width]."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB")
+    apart = 2**30
+    q = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU).as_strided((1, 3, 1, 16), (1, apart, 16, 1))
+    q.copy_(randn(1, 3, 1, 16))
+    angle = randn(1, 1, 16)
+    for one, other in zip(rotary(q, q, angle, angle), rotary(q.contiguous(), q.contiguous(), angle, angle)):
+        assert torch.equal(one, other)

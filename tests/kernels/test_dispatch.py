@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -99,10 +100,12 @@ def failures() -> list[Exception]:
         OutOfResources(300_000, 232_448, "shared memory"),
         PTXASError("ptxas died"),
         RuntimeError("PassManager::run failed"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "launcher.c"]),  # Python's headers are not there
     ]
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(6))
 def test_a_kernel_that_does_not_compile_is_said_once(body: Callable[..., str], as_on_a_gpu: None, heard: list[str], index: int) -> None:
     calls: list[int] = []
 
@@ -116,6 +119,29 @@ def test_a_kernel_that_does_not_compile_is_said_once(body: Callable[..., str], a
     (said,) = [each for each in heard if "made up" in each]
     assert "cannot be compiled here, so its slow reference runs from now on" in said and type(failures()[index]).__name__ in said
     assert trial.try_out(kernel, CPU).startswith(f"cannot be compiled: {type(failures()[index]).__name__}: ")
+
+
+def test_a_launch_is_made_on_the_device_of_its_tensors(
+    body: Callable[..., str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.device] = []
+
+    class Chosen:
+        def __init__(self, device: torch.device):
+            self._device = device
+
+        def __enter__(self) -> None:
+            chosen.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            chosen.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    kernel = Kernel("made up", body(lambda x: list(chosen)), doubled)
+    for index, during in ((0, []), (1, [torch.device("cuda", 1)])):
+        monkeypatch.setattr(dispatch, "_device", lambda args, index=index: torch.device("cuda", index))
+        assert kernel(torch.ones(1)) == during and chosen == []
 
 
 def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None) -> None:
@@ -158,3 +184,16 @@ def test_every_kernel_agrees_with_its_reference_on_its_example(checked_triton: C
     kernels = trial.declared()
     assert "norm" in kernels
     assert {name: wrong for name, kernel in kernels.items() if (wrong := trial.try_out(kernel, CPU))} == {}
+
+
+def test_every_kernel_passes_its_trial(checked_triton) -> None:
+    """As the doctor tries them on a GPU; those of folders are among them."""
+    found = {name: trial.try_out(kernel, CPU) for name, kernel in trial.declared().items()}
+    assert {name: why for name, why in found.items() if why} == {}
+    assert {"norm", "cross_entropy", "flat_adam", "sparse_attention", "sparse_attention_backward"} <= set(found)
+
+
+def test_declared_kernels_are_found_without_triton() -> None:
+    code = "import sys; from hf_zero.ops.trial import declared; print(sorted(declared())); assert 'triton' not in sys.modules"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.returncode == 0 and "'sparse_attention'" in said.stdout, said.stderr

@@ -22,6 +22,7 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv("HF_ZERO_TRITON", "0")
         yield request.param
         return
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     with checked_triton() as settings:
         yield request.param
         assert settings.launches

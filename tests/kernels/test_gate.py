@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -38,6 +39,11 @@ def test_a_kernel_is_fit_for_its_gpus(label: str, arch: int, reports: Reports) -
 
 def test_the_table_in_the_readme_has_every_kernel() -> None:
     assert aot_gate.labels_in(aot_gate.README.read_text()) == set(aot_gate.cases()), "run python -m tests.helpers.aot_gate --write"
+
+
+def test_the_counts_in_the_readme_have_every_kernel() -> None:
+    counted = aot_gate.README.read_text().partition(aot_gate.BEGIN)[0]
+    assert {f"`{case.kernel.__name__}`" for case in aot_gate.cases().values()} == set(re.findall(r"^\| (`\w+`) \|", counted, re.MULTILINE))
 
 
 CASE = Case(

@@ -172,3 +172,20 @@ def test_bad_input_is_named():
 
 def test_the_example_runs(body):
     ROTARY(*ROTARY.example(torch.device("cpu")))
+
+
+def test_heads_further_apart_than_31_bits_are_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.ops.triton_kernels import rotary as kernels
+
+    given: list[torch.Tensor] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **kwargs: given.extend(args[:3])
+
+    monkeypatch.setattr(kernels, "_rotary", Launched())
+    far = torch.empty_strided((1, 3, 1, 16), (1, 2**30, 16, 1), dtype=torch.bfloat16, device="meta")
+    near = torch.empty(1, 1, 2, 16, device="meta").transpose(1, 2)
+    angle = torch.empty(1, 1, 16, device="meta")
+    kernels.rotary(far, near, far, angle, angle, False, far, near, far)
+    assert [x.stride(1) for x in given] == [16, 16, 16] and given[1] is near

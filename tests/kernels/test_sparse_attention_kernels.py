@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -153,3 +156,56 @@ def test_rounding_is_no_worse_than_eager_attentions() -> None:
         error, eager_error = ((x.float() - true).pow(2).mean().sqrt().item() for x in (ours, theirs))
         print(f"{name}: ours {error:.2e}, eager {eager_error:.2e}")
         assert error <= eager_error, name
+
+
+def test_a_grid_has_one_axis_for_any_number_of_sequences(short_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other two of CUDA's end at 65,535."""
+    from hf_zero.ops.triton_kernels import sparse_attention as forward
+    from hf_zero.ops.triton_kernels import sparse_attention_backward as backward
+
+    grids: list[tuple[int, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: grids.append(grid)
+
+    for module, names in ((forward, ("forward", "combine")), (backward, ("dq", "dkdv", "sum"))):
+        for name in names:
+            monkeypatch.setattr(module, f"sparse_attention_{name}", Launched())
+    config = BigBirdSparsityConfig(1, 64, num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=1)
+    compiled = plan.plan_for(config.handle, 330, 1, 1, False, torch.device("cpu"))
+    assert compiled.rows.slots and compiled.columns.slots
+    q = torch.zeros(1, 1, 1, 16).expand(70_000, 1, 330, 16)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **told: torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape)))
+    rest: Any = (compiled, None, None, False, 0.25, 0.0)
+    forward.forward(q, q, q, *rest)
+    monkeypatch.setattr(torch, "empty_like", lambda x: x)
+    backward.backward(q, q, q, q, q, torch.zeros(1).expand(70_000, 1, 330), *rest)
+    assert len(grids) == 7 and all(len(grid) == 1 and grid[0] > 65_535 for grid in grids)
+
+
+def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.ops.triton_kernels.sparse_attention_tiles import precision
+
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        for setting, asked in (("tf32", "tf32"), ("ieee", "tf32x3")):
+            products.fp32_precision = setting
+            assert precision(torch.float32) == asked and precision(torch.bfloat16) == "tf32"
+    finally:
+        products.fp32_precision = before
+
+
+def test_lengths_do_not_compile_anew() -> None:
+    """What a plan counts is not specialised on; the compiling process reads it off the kernels."""
+    code = (
+        "from hf_zero.ops.triton_kernels import sparse_attention as f, sparse_attention_backward as b\n"
+        "kernels = f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq, b.sparse_attention_dkdv, b.sparse_attention_sum\n"
+        "for kernel in kernels:\n"
+        "    free = {each.name for each in kernel.params if each.do_not_specialize}\n"
+        "    assert free == {'programs', 'slots'}, (kernel.__name__, free)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

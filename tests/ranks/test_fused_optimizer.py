@@ -27,6 +27,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(FusedStep, "step", counted)
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     with checked_triton(poison=False):
         yield written
 

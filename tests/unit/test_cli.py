@@ -142,9 +142,16 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
     table = invoke("convert-checkpoint", "from", "to", "--dtype", "bfloat16", "--max-shard-size", "1GB", "--tag", "t", "--verify")
-    assert asked[0] == ((Path("from"), Path("to"), "bfloat16", "1GB", "t", None), {"verify": True})
+    assert asked[0] == (
+        (Path("from"), Path("to"), "bfloat16", "1GB", "t", None),
+        {"verify": True, "only": None, "adapters": None, "workers": 2},
+    )
     assert "1,000 parameters, 4.00 kB: model.safetensors" in table and "config.json" in table
     assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == ["model.safetensors"]
+    invoke("convert-checkpoint", "from", "to", "--only", "a.*", "--only", "b", "--whole", "--workers", "5")
+    assert asked[-1][1] == {"verify": False, "only": ["a.*", "b"], "adapters": False, "workers": 5}
+    invoke("convert-checkpoint", "from", "to", "--adapters")
+    assert asked[-1][1]["adapters"] is True
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -317,6 +324,7 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     count = len(trial.declared())
@@ -341,6 +349,7 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)

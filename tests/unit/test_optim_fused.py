@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from hf_zero.ops import dispatch
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.segments import BoundOptimizer
-from tests.helpers.checked_triton import checked_triton
 from tests.helpers.flats import shard
 
 UNITS = [
@@ -25,8 +25,8 @@ GROUP_OF = {name: int("bias" in name) for unit in UNITS for name in unit}
 
 
 @pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels run wherever they can; the list grows by a name at each launch."""
+def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
+    """Kernels run, in the checked interpreter; the list grows by a name at each launch."""
     launched: list[str] = []
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: kernels != "off" and dispatch.runs_on(device))
@@ -106,8 +106,7 @@ def test_gradients_and_copies_of_16_bits(dtype, forced):
     lengths = [flat.master.numel() for flat in ours.flats]
     shards = dict(zip((flat.key for flat in ours.flats), torch.zeros(sum(lengths), dtype=dtype).split(lengths)))
     for seed in range(2):
-        with checked_triton():
-            written = ours.step(seed, grad_scale=torch.tensor(3.0), shards=shards)
+        written = ours.step(seed, grad_scale=torch.tensor(3.0), shards=shards)
         assert written == set(shards)
         assert theirs.step(seed, grad_scale=torch.tensor(3.0), shards=shards) == set()
         for flat in ours.flats:
@@ -160,6 +159,33 @@ def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
         same(ours, theirs)
     assert forced.count("adam_") == 4
     assert ours.bound.scalars()[0]["step"] == 6.0
+
+
+def test_state_that_is_moved_in_takes_no_second_arena(forced, monkeypatch):
+    ours = Bound(adamw, "auto")
+    ours.step(0)
+    (arena,) = {ours.optimizer.state[tensor]["exp_avg"].untyped_storage().nbytes() // 4 for _, tensor in ours.bound.segments}
+    torch.optim.AdamW.load_state_dict(ours.optimizer, copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer)))
+    ours.bound.unpacked()
+    zeros, made = torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **told: made.append(shape) or zeros(*shape, **told))
+    ours.bound._fused._homes = {}
+    ours.step(1)
+    assert forced.count("adam_") == 2 and (arena,) not in made
+
+
+def test_a_gradient_at_the_same_place_of_another_storage(forced):
+    """What an allocator gives back: the same address, as part of a larger buffer before and as memory of its own now."""
+    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    numel = ours.flats[0].grad.numel()
+    memory = numpy.zeros(numel + 64, dtype=numpy.float32)
+    larger, own = torch.from_numpy(memory)[64:], torch.from_numpy(memory[64:])
+    assert larger.data_ptr() == own.data_ptr() and larger.storage_offset() != own.storage_offset()
+    for seed, grad in enumerate((larger, own)):
+        ours.flats[0].grad = grad
+        for each in (ours, theirs):
+            each.step(seed)
+    same(ours, theirs)
 
 
 def test_state_stays_one_view_of_each_flat(forced):
