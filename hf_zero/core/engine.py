@@ -296,6 +296,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._count_micro_batch()
         self._micro = 0
         overflow = self._update()
+        self._tell_of_failed_save()
         self.schedule.meet()
         self._meet_to_stop()
         self._reducer.clear()
@@ -316,6 +317,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
+        self._raise_failed_save()  # last: the step is complete
 
     def _count_micro_batch(self) -> None:
         self.counters.micro_steps += 1
@@ -343,13 +345,14 @@ class Engine(Answers, Stopping, Saving, Updating):
     def destroy(self, gather: bool = False) -> None:
         """Take the engine off the model and free gradients and optimizer state. Idempotent.
 
-        Whole parameters become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
+        A checkpoint that is being written is waited for, and its error raised last. Whole parameters become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
         ``gather=True`` (collective) gives them back whole.
         """
         if self._destroyed:
             return
         self._destroyed = True
         failure = self.updater.close() if self.updater is not None else None
+        unsaved = self._last_save()
         if self._placement.offloads_anything and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no copy may outlive the host memory that it reads or fills
         if self._threads is not None:
@@ -380,3 +383,5 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))
         if failure is not None:  # the values that were given back are not those of the last step
             raise failure
+        if unsaved is not None:
+            raise unsaved

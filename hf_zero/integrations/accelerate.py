@@ -13,7 +13,7 @@ from typing import Any
 from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.errors import RankMismatchError
 from hf_zero.integrations import finder, hooks
-from hf_zero.integrations.launching import cpu_forced, launched, zero_asked_for
+from hf_zero.integrations.launching import cpu_forced, launched, written_keys, zero_asked_for
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +79,18 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
         return {} if state is None and finder.chosen() else state
 
     return get_state_dict
+
+
+def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A plugin that is made from the launcher's file has all of its keys (``DeepSpeedPlugin.__post_init__``)."""
+
+    def __post_init__(self: Any) -> None:
+        from_launcher = self.hf_ds_config is None and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+        original(self)
+        if from_launcher and finder.chosen():
+            self.deepspeed_config.update(written_keys())
+
+    return __post_init__
 
 
 def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:

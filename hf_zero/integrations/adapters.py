@@ -52,7 +52,7 @@ def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(model, state_dict, *rest)
         if not state_dict:
             return {}
-        with _whole_copies(getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict):
+        with whole_copies(getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict):
             return original(model, state_dict, *rest)
 
     return get_peft_model_state_dict
@@ -80,7 +80,7 @@ def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Sharded modules that PEFT asks while it saves are copies with values of ``state`` inside."""
     replaced: list[tuple[nn.ModuleDict, str, nn.Module]] = []
     try:

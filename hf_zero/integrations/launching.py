@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.config.accelerate_yaml import PASSED_ON
 from hf_zero.core.discovery import announce
 from hf_zero.core.interface import choose_interface
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 
 STANDARD = "standard"
+WRITTEN = "HF_ZERO_WRITTEN_KEYS"  # what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,28 +29,27 @@ def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Read a DEEPSPEED file strictly, and keep ZeRO under ``--cpu`` (``accelerate.commands.launch._validate_launch_command``)."""
+    """Keep ZeRO under ``--cpu`` (``accelerate.commands.launch._validate_launch_command``)."""
 
     def _validate_launch_command(args: Any) -> Any:
         args, defaults, precision_from_file = original(args)
-        if args.use_deepspeed and finder.chosen():
-            _read_strictly(args.config_file, defaults)
-            if args.cpu:
-                args.cpu, args.use_cpu = False, True
+        if args.use_deepspeed and args.cpu and finder.chosen():
+            args.cpu, args.use_cpu = False, True
         return args, defaults, precision_from_file
 
     return _validate_launch_command
 
 
-def _read_strictly(path: str | None, defaults: Any) -> None:
+def _read_strictly(path: str | None) -> None:
     """Accelerate drops keys of ``deepspeed_config`` that it does not know. Raises ConfigError before any rank is started."""
-    from accelerate.commands.config import default_config_file
+    from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.utils import DistributedType
 
     from hf_zero.config import ZeroConfig
 
-    if defaults is not None and defaults.distributed_type == DistributedType.DEEPSPEED:
-        ZeroConfig.from_file(path or default_config_file, allow_auto=True)
+    chosen = path or default_config_file
+    if os.path.isfile(chosen) and load_config_from_file(chosen).distributed_type == DistributedType.DEEPSPEED:
+        ZeroConfig.from_file(chosen, allow_auto=True)
 
 
 def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +58,8 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
         if not finder.chosen():
             return original(args)
+        # Here and not where the command is validated: `python -m accelerate.commands.launch` has that function in a module called __main__.
+        _read_strictly(args.config_file)
         launcher = args.deepspeed_multinode_launcher or STANDARD
         if (args.num_machines or 1) > 1 and launcher != STANDARD:
             raise ConfigError(
@@ -73,9 +77,23 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         ):  # the plugin asks for them, and Accelerate passes on neither
             if getattr(args, path, None) is not None:
                 environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
+        # Accelerate has made attributes of everything below deepspeed_config.
+        written = {name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None}
+        if written:
+            if (given := args.deepspeed_config_file) not in (None, "none"):
+                raise ConfigError(
+                    f"deepspeed_config.{min(written)} stands beside --deepspeed_config_file {given}, and Accelerate reads the file alone; move it "
+                    f"into {given}"
+                )
+            environment[WRITTEN] = json.dumps(written)
         return command, environment
 
     return prepare_deepspeed_cmd_env
+
+
+def written_keys() -> dict[str, Any]:
+    """The keys of the launcher's file that :func:`prepare_ranks` has passed on to this rank."""
+    return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
 
 def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,14 +67,17 @@ SEAMS: tuple[Seam, ...] = (
         signature="(args)",
         wrapper="hf_zero.integrations.launching:check_zero_launch",
         versions=ACCELERATE,
-        why="`--cpu` beside a DEEPSPEED file starts one plain process without a word; unknown keys of deepspeed_config are dropped",
+        why="`--cpu` beside a DEEPSPEED file starts one plain process without a word",
     ),
     Seam(
         target="accelerate.utils.launch:prepare_deepspeed_cmd_env",
         signature="(args)",
         wrapper="hf_zero.integrations.launching:prepare_ranks",
         versions=ACCELERATE,
-        why="several machines default to `pdsh`, which runs a program named deepspeed; neither `use_cpu` nor the `nvme_path`s reach the ranks",
+        why=(
+            "several machines default to `pdsh`, which runs a program named deepspeed; neither `use_cpu`, nor the `nvme_path`s, nor keys of "
+            "deepspeed_config that Accelerate does not know reach the ranks"
+        ),
     ),
     Seam(
         target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
@@ -99,6 +102,13 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.accelerate:shard_on_cpu",
         versions=ACCELERATE,
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no group and wait_for_everyone raises",
+    ),
+    Seam(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.__post_init__",
+        signature="(self)",
+        wrapper="hf_zero.integrations.accelerate:add_written_keys",
+        versions=ACCELERATE,
+        why="a plugin made from a file without deepspeed_config_file knows eight keys; kernels and the like come to it here",
     ),
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",

@@ -154,6 +154,34 @@ def test_a_key_that_accelerate_would_drop_is_an_error(file: Callable[..., str], 
     assert not started
 
 
+KEYS = {"kernels": ["loss"], "compile": "blocks", "activation_checkpointing": {"blocks": True}, "attention_backend": "auto"}
+
+
+def test_keys_that_accelerate_does_not_know_reach_the_plugin(
+    file: Callable[..., str], started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    launch.launch_command(parse("--config", file(deepspeed_config={"zero_stage": 3, **KEYS})))
+    for name, value in started[0][2].items():
+        if name.startswith(("ACCELERATE_DEEPSPEED", "HF_ZERO_")):
+            monkeypatch.setenv(name, value)
+    made = DeepSpeedPlugin().deepspeed_config
+    assert {name: made[name] for name in KEYS} == KEYS and made["zero_optimization"]["stage"] == 3
+    assert not KEYS.keys() & DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}).deepspeed_config.keys()
+    monkeypatch.setattr(finder, "chosen", lambda: False)
+    assert not KEYS.keys() & DeepSpeedPlugin().deepspeed_config.keys()
+
+
+def test_keys_beside_a_file_by_flag_are_refused(file: Callable[..., str], started: list[Any]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"deepspeed_config\.activation_checkpointing stands beside --deepspeed_config_file ds\.json.*move it into ds\.json",
+    ):
+        launch.launch_command(parse("--deepspeed_config_file", "ds.json", "--config", file(deepspeed_config={"zero_stage": 3, **KEYS})))
+    assert not started
+
+
 def test_another_deepspeed_is_left_alone(file: Callable[..., str], started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "chosen", lambda: False)
     launch.launch_command(parse("--config", file(deepspeed_config={"zero_stage": 3, "its_own_key": 1})))

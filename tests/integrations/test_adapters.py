@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.integrations.adapters import written as names_written
-
-TARGETS = ["q_proj", "v_proj"]
-KINDS: dict[str, Any] = {
-    "LoRA": lambda: peft.LoraConfig(r=2, target_modules=TARGETS),
-    "DoRA": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True),
-    "LoRA and a module saved whole": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"]),
-    "LoRA on the embedding": lambda: peft.LoraConfig(r=2, target_modules=[*TARGETS, "embed_tokens"]),
-    "LoRA and some tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[1, 5]),
-    "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=TARGETS),
-    "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS),
-    "OFT": lambda: peft.OFTConfig(oft_block_size=4, target_modules=TARGETS),
-}
+from tests.helpers.adapters import KINDS, llama
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_those_that_are_written(kind: str) -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
-    )
-    model = peft.get_peft_model(LlamaForCausalLM(config), KINDS[kind]())
+    model = peft.get_peft_model(llama(), KINDS[kind]())
     if kind == "LoRA":
         model.add_adapter("frozen", KINDS[kind]())
     marks = {name: torch.full_like(p, float(number)) for number, (name, p) in enumerate(model.named_parameters(remove_duplicate=False), 1)}

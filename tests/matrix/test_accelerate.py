@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.helpers import oracle
-from tests.helpers.launched import accelerate_launch, alone
+from tests.helpers.launched import KEYS, accelerate_launch, alone
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_cases.py"
 CASES = ("uneven", "resumed", "looked_at", "fitted", "refused", "tracked")
@@ -35,6 +35,8 @@ WAYS = {
     "stage 2, optimizer in files": (2, IN_FILES),
     "stage 3, all on cpu": (3, ON_CPU),
     "stage 3, all in files": (3, {**IN_FILES, **PARAMETERS_IN_FILES}),
+    "stage 2, kernels": (2, {"kernels": "auto", "compile": {"blocks": True, "backend": "aot_eager"}}),
+    "stage 3, kernels": (3, KEYS),
 }
 FAST = ("stage 3", "stage 3, all on cpu")
 
@@ -43,7 +45,11 @@ FAST = ("stage 3", "stage 3, all on cpu")
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
     stage, keys = WAYS[request.param]
-    return out, accelerate_launch(SCRIPT, out, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=3, **keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
+        return out, accelerate_launch(
+            SCRIPT, out, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=3, **keys
+        )
 
 
 def assert_same_training(found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int) -> None:
@@ -103,6 +109,12 @@ def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Found) -> N
         assert "Use `clip_grad_norm_` instead" in found["clipped by value"]
         assert found["losses"][:2] == pytest.approx(want["losses"][:2], rel=1e-5) and len(found["losses"]) == 3
     assert "`join_uneven_inputs` will have no effect" in (launched[0] / "log.txt").read_text()
+
+
+def test_one_table_of_kernels_for_an_engine(launched: Found) -> None:
+    lines = (launched[0] / "log.txt").read_text().splitlines()
+    tables, engines = (sum(start in line for line in lines) for start in ("fused kernels in LlamaForCausalLM", "resolved configuration on"))
+    assert engines > 6 and tables == (engines if "kernels" in launched[0].name else 0)
 
 
 def test_trackers_hear_of_the_same(launched: Found, plain: Found) -> None:

@@ -78,12 +78,20 @@ def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, di
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage, keys", [(2, {}), (3, {"offload_param_device": "cpu"})], ids=["optimizer on cpu", "all on cpu"])
-def test_loops_for_accelerate_with_the_adapters_state_and_the_base_offloaded(
-    stage: int, keys: dict[str, str], base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize(
+    "stage, keys",
+    [
+        (2, {"offload_optimizer_device": "cpu"}),
+        (3, {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}),
+        (2, {"kernels": "auto"}),
+        (3, launched.KEYS),
+    ],
+    ids=["optimizer on cpu", "all on cpu", "stage 2, kernels", "stage 3, kernels"],
+)
+def test_loops_for_accelerate_offloaded_and_with_fused_kernels(
+    stage: int, keys: dict[str, Any], base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, want = plain_loop
-    keys = {"offload_optimizer_device": "cpu", **keys}
     for got in launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys):
         for case in peft_base.CASES:
             for part in ("first", "resumed", "again"):

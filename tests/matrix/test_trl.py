@@ -39,8 +39,8 @@ Report = dict[str, Any]
 class Started:
     """The reports of all ranks of one launch, and those of the plain process over the same cases."""
 
-    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: str):
-        self.stage = stage
+    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: Any):
+        self.stage, self.folder = stage, folder
         arguments = ("--material", str(material), "--cases", ",".join(cases))
         self.plain = launched.alone(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT)
         self.ranks = launched.accelerate_launch(
@@ -146,3 +146,26 @@ def offloaded(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
 @pytest.mark.parametrize("case", OFFLOADED)
 def test_offloaded_as_in_one_process(case: str, offloaded: Started) -> None:
     offloaded.compare(case)
+
+
+KEYED = ("sft.plain", "sft.adapters", "sft.smoothed", "dpo.implied", "dpo.adapters_given", "reward.adapters", "grpo.sharded", "more.orpo")
+
+
+@pytest.fixture(scope="module")
+def keyed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
+        return Started(material, tmp_path_factory.mktemp("keyed"), KEYED, stage=3, **launched.KEYS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", KEYED)
+def test_with_fused_kernels_as_in_one_process(case: str, keyed: Started) -> None:
+    keyed.compare(case)
+
+
+@pytest.mark.long
+def test_the_head_that_trl_puts_in_is_left_and_said_to_be(keyed: Started) -> None:
+    log = (keyed.folder / "ranks" / "log.txt").read_text()
+    assert "left: the model's forward is another one already, of trl.trainer.utils" in log
+    assert "left: no fused head for LlamaForSequenceClassification" in log

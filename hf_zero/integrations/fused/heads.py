@@ -7,7 +7,7 @@ what the model does with it (a scale, a soft-capping) is thrown away, because th
 the rows without a label where it begins. Without labels, outside training, without gradients, or when the head is no longer the one that
 was fused (an adapter around it), everything runs as if nothing had been replaced.
 
-In training with labels ``logits`` is None: that they do not exist is the point. Evaluation and prediction have them.
+In training with labels there are no logits until somebody reads ``outputs.logits``. Evaluation and prediction have them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_zero.errors import KernelError
+from hf_zero.integrations.fused.late_logits import with_late_logits
 from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.logs import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import RowCapacity, select_rows
 
@@ -41,6 +43,7 @@ class Head:
     decodes: bool = False  # labels are shifted into the decoder's inputs
     scale: Callable[[Any], float] = lambda model: 1.0
     softcap: Callable[[Any], float | None] = lambda model: None
+    between: Callable[[Any, torch.Tensor], torch.Tensor] | None = None  # what the model does itself from the entry to the decoder
     legacy: bool = False  # only as it was before the model's second kind of head
 
 
@@ -61,7 +64,9 @@ HEADS = {
     "BertForMaskedLM": Head("cls.predictions.decoder", entry="cls"),
     "DebertaV2ForMaskedLM": Head("cls.predictions.decoder", entry="cls", legacy=True),
     "RobertaForMaskedLM": Head("lm_head.decoder", entry="lm_head"),
-    "DistilBertForMaskedLM": Head("vocab_projector", entry="vocab_transform"),
+    "DistilBertForMaskedLM": Head(
+        "vocab_projector", entry="vocab_transform", between=lambda model, hidden: model.vocab_layer_norm(model.activation(hidden))
+    ),
     "T5ForConditionalGeneration": Head("lm_head", decodes=True),
 }
 
@@ -79,11 +84,11 @@ def fuse_head(model: nn.Module, *, sparse: bool = True) -> Replacement | str:
     head = HEADS[owner.__name__]
     if head.legacy and not getattr(model, "legacy", True):
         return f"{owner.__name__} with legacy=False multiplies by the embedding itself"
-    if "forward" in model.__dict__ and inspect.unwrap(model.__dict__["forward"]) is not inspect.unwrap(owner.__dict__["forward"]):
-        return f"the model's forward is another one already, of {inspect.unwrap(model.__dict__['forward']).__module__}"
+    if "forward" in model.__dict__ and (other := _other_than(owner.__dict__["forward"], model.__dict__["forward"])):
+        return f"the model's forward is another one already, of {other}"
     decoder, entry = model.get_submodule(head.decoder), model.get_submodule(head.entry)
     if type(decoder) is not nn.Linear:
-        return f"{head.decoder} is a {type(decoder).__name__}, not a linear layer of torch"
+        return f"{head.decoder} is a {type(decoder).__name__} of {type(decoder).__module__}, not a linear layer of torch"
     if "forward" in decoder.__dict__ or (head.entry and "forward" in entry.__dict__):
         return f"{head.decoder if 'forward' in decoder.__dict__ else head.entry} has a forward of its own already"
     if head.shifted and not _loss_is_its_own(model):
@@ -100,6 +105,26 @@ def _owner(module: nn.Module) -> type:
     return owner if owner.__module__.startswith("transformers.models.") else type(module)
 
 
+# Whose wrappers around a forward call it with what they are given: autocast, and outputs in fp32.
+_TRANSPARENT = ("accelerate.", "torch.", __name__)
+
+
+def _other_than(own: Callable[..., Any], forward: Any) -> str:
+    """The module of what ``forward`` does instead of ``own``, or "" where it is ``own`` inside wrappers that change no argument.
+
+    ``functools.wraps`` alone proves nothing: TRL's fused head names the model's forward as what it wraps, and takes arguments of its own.
+    """
+    while True:
+        forward = getattr(forward, "__func__", forward)
+        if forward is own:
+            return ""
+        home = getattr(forward, "__globals__", {}).get("__name__") or type(forward).__module__
+        inside = getattr(forward, "__wrapped__", None)
+        if inside is None or not home.startswith(_TRANSPARENT):
+            return str(home)
+        forward = inside
+
+
 def _loss_is_its_own(model: Any) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -114,6 +139,7 @@ class _Pending:
     num_items: int | torch.Tensor | None
     ignore_index: int
     loss: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None  # what the head was called with: [batch, tokens, hidden]
 
 
 class FusedHead:
@@ -125,6 +151,7 @@ class FusedHead:
         self.entry = model.get_submodule(head.entry) if sparse else None
         self.capacity = RowCapacity()
         self.enabled = True
+        self.told = False
         self.pending: _Pending | None = None
         self.before: MethodType | None = model.__dict__.get("forward")
         self.names = list(inspect.signature(model.forward).parameters)
@@ -185,7 +212,14 @@ class FusedHead:
             labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))[..., 1:] if shifted is None else shifted
         asked = given.pop("return_dict", None)
         as_dict = model.config.return_dict if asked is None else asked  # type: ignore[union-attr]
-        self.pending = pending = _Pending(labels, given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
+        items = given.get("num_items_in_batch")
+        if items is not None and not self.head.shifted and not self.told:
+            self.told = True
+            log_rank0(
+                f"{type(model).__name__} is given num_items_in_batch, which it ignores by itself: its loss would be that of each micro-batch, "
+                "summed over the window and multiplied by the ranks. The fused head divides by it, so what is logged is the mean"
+            )
+        self.pending = pending = _Pending(labels, items, given.get("ignore_index", IGNORED))
         try:
             outputs = self.plain(**given, return_dict=True)
         finally:
@@ -200,7 +234,31 @@ class FusedHead:
             loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
         kept = {name: value for name, value in outputs.items() if name not in ("loss", "logits")}
         outputs = type(outputs)(loss=loss, **kept)
-        return outputs if as_dict else outputs.to_tuple()
+        if not as_dict:
+            return outputs.to_tuple()
+        hidden = pending.hidden
+        if hidden is None or torch.compiler.is_compiling():
+            return outputs
+        kind = hidden.device.type
+        cast = functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return with_late_logits(outputs, functools.partial(self.logits, hidden, cast))
+
+    def logits(self, hidden: torch.Tensor, cast: Callable[[], Any]) -> torch.Tensor:
+        """What the model would have given as logits: [batch, tokens, vocabulary]. At stage 3 collective, as every call of a module is.
+
+        ``cast`` is the autocast of the forward that ``hidden`` is from, which may have ended.
+        """
+        scale, cap = self.head.scale(self.model), self.head.softcap(self.model)
+        with cast():
+            if self.entry is None:
+                made = self.decoder(hidden)
+            elif self.head.between is None:
+                made = self.entry(hidden)
+            else:
+                made = self.decoder(self.head.between(self.model, self.entry(hidden)))
+            if scale != 1.0:
+                made = made * scale
+            return made if cap is None else cap * torch.tanh(made / cap)
 
 
 def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -209,6 +267,8 @@ def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
     pending, model = fused.pending, fused.model
     if pending is None:
         return nn.Linear.forward(decoder, hidden)
+    if pending.hidden is None:
+        pending.hidden = hidden
     pending.loss = linear_cross_entropy(
         hidden,
         decoder.weight,
@@ -227,6 +287,7 @@ def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     fused: FusedHead = entry._hf_zero_head
     pending = fused.pending
     if pending is not None:
+        pending.hidden = hidden
         labels = pending.labels.to(hidden.device).reshape(-1)
         places = fused.capacity.places(labels, pending.ignore_index)
         if places < labels.numel():

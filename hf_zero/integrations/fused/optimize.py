@@ -180,7 +180,10 @@ def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
     if current is None:
         return
     if getattr(current, "__func__", None) is not ours:
-        raise KernelError(f"the forward of {name} was replaced again after hf_zero.optimize; undo that, then call hf_zero.restore")
+        raise KernelError(
+            f"the forward of {name} was replaced again after hf_zero.optimize, by a {type(current).__name__} of {type(current).__module__}; undo "
+            "that (engine.destroy() where an engine has compiled it), then call hf_zero.restore"
+        )
     del module.__dict__["forward"]
 
 

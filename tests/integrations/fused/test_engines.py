@@ -45,6 +45,21 @@ class Fused(Job):
         return made
 
 
+class Read(Fused):
+    """A loss of its own, of logits that the model was asked for together with its loss."""
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        given = inputs(self.name, seed=10 * at.step + at.rank)
+        outputs = net(**given)
+        return outputs.loss + nn.functional.cross_entropy(outputs.logits.float().transpose(1, 2), given["labels"], label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("name, stage", [("llama", 2), ("llama", 3), ("bert", 3)])
+def test_logits_that_are_read_train_as_the_models(name: str, stage: int) -> None:
+    trace = train_on_threads(Read(name), PLAN, engine_opener(stage, kernels=["loss"]))
+    oracle.compare(trace, oracle.run(Read(name), PLAN), weight_floor=oracle.ROUNDING)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_every_stage_trains_as_one_plain_process(name: str, stage: int) -> None:

@@ -123,7 +123,9 @@ def test_restore_does_not_undo_what_came_later() -> None:
     model = hf_zero.optimize(build("llama"), ["norms"])
     ours = model.model.norm.forward
     model.model.norm.forward = lambda x: x
-    with pytest.raises(KernelError, match=r"the forward of model\.norm was replaced again after hf_zero\.optimize; undo that"):
+    with pytest.raises(
+        KernelError, match=r"the forward of model\.norm was replaced again after hf_zero\.optimize, by a \w+ of \S+; undo that"
+    ):
         hf_zero.restore(model)
     model.model.norm.forward = ours
     assert same_step(hf_zero.restore(model), build("llama"), "llama")

@@ -1,0 +1,52 @@
+"""Outputs of a fused head whose logits are made when somebody reads them.
+
+A training forward with labels needs no logits, but a script may: an accuracy beside the loss, a loss of its own in ``Trainer.compute_loss``.
+``outputs.logits`` then runs the head on the hidden states that the loss was computed from, with gradients. As a key, in a tuple and in
+a copy that something makes of the outputs (a pytree that is taken apart and put together) there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+MAKER = "_hf_zero_make_logits"
+
+
+def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
+    """``outputs``, an instance of a ModelOutput without logits, with ``make()`` for its attribute ``logits``, once and on demand."""
+    kind: Callable[..., Any] = type(outputs)  # mypy takes a type for unhashable
+    outputs.__class__ = _kind(kind)
+    outputs.__dict__[MAKER] = make
+    return outputs
+
+
+@functools.cache
+def _kind(kind: Callable[..., Any]) -> Any:
+    """The subclass of ``kind`` that has late logits; it goes by the same name."""
+    return type(
+        kind.__name__,
+        (kind,),  # type: ignore[arg-type]
+        {"__module__": kind.__module__, "logits": property(_read, _write), "__repr__": _shown, "__reduce__": _without},
+    )
+
+
+def _read(outputs: Any) -> Any:
+    make = outputs.__dict__.pop(MAKER, None)
+    if make is not None:
+        outputs.__dict__["logits"] = make()
+    return outputs.__dict__.get("logits")
+
+
+def _shown(outputs: Any) -> str:
+    """Without logits that nobody has read: at stage 3 one rank that prints its outputs would wait for the others."""
+    return f"{type(outputs).__name__}({', '.join(f'{name}={value!r}' for name, value in outputs.items())})"
+
+
+def _without(outputs: Any) -> tuple[Any, ...]:
+    return functools.partial(type(outputs).__bases__[0], **outputs), ()
+
+
+def _write(outputs: Any, value: Any) -> None:
+    outputs.__dict__["logits"] = value
