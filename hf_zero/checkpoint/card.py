@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.errors import CheckpointError
 
 CONFIG, CARD = "config.json", "README.md"
+OF_BASE = (CONFIG, "generation_config.json")  # of a model that adapters belong to, and not theirs
 
 # Files that from_pretrained of models, tokenizers and processors reads, and code that their configurations name.
 PATTERNS = (
@@ -42,14 +43,16 @@ def companions(folder: Path) -> dict[str, Path]:
     return found
 
 
-def carry(folder: Path, manifest: Manifest, target: Path, dtype: str | None) -> list[str]:
+def carry(folder: Path, manifest: Manifest, target: Path, dtype: str | None, without: Collection[str] = ()) -> list[str]:
     """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are not among them.
 
-    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run.
+    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run. ``without`` stay behind.
     """
     names = []
     for name, path in companions(folder).items():
         to = target / name
+        if name in without:
+            continue
         if path.is_dir():
             shutil.copytree(path, to, dirs_exist_ok=True)
         elif name == CONFIG:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.matching import listed
 from hf_zero.checkpoint.opened import open_checkpoint
 from hf_zero.checkpoint.outputs import dtype_option, outputs
@@ -20,13 +21,15 @@ def iterate_state_dict(
     tag: str | None = None,
     dtype: str | torch.dtype | None = "float32",
     exclude_frozen_parameters: bool = False,
+    only: str | Sequence[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole CPU tensor of each parameter and buffer; one tensor is made at a time. Tied ones come once.
 
-    ``dtype`` None gives each parameter the dtype it had when it was handed to training.
+    ``dtype`` None gives each parameter the dtype it had when it was handed to training. ``only`` are patterns over the
+    names (``"*.lora_?.*"``): nothing else is read. Raises ConfigError for a pattern that fits no tensor.
     """
     with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
-        for output in outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters):
+        for output in choose(outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only):
             tensor = torch.empty(output.shape, dtype=output.dtype)
             output.fill(checkpoint, tensor)
             yield output.name, tensor
@@ -82,9 +85,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> Path:
-    """Write the consolidated float32 model to ``output_dir`` and return it. Always safetensors, never a pickle."""
+    """Write the consolidated float32 model to ``output_dir`` and return it. Always safetensors, never a pickle, and never adapters alone."""
     from hf_zero.checkpoint.export import convert_checkpoint
 
     return convert_checkpoint(
-        checkpoint_dir, output_dir, "float32", max_shard_size, tag, exclude_frozen_parameters=exclude_frozen_parameters
+        checkpoint_dir, output_dir, "float32", max_shard_size, tag, exclude_frozen_parameters=exclude_frozen_parameters, adapters=False
     ).folder

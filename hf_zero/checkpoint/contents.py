@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.contract import Bound, Engine, Flat
-from hf_zero.checkpoint.manifest import MASTER, SHARD, Export
+from hf_zero.checkpoint.manifest import MASTER, SHARD, Adapter, Export
 from hf_zero.core.consolidate import belongs, written
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
@@ -107,7 +108,18 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         if sources and held not in sources:
             names[held] = min(sources)
     skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-    return Export(names, skip, type(module).__name__)
+    return Export(names, skip, type(module).__name__, adapters_of(module, aliases))
+
+
+def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
+    """How PEFT would write the adapters of ``module``, by held names; empty for a model without."""
+    if not getattr(module, "peft_config", None):
+        return {}
+    described = importlib.import_module("hf_zero.integrations.adapter_files").described(module, set(persistent_buffers(module)))
+    return {
+        adapter: Adapter(config, {written: aliases.get(name, name) for written, name in tensors.items()})
+        for adapter, (config, tensors) in described.items()
+    }
 
 
 def companions(module: torch.nn.Module) -> dict[str, bytes]:

@@ -1,28 +1,33 @@
-"""The converter: slices of the chunks, cast and put at offsets known beforehand. Memory does not grow with the model."""
+"""The converter: what is written, under which names, into which files; ``filling`` does the writing, in memory that does not grow."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+import hf_zero
 from hf_zero.checkpoint import card, folders
-from hf_zero.checkpoint.bar import Tick, bar
+from hf_zero.checkpoint.adapters import adapter_parts, adapters_in
+from hf_zero.checkpoint.bar import bar
+from hf_zero.checkpoint.choosing import choose
+from hf_zero.checkpoint.filling import write_part
+from hf_zero.checkpoint.journal import Journal, temporary
 from hf_zero.checkpoint.manifest import Manifest, dtype_name
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.outputs import Output, Scratch, dtype_option, outputs, read_cast
-from hf_zero.checkpoint.tensorfile import Plan, bytes_view, plan_file, write_all
+from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
+from hf_zero.checkpoint.tensorfile import Plan, plan_file
 from hf_zero.checkpoint.together import told
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logs import logger
+from hf_zero.sizes import in_units
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,7 +36,10 @@ WORKERS = 2  # one reads while the other writes; each holds two buffers of Scrat
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: ``files`` are the names of the weight files, ``carried`` those of the others."""
+    """What was written: ``files`` are the names of the weight files, ``carried`` those of the others.
+
+    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted.
+    """
 
     folder: Path
     files: tuple[str, ...]
@@ -39,6 +47,20 @@ class Conversion:
     tensors: int
     parameters: int
     nbytes: int
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which tensors go into which file, and the small files that are written with them."""
+
+    parts: dict[str, list[Output]]
+    beside: dict[str, bytes]
+    of_adapters: bool = False
+
+    @property
+    def chosen(self) -> list[Output]:
+        return [output for part in self.parts.values() for output in part]
 
 
 def convert_checkpoint(
@@ -51,8 +73,14 @@ def convert_checkpoint(
     *,
     exclude_frozen_parameters: bool = False,
     verify: bool = False,
+    only: str | Sequence[str] | None = None,
+    adapters: bool | None = None,
+    workers: int = WORKERS,
 ) -> Conversion:
     """Write a checkpoint as a model folder that ``from_pretrained`` loads. Needs neither the model's code nor its memory.
+
+    A conversion that was killed or interrupted goes on where it was when it is called again for the same checkpoint in the
+    same way; one that failed leaves the target as it was.
 
     Args:
         src: the folder given to ``save_checkpoint``, one checkpoint in it, a Trainer's ``checkpoint-N`` or output folder.
@@ -60,38 +88,100 @@ def convert_checkpoint(
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter had when it was handed to
             training.
         max_shard_size: largest size of one file, such as ``"5GB"`` or a number of bytes; a larger tensor has its own.
+            Adapters are one file each: PEFT reads no shards.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
         exclude_frozen_parameters: leave out parameters that were not trained.
         verify: compute the hashes of the checkpoint's files first.
+        only: patterns over the names of tensors (``"*.embed_tokens.*"``): no others are written.
+        adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or (False) the wrapped model
+            whole; by default the adapters where the checkpoint holds some.
+        workers: threads that read, cast and write; the bytes that are written do not depend on it.
 
     Raises:
-        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written, a disk without room.
-        ConfigError: a dtype or a size that makes no sense.
+        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written, a disk without room,
+            adapters that are wanted and are not there.
+        ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits no tensor.
     """
     wanted, target = dtype_option(dtype), Path(dst)
+    if workers < 1:
+        raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
     with open_checkpoint(folders.find(src, tag)) as checkpoint:
         manifest = checkpoint.manifest
-        chosen = _exported(manifest, outputs(manifest, wanted, exclude_frozen_parameters))
-        parts = _split(chosen, max_shard_size)
-        total = sum(output.nbytes for output in chosen)
-        if manifest.excluded:
-            logger.warning("%s was saved without its frozen parameters: the converted folder lacks them", checkpoint.folder)
+        held = outputs(manifest, wanted, exclude_frozen_parameters)
+        layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(checkpoint, held, only, max_shard_size)
+        plans = {
+            name: plan_file([(output.name, output.dtype, output.shape) for output in part], {"format": "pt"})
+            for name, part in layout.parts.items()
+        }
+        total = sum(output.nbytes for output in layout.chosen)
+        journal = None
         try:
-            _prepare(target, total)
+            _make(target, layout)
+            journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
+            kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
+            _check_room(target, list(plans), total)
+            if kept:
+                logger.info("%s: going on with a conversion that was interrupted after %s of %s", target, in_units(kept), in_units(total))
             with bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), f"writing {target}") as tick:
                 if verify:
                     checkpoint.verify(checkpoint.listed(), tick)
-                _write_weights(checkpoint, parts, target, tick)
-            carried = card.carry(checkpoint.folder, manifest, target, _dominant(chosen))
-            _publish(parts, target)
-        except OSError as error:
-            raise CheckpointError(told(error, target)) from error
-        finally:
-            for name in (*parts, INDEX):
-                _temporary(target, name).unlink(missing_ok=True)
-    parameters = sum(output.numel for output in chosen if not output.is_buffer)
-    return Conversion(target, tuple(parts), tuple(carried), len(chosen), parameters, total)
+                for name, part in layout.parts.items():
+                    named = {output.name: output for output in part}
+                    write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
+            without = card.OF_BASE if layout.of_adapters else ()
+            carried = card.carry(checkpoint.folder, manifest, target, _dominant(layout.chosen), without)
+            _publish(layout, target)
+        except Exception as error:
+            if journal is not None:
+                journal.clear()
+            if isinstance(error, OSError):
+                raise CheckpointError(told(error, target)) from error
+            raise
+        journal.clear()
+    parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
+    configs = [name for name in layout.beside if name != INDEX]
+    return Conversion(target, tuple(plans), (*carried, *configs), len(layout.chosen), parameters, total, kept)
+
+
+def _of_adapters(checkpoint: Checkpoint, held: list[Output], only: str | Sequence[str] | None, wanted: bool | None) -> _Layout | None:
+    """The files of PEFT's adapters; None if the model is to be written."""
+    if wanted is False:
+        return None
+    by_name = {output.held: output for output in held}
+    found = adapters_in(checkpoint.manifest, checkpoint.folder, by_name, needed=wanted is True)
+    if not found:
+        return None
+    parts, configs = adapter_parts(found, by_name, checkpoint.folder)
+    if only is not None:
+        remedy = "; these are the adapters alone: for the rest of the model pass adapters=False (--whole)"
+        chosen = {id(output) for output in choose([output for part in parts.values() for output in part], only, remedy)}
+        parts = {name: [output for output in part if id(output) in chosen] for name, part in parts.items()}
+        parts = {name: part for name, part in parts.items() if part}
+        configs = {name: content for name, content in configs.items() if any(Path(part).parent == Path(name).parent for part in parts)}
+    return _Layout(parts, configs, of_adapters=True)
+
+
+def _of_model(checkpoint: Checkpoint, held: list[Output], only: str | Sequence[str] | None, max_shard_size: str | int) -> _Layout:
+    manifest = checkpoint.manifest
+    if manifest.excluded:
+        logger.warning("%s was saved without its frozen parameters: the converted folder lacks them", checkpoint.folder)
+    parts = _split(choose(_exported(manifest, held), only), max_shard_size)
+    if len(parts) == 1:
+        return _Layout(parts, {})
+    sizes = [output for part in parts.values() for output in part]
+    metadata = {"total_parameters": sum(o.numel for o in sizes), "total_size": sum(o.nbytes for o in sizes)}
+    places = {output.name: file for file, part in parts.items() for output in part}
+    index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    return _Layout(parts, {INDEX: index.encode()})
+
+
+def _identity(checkpoint: Checkpoint, plans: dict[str, Plan]) -> str:
+    """Equal for conversions that write the same bytes."""
+    digest = hashlib.sha256(f"{hf_zero.__version__} {torch.__version__} {checkpoint.identity()}\n".encode())
+    for name, plan in plans.items():
+        digest.update(f"{name} {hashlib.sha256(plan.header).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _exported(manifest: Manifest, held: list[Output]) -> list[Output]:
@@ -120,70 +210,18 @@ def _split(chosen: list[Output], max_shard_size: str | int) -> dict[str, list[Ou
     return files or {WEIGHTS.format(suffix=""): []}
 
 
-def _prepare(target: Path, total: int) -> None:
+def _make(target: Path, layout: _Layout) -> None:
     if target.suffix in (".bin", ".pt", ".safetensors") or target.is_file():
         raise CheckpointError(f"{target} names a file; pass a folder, the weights are written into it as model.safetensors")
-    target.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target).free
+    for name in layout.parts:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _check_room(target: Path, names: list[str], total: int) -> None:
+    there = [path.stat().st_blocks * 512 for path in (temporary(target, name) for name in names) if path.is_file()]
+    free = shutil.disk_usage(target).free + sum(there)
     if free < total:
         raise CheckpointError(f"{target} has room for {free:,} bytes, the model needs {total:,}; free space or choose another folder")
-
-
-def _temporary(target: Path, name: str) -> Path:
-    return target / f"{folders.NEW}{name}"
-
-
-def _write_weights(checkpoint: Checkpoint, parts: dict[str, list[Output]], target: Path, tick: Tick) -> None:
-    for name, part in parts.items():
-        plan = plan_file([(output.name, output.dtype, output.shape) for output in part], {"format": "pt"})
-        fd = os.open(_temporary(target, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            os.ftruncate(fd, plan.size)
-            write_all(fd, memoryview(plan.header), 0)
-            _copy(checkpoint, fd, plan, {output.name: output for output in part}, tick)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _slices(plan: Plan, part: dict[str, Output]) -> Iterator[tuple[Output, int, int, int]]:
-    """(tensor, first element, last element + 1, place in the file), in the order of the file."""
-    for entry in plan.entries:
-        for start in range(0, entry.numel, Scratch.ELEMENTS):
-            yield (
-                part[entry.name],
-                start,
-                min(entry.numel, start + Scratch.ELEMENTS),
-                len(plan.header) + entry.begin + start * entry.dtype.itemsize,
-            )
-
-
-def _copy(checkpoint: Checkpoint, fd: int, plan: Plan, part: dict[str, Output], tick: Tick) -> None:
-    """Fill the data of one file. The workers take slices from one iterator, so that nothing queues up."""
-    slices, lock, failed = _slices(plan, part), threading.Lock(), threading.Event()
-
-    def work() -> None:
-        scratch = Scratch()
-        while not failed.is_set():
-            with lock:
-                job = next(slices, None)
-            if job is None:
-                return
-            output, start, stop, place = job
-            block, at = scratch.get("write", output.dtype, stop - start), 0
-            try:
-                for source in output.sources(checkpoint, start, stop):
-                    read_cast(source, block[at : at + source.length], scratch)
-                    at += source.length
-                write_all(fd, bytes_view(block), place)
-            except BaseException:
-                failed.set()
-                raise
-            tick(block.nbytes)
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for worker in [pool.submit(work) for _ in range(WORKERS)]:
-            worker.result()
 
 
 def _dominant(chosen: list[Output]) -> str | None:
@@ -195,21 +233,16 @@ def _dominant(chosen: list[Output]) -> str | None:
     return dtype_name(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 
 
-def _publish(parts: dict[str, list[Output]], target: Path) -> None:
+def _publish(layout: _Layout, target: Path) -> None:
     """Rename what is whole; the index, without which several files are no model, goes first and comes last."""
-    index = None
-    if len(parts) > 1:
-        sizes = [output for part in parts.values() for output in part]
-        metadata = {"total_parameters": sum(o.numel for o in sizes), "total_size": sum(o.nbytes for o in sizes)}
-        places = {output.name: file for file, part in parts.items() for output in part}
-        index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-        folders.write_file(_temporary(target, INDEX), index.encode())
-    (target / INDEX).unlink(missing_ok=True)
-    for old in list(target.iterdir()):
-        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name) and old.name not in parts:
-            old.unlink()
-    for name in parts:
-        os.replace(_temporary(target, name), target / name)
-    if index is not None:
-        os.replace(_temporary(target, INDEX), target / INDEX)
-    folders.fsync_folder(target)
+    for name, content in layout.beside.items():
+        folders.write_file(temporary(target, name), content)
+    if not layout.of_adapters:
+        (target / INDEX).unlink(missing_ok=True)
+        for old in list(target.iterdir()):
+            if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name) and old.name not in layout.parts:
+                old.unlink()
+    for name in (*layout.parts, *layout.beside):
+        os.replace(temporary(target, name), target / name)
+    for folder in {(target / name).parent for name in layout.parts} | {target}:
+        folders.fsync_folder(folder)

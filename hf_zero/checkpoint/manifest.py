@@ -113,12 +113,24 @@ class OptimizerEntry:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """How PEFT writes one adapter: its configuration, and by name in its file the name under which a tensor is held."""
+
+    config: dict[str, Any]
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Export:
-    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops."""
+    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops.
+
+    ``adapters`` are those of a model of PEFT, by their names.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
     model_class: str | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,9 +256,14 @@ def _size(data: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def is_plain(name: str) -> bool:
+    """Whether ``name`` stays in its folder and is not hidden there."""
+    return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
+
+
 def _file(data: dict[str, Any], rank: int | None = None) -> FileEntry:
     name = _get(data, "name", str)
-    if not name or Path(name).name != name or name.startswith(".") or "\0" in name:
+    if not is_plain(name):
         raise ValueError(f"the file name {name!r} leads out of the folder")
     return FileEntry(name, _size(data, "rank") if rank is None else rank, _size(data, "size"), _get(data, "sha256", str))
 
@@ -267,6 +284,12 @@ def _flat(data: dict[str, Any]) -> FlatEntry:
         chunks,
         _typed(data.get("raw", False), bool, "raw"),
     )
+
+
+def _adapter(name: str, data: dict[str, Any]) -> Adapter:
+    if not is_plain(name):
+        raise ValueError(f"the adapter's name {name!r} leads out of the folder")
+    return Adapter(_get(data, "config", dict), _values(data, "tensors", str))
 
 
 def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
@@ -302,6 +325,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
             _values(export, "names", str),
             _items(export, "skip", str),
             None if model_class is None else _typed(model_class, str, "model_class"),
+            {name: _adapter(name, spec) for name, spec in _values(export, "adapters", dict).items()} if "adapters" in export else {},
         ),
         optimizer=_optional(data, "optimizer", _optimizer),
         scaler=_optional(data, "scaler", dict),

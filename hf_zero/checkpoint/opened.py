@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,14 @@ class Checkpoint:
     def listed(self) -> list[FileEntry]:
         """Every file that the manifest lists."""
         return [*self.manifest.files, *([self.manifest.objects] if self.manifest.objects else [])]
+
+    def identity(self) -> str:
+        """Tells this save from any other, and from itself with a file replaced."""
+        digest = sha256(self.manifest.dumps())
+        for entry in self.listed():
+            status = (self.folder / entry.name).stat()
+            digest.update(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
     def check_size(self, entry: FileEntry) -> None:
         """Raises CheckpointError for a file that is missing or of another size."""

@@ -27,6 +27,17 @@ TRANSLATED: dict[str, str] = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 
+# Keys of the DeepSpeed dialect, and ours in it, that the section may hold as they are; hf-zero brings them to the ranks, not Accelerate.
+PASSED_ON = (
+    "kernels",
+    "sparse_attention",
+    "pre_layer_norm",
+    "compile",
+    "attention_backend",
+    "activation_checkpointing",
+    "activation_offload",
+)
+
 _LAUNCHER = "read by accelerate launch, which starts the ranks"
 _UNITS = "a transformer block is gathered whole, its experts included"
 
@@ -114,14 +125,14 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
 def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> None:
     own = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
     for name in section:
-        if name not in TRANSLATED and name not in own:
-            raise ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{did_you_mean(str(name), [*TRANSLATED, *own])}")
+        if name not in TRANSLATED and name not in own and name not in PASSED_ON:
+            raise ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{did_you_mean(str(name), [*TRANSLATED, *PASSED_ON, *own])}")
     for name in own:
         if name in section:
             reading.put(f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS)
     path = reading.values.get(f"{_SECTION}.deepspeed_config_file", "none")
     if path != "none":
-        beside = sorted(set(section) & set(TRANSLATED)) + (["mixed_precision"] if "mixed_precision" in reading.values else [])
+        beside = sorted(set(section) & {*TRANSLATED, *PASSED_ON}) + (["mixed_precision"] if "mixed_precision" in reading.values else [])
         if beside:
             raise ConfigError(
                 f"{label}: {beside[0]} stands beside {_SECTION}.deepspeed_config_file = {path!r}, and Accelerate reads the file alone; "
@@ -131,6 +142,7 @@ def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> N
     for name in TRANSLATED:
         if name in section and not (name.endswith("nvme_path") and section[name] == "none"):
             reading.put(TRANSLATED[name], section[name], f"{_SECTION}.{name}", label)
+    reading.update(Reading().read({name: section[name] for name in PASSED_ON if name in section}, f"{label}: {_SECTION}"))
     if "zero_optimization.stage" not in reading.values:
         reading.put("zero_optimization.stage", 2, "zero_stage, which Accelerate takes to be 2 when it is not written", label)
 

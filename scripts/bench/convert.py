@@ -7,8 +7,9 @@
 The checkpoint is written by hf-zero's own writer (threads play the ranks). The conversion runs in a process of its own,
 as ``python zero_to_fp32.py`` would, and its result is compared with what was saved before anything is reported. ``peak_mb``
 is that process's highest resident set, Python and torch included; ``import_mb`` is what it had after ``import torch``.
-The checkpoint's pages are in the cache, as they are after a save. ``seconds`` is the best round, ``of_it_fsync`` what it
-waited for the device to take the written files.
+A save writes past the page cache, so that the first round reads from the disk. ``seconds`` is the best round, ``of_it_fsync`` what it
+waited for the device to take the written files. In turns with it a plain loop writes as many bytes to the same folder, past the
+page cache where the file system lets it, and flushes them: ``of_disk`` is the converter's speed over that loop's.
 
 FOLDER is what ``pip install --target FOLDER deepspeed`` made. Its ranks save the same parameters at stage 3, and its
 ``convert_zero_checkpoint_to_fp32_state_dict`` writes safetensors, in rounds that take turns with ours.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
@@ -61,7 +64,7 @@ files = [entry for entry in os.scandir(target) if entry.name.endswith(".safetens
 print("@" + json.dumps({"seconds": time.perf_counter() - started, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(),
                         "output_bytes": sum(entry.stat().st_size for entry in files), "files": len(files)}))
 """
-OURS = "from hf_zero.checkpoint import convert_checkpoint; convert_checkpoint(source, target, dtype or None, size)"
+OURS = "from hf_zero.checkpoint import convert_checkpoint; convert_checkpoint(source, target, dtype or None, size, workers=WORKERS)"
 THEIRS = """
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=size, safe_serialization=True)
@@ -88,6 +91,8 @@ engine.save_checkpoint(sys.argv[2])
 torch.distributed.barrier()
 os._exit(0)  # its threads would abort the process on the way out
 """
+
+BLOCK = 16 << 20  # bytes
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -116,6 +121,8 @@ class Flat:
     trainable: bool = True
     dtype: torch.dtype = torch.float32
     writes: bool = True
+    raw: bool = False
+    states: Any = None
 
     def __post_init__(self) -> None:
         self.master = torch.empty(self.owned[1] - self.owned[0]).uniform_()
@@ -224,6 +231,26 @@ def convert(how: str, source: Path, target: Path, options: argparse.Namespace, e
     return json.loads(next(line for line in printed.splitlines() if line.startswith("@"))[1:])
 
 
+def disk_speed(folder: Path, nbytes: int) -> float:
+    """Bytes per second of a plain loop that writes ``nbytes`` one after the other and flushes them."""
+    block = mmap.mmap(-1, BLOCK)  # stands at a page, as direct I/O wants it
+    block.write(os.urandom(BLOCK))
+    path, flags = folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system in memory
+        fd = os.open(path, flags)
+    begun, written = time.perf_counter(), 0
+    try:
+        while written < nbytes:
+            written += os.write(fd, block)
+        os.fsync(fd)
+        return written / (time.perf_counter() - begun)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=427e6)
@@ -232,6 +259,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50_000)
     parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"])
     parser.add_argument("--max-shard-size", default="5GB")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where to put 16 bytes per parameter for a while (default: the temporary folder)")
     parser.add_argument("--deepspeed", metavar="FOLDER")
@@ -247,8 +275,10 @@ def main() -> None:
         if options.deepspeed:
             write_with_deepspeed(place / "theirs", options.ranks, units, options.deepspeed)
         engines = write_checkpoint(place / "run", options.ranks, units)
+        disk = []
         for _ in range(options.rounds):
-            rounds["hf-zero"].append(convert(OURS, place / "run", place / "out", options))
+            rounds["hf-zero"].append(convert(OURS.replace("WORKERS", str(options.workers)), place / "run", place / "out", options))
+            disk.append(disk_speed(place, rounds["hf-zero"][-1]["output_bytes"]))
             if options.deepspeed:
                 rounds["deepspeed"].append(
                     convert(THEIRS, place / "theirs", place / "theirs-out", options, in_deepspeed(options.deepspeed))
@@ -262,6 +292,8 @@ def main() -> None:
         row = {
             "bench": "convert", "contender": contender, "checkpoint_ranks": options.ranks, "dtype": options.dtype or "float32",
             "parameters": sum(prod(shape) for unit in units for _, shape in unit), **best, "peak_mb": max(row["peak_mb"] for row in rows),
+            "over_import_mb": max(row["peak_mb"] - row["import_mb"] for row in rows), "workers": options.workers if contender == "hf-zero" else None,
+            "disk_bytes_per_second": max(disk), "of_disk": best["output_bytes"] / best["seconds"] / max(disk),
             "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rows], "cores": len(os.sched_getaffinity(0)),
             "machine": platform.machine(), "python": platform.python_version(), "versions": versions,
         }  # fmt: skip

@@ -76,7 +76,7 @@ def test_without_the_frozen_weights_it_is_small(tmp_path):
 
 
 def convert(folder, out, dtype=None):
-    convert_checkpoint(folder, out, dtype)
+    convert_checkpoint(folder, out, dtype, adapters=False)
     return load_file(out / "model.safetensors")
 
 

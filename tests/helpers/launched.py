@@ -26,6 +26,14 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 Report = dict[str, Any]
 
+KEYS: Report = {
+    "kernels": ["norms", "activations", "rotary", "qkv", "residual", "loss", "optimizer"],
+    "compile": {"blocks": True, "backend": "aot_eager"},
+    "activation_checkpointing": {"blocks": True},
+    "activation_offload": True,
+}
+"""All that changes how a model computes, for what no number may change."""
+
 
 def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Report:
     """The report of ``python script --out out``, with hf-zero installed and no launcher and no configuration."""
@@ -81,8 +89,9 @@ def accelerate_command(script: Path, out: Path, stage: int, ranks: int = 2, top:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what a launcher has set in it, for ranks of one thread that reach no hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANK_VARIABLES}
+    """This process's environment without what a launcher or our conftest has set in it, for ranks of one thread that reach no hub."""
+    left = RANK_VARIABLES | {"TRITON_INTERPRET"}  # with it every kernel of a script would run in the interpreter
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in left}
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -180,6 +180,18 @@ def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         accelerate({"deepspeed_config_file": "ds.json"}, mixed_precision="bf16")
 
 
+def test_keys_of_ours_stand_in_the_section_as_they_are() -> None:
+    config = accelerate({"zero_stage": 3, "kernels": ["loss"], "compile": "blocks", "activation_offload": True})
+    assert (config.stage, config.kernels, config.compile.blocks, config.activation_offload.enabled) == (3, ("loss",), True, True)
+    assert config.sources["kernels"].endswith("deepspeed_config: kernels")
+    with pytest.raises(ConfigError, match=r"unknown key 'deepspeed_config\.kernel'; did you mean 'kernels'"):
+        accelerate({"kernel": "auto"})
+    with pytest.raises(ConfigError, match=r"deepspeed_config: attention_backend = 'fast'"):
+        accelerate({"attention_backend": "fast"})
+    with pytest.raises(ConfigError, match=r"kernels stands beside deepspeed_config\.deepspeed_config_file"):
+        accelerate({"deepspeed_config_file": "ds.json", "kernels": "auto"})
+
+
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_dict_that_accelerates_plugin_builds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:

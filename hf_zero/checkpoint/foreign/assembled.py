@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_zero.checkpoint.contents import BUFFER
+from hf_zero.checkpoint.foreign.mapped import MappedFiles
 from hf_zero.checkpoint.manifest import MASTER, SHARD, Chunk, Export, FileEntry, FlatEntry, GroupEntry, Manifest, OptimizerEntry
 from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.tensorfile import Entry
+from hf_zero.checkpoint.tensorfile import Entry, TensorFile
 from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Later:
-    """A tensor of ``length`` elements that is read when it is asked for, and let go then."""
+class Widened:
+    """A tensor in memory or mapped that is given out in ``dtype``, cast as it is read: all at once would be a copy of it."""
+
+    dtype: torch.dtype
+    values: torch.Tensor
+
+    def numel(self) -> int:
+        return self.values.numel()
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """A tensor of ``length`` elements of which any run is read by itself: ``read(start, out)`` fills ``out`` from ``start`` on."""
 
     dtype: torch.dtype
     length: int
-    read: Callable[[], torch.Tensor]
+    read: Callable[[int, torch.Tensor], None]
 
     def numel(self) -> int:
         return self.length
+
+
+CAST_AT_ONCE = 1 << 20  # elements
+Held = torch.Tensor | Widened | Ranged
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,7 @@ class Piece:
     """A run of elements of one parameter, in file number ``file``: tensors of one length, by state; ``master`` or ``shard`` among them."""
 
     file: int
-    tensors: Mapping[str, torch.Tensor | Later]
+    tensors: Mapping[str, Held]
 
     @property
     def numel(self) -> int:
@@ -80,35 +96,37 @@ class Found:
     world: int = 1
     stage: int = 0
     precision: str = "fp32"
+    opened: tuple[TensorFile, ...] = ()
+    """Files that pieces read from, to be closed with the checkpoint."""
 
 
 class Table:
-    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``. Of those to be read the last one is kept."""
+    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``. Of those that are mapped no page is touched."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor | Later]) -> None:
-        self.path, self._tensors = path, dict(tensors)
+    def __init__(self, path: Path, tensors: Mapping[str, Held], mapped: MappedFiles) -> None:
+        self.path, self._tensors, self._mapped = path, dict(tensors), mapped
         self.entries = {name: Entry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize) for name, t in self._tensors.items()}
-        self._last: tuple[str, torch.Tensor] | None = None
-        self._lock = threading.Lock()
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        out.copy_(self._values(name)[start : start + out.numel()])
-
-    def _values(self, name: str) -> torch.Tensor:
         held = self._tensors[name]
-        if isinstance(held, torch.Tensor):
-            return held.detach().reshape(-1)
-        with self._lock:
-            if self._last is None or self._last[0] != name:
-                self._last = None
-                values = held.read()
-                if not isinstance(values, torch.Tensor) or (values.numel(), values.dtype) != (held.length, held.dtype):
-                    raise CheckpointError(f"{self.path} is damaged: {name!r} is not {held.length} elements of {held.dtype}; restore it")
-                self._last = (name, values.detach().reshape(-1))
-            return self._last[1]
+        if isinstance(held, Ranged):
+            held.read(start, out)
+        elif isinstance(held, torch.Tensor):
+            self._copy(held, start, out)
+        else:
+            part = torch.empty(min(out.numel(), CAST_AT_ONCE), dtype=held.values.dtype)
+            for at in range(0, out.numel(), CAST_AT_ONCE):
+                block = out[at : at + CAST_AT_ONCE]
+                self._copy(held.values, start + at, part[: block.numel()])
+                block.copy_(part[: block.numel()])
+
+    def _copy(self, held: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        values = held.detach().reshape(-1)
+        if not self._mapped.read(values, start, out):
+            out.copy_(values[start : start + out.numel()])
 
     def close(self) -> None:
-        self._tensors, self._last = {}, None
+        self._tensors = {}
 
 
 class Assembled(Checkpoint):
@@ -118,12 +136,13 @@ class Assembled(Checkpoint):
         self.folder, self._found = found.folder, found
         flats = tuple(self._flat(parameter) for parameter in found.parameters)
         self.manifest = _manifest(found, flats)
-        held: list[dict[str, torch.Tensor | Later]] = [{} for _ in found.files]
+        held: list[dict[str, Held]] = [{} for _ in found.files]
         for parameter in found.parameters:
             for piece in parameter.pieces:
                 held[piece.file] |= {f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()}
         held[0] |= {BUFFER + name: tensor for name, tensor in found.buffers.items()}
-        self._tables = [Table(found.folder / name, tensors) for name, tensors in zip(found.files, held)]
+        self._mapped = MappedFiles()
+        self._tables = [Table(found.folder / name, tensors, self._mapped) for name, tensors in zip(found.files, held)]
 
     def _flat(self, parameter: Parameter) -> FlatEntry:
         layout = FlatLayout.build([(parameter.name, parameter.shape)], 1)
@@ -149,6 +168,14 @@ class Assembled(Checkpoint):
         """None: there are no hashes to compare."""
         return []
 
+    def identity(self) -> str:
+        """Tells this checkpoint from any other by the sizes and times of all that lies in its folder."""
+        digest = sha256(str(self.folder.resolve()).encode())
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".hf-zero-")):
+            status = path.stat()
+            digest.update(f"{path.relative_to(self.folder)} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
     def file(self, index: int) -> Any:
         return self._tables[index]
 
@@ -164,6 +191,9 @@ class Assembled(Checkpoint):
     def close(self) -> None:
         for table in self._tables:
             table.close()
+        self._mapped.close()
+        for file in self._found.opened:
+            file.close()
 
 
 def _manifest(found: Found, flats: tuple[FlatEntry, ...]) -> Manifest:
@@ -197,4 +227,4 @@ def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, 
     return {name: tensor.reshape(-1)[:numel] for name, tensor in kept}
 
 
-__all__ = ["MASTER", "SHARD", "Assembled", "Found", "Group", "Later", "Parameter", "Piece", "states"]
+__all__ = ["MASTER", "SHARD", "Assembled", "Found", "Group", "Parameter", "Piece", "Ranged", "Widened", "states"]

@@ -10,17 +10,16 @@ may stand under both names: the model that loads them knows.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Later, Parameter, Piece
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, Ranged
 from hf_zero.checkpoint.foreign.pickles import Opaque
+from hf_zero.checkpoint.foreign.stretches import SavedTensor, damaged, load
 from hf_zero.errors import CheckpointError
 from hf_zero.optim import hyperparameters
 
@@ -81,7 +80,7 @@ class _Reading:
                 if name not in sizes:
                     sizes[name] = _size(path.parent / name)
                 if info.offset + info.length > sizes[name]:
-                    raise _damaged(path.parent / name, f"it ends at byte {sizes[name]}, {index.fqn!r} at {info.offset + info.length}")
+                    raise damaged(path.parent / name, f"it ends at byte {sizes[name]}, {index.fqn!r} at {info.offset + info.length}")
                 self.places.setdefault(f"{path.parent.name}/{index.fqn}", []).append((index, path.parent / name, info.offset, info.length))
         except (pickle.UnpicklingError, EOFError, OSError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise CheckpointError(
@@ -135,7 +134,7 @@ class _Reading:
         pieces = tuple(Piece(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()}) for i in range(len(chunks[main])))
         return Parameter(name, shape, dtype, kept is not None, pieces)
 
-    def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Later]]:
+    def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Ranged]]:
         """(start, stop, number of the file, values), in elements of the flattened tensor, in order."""
         made = []
         shape = torch.Size(entry.size)
@@ -150,8 +149,8 @@ class _Reading:
             numel = torch.Size(chunk.sizes).numel()
             if path not in self.files:
                 self.files.append(path)
-            later = Later(entry.properties.dtype, numel, partial(_saved, path, offset, length))
-            made.append((start, start + numel, self.files.index(path), later))
+            values = SavedTensor(fqn, path, offset, length, entry.properties.dtype, numel)
+            made.append((start, start + numel, self.files.index(path), Ranged(values.dtype, numel, values.read)))
         return sorted(made, key=lambda each: each[:2])
 
     def _groups(self, optimizer: dict[tuple[Any, ...], tuple[str, Any]], states: dict[str, dict[str, tuple[str, Any]]]) -> Iterator[Group]:
@@ -167,25 +166,11 @@ class _Reading:
 
     def _value(self, fqn: str) -> Any:
         _, path, offset, length = self.places[fqn][0]
-        return _saved(path, offset, length)
-
-
-def _saved(path: Path, offset: int, length: int) -> Any:
-    """What ``torch.save`` put at ``offset`` of ``path``."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+        return load(path, offset, length)
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged or missing ({what}); restore it, or name another checkpoint")
+        raise damaged(path, str(error.strerror)) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, states
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, Widened, states
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -222,7 +222,7 @@ class Reading:
         for index, name in enumerate(name for group in shapes for name in group):
             weights = masters[index] if masters else self.module[name]
             state = {key: tensor.reshape(-1) for key, tensor in states(_state(base, index).items(), weights.numel()).items()}
-            made[name] = [Piece(0, {MASTER: weights.reshape(-1).float(), **state})]
+            made[name] = [Piece(0, {MASTER: _as_float(weights.reshape(-1)), **state})]
         return made
 
     def _cut_groups(self) -> dict[str, list[Piece]]:
@@ -307,6 +307,10 @@ class Reading:
         saved = self.optims[0] if self.optims else self.model.get("optimizer") or {}
         scale = getattr(saved.get("loss_scaler"), "cur_scale", None) or saved.get("cur_scale")
         return {"scale": float(scale), "left": 1, "since": 0} if scale else None
+
+
+def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:
+    return weights if weights.dtype == torch.float32 else Widened(torch.float32, weights)
 
 
 def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None) -> tuple[Group, ...] | None:

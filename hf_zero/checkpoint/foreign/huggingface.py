@@ -6,9 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from hf_zero.checkpoint.foreign.assembled import SHARD, Assembled, Found, Later, Parameter, Piece
+from hf_zero.checkpoint.foreign.assembled import SHARD, Assembled, Found, Parameter, Piece, Ranged
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 
@@ -18,20 +16,18 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 def open_checkpoint(folder: Path) -> Assembled:
     """``folder`` as a checkpoint without an optimizer. Raises CheckpointError for a file that is missing or damaged."""
     names = _files(folder)
-    parameters = []
-    for number, name in enumerate(names):
-        with TensorFile(folder / name) as file:
+    parameters, opened = [], []
+    try:
+        for number, name in enumerate(names):
+            opened.append(file := TensorFile(folder / name))
             for held, entry in file.entries.items():
-                later = Later(entry.dtype, entry.numel, partial(_read, folder / name, held))
-                parameters.append(Parameter(held, entry.shape, entry.dtype, False, (Piece(number, {SHARD: later}),)))
-    return Assembled(Found(folder, "save_pretrained", tuple(names), tuple(parameters)))
-
-
-def _read(path: Path, name: str) -> torch.Tensor:
-    with TensorFile(path) as file:
-        out = torch.empty(file.entries[name].numel, dtype=file.entries[name].dtype)
-        file.read_into(name, 0, out)
-        return out
+                values = Ranged(entry.dtype, entry.numel, partial(file.read_into, held))
+                parameters.append(Parameter(held, entry.shape, entry.dtype, False, (Piece(number, {SHARD: values}),)))
+        return Assembled(Found(folder, "save_pretrained", tuple(names), tuple(parameters), opened=tuple(opened)))
+    except BaseException:
+        for file in opened:
+            file.close()
+        raise
 
 
 def _files(folder: Path) -> list[str]:
