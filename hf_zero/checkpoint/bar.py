@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 Tick = Callable[[int], None]
 
 
+PATIENCE = 2.0  # seconds of work for which nothing is shown unless asked for
+
+
 @contextmanager
 def bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
-    """Yields the function that moves it, by bytes. Shown on stderr if ``progress``; None means where stderr is a terminal."""
+    """Yields the function that moves it, by bytes; it may be called from several threads.
+
+    Shown on stderr if ``progress``; None means where stderr is a terminal, and once the work has lasted :data:`PATIENCE`.
+    """
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda count: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    shown = _Shown(total, what, time.monotonic() + (0.0 if progress else PATIENCE))
+    try:
+        if progress:
+            shown.advance(0)
+        yield shown.advance
+    finally:
+        shown.stop()
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda count: shown.advance(task, count)
+
+class _Shown:
+    """A bar that appears at ``since``."""
+
+    def __init__(self, total: int, what: str, since: float) -> None:
+        self._total, self._what, self._since = total, what, since
+        self._done = 0
+        self._live: Any = None
+        self._lock = threading.Lock()
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._live is None and time.monotonic() >= self._since:
+                self._live = self._start()
+            if self._live is not None:
+                self._live.update(self._task, completed=self._done)
+
+    def _start(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        live = Progress(*columns, console=Console(stderr=True))
+        live.start()
+        self._task = live.add_task(self._what, total=self._total)
+        return live
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()

@@ -77,6 +77,8 @@ class Bound(Protocol):
 class Comm(Protocol):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def mailbox(self, topic: str) -> Any:
+        """A :class:`hf_zero.core.mailbox.Mailbox` for a thread of this rank; None for one rank, and where ranks share no store."""
 
 
 class Engine(Protocol):

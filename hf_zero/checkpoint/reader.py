@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.bar import Tick, bar
 from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
 from hf_zero.checkpoint.contract import Engine, Flat
 from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
@@ -65,7 +66,8 @@ def load(
         together(engine.comm, lambda: found.append(look()), directory, "Nothing was loaded.")
         plan = found[0]
         partly = "The engine is partly loaded: load again before training on."
-        together(engine.comm, lambda: plan.apply(load_module_only, load_rng), plan.checkpoint.folder, partly)
+        with bar(None if engine.global_rank == 0 else False, plan.nbytes, f"loading {plan.checkpoint.folder}") as plan.tick:
+            together(engine.comm, lambda: plan.apply(load_module_only, load_rng), plan.checkpoint.folder, partly)
     finally:
         for opened in found:
             opened.checkpoint.close()
@@ -98,6 +100,28 @@ class _Load:
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
 
+        self.tick: Tick = lambda count: None
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank reads for its flats."""
+        total = 0
+        for flat, found in self.runs:
+            states = {name for run in found for name in run.flat.states} if self.optimizer and flat.trainable else set()
+            total += self._stored(found) + sum(self._stored([r for r in found if self.checkpoint.holds(r, name)], name) for name in states)
+        return total
+
+    def _stored(self, found: list[Run], tensor: str | None = None) -> int:
+        """Bytes that ``found`` takes in the files."""
+        files = self.checkpoint.file
+        keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
+        return sum(run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize for run, key in keys)
+
+    def _fill(self, out: torch.Tensor, found: list[Run], tensor: str | None = None) -> None:
+        for run in found:
+            self.checkpoint.fill(out, [run], tensor)
+            self.tick(self._stored([run], tensor))
+
     @torch.no_grad()
     def apply(self, module_only: bool, rng: bool) -> None:
         if self.optimizer:
@@ -106,11 +130,11 @@ class _Load:
             kept = flat.master
             if kept is not None:
                 master = kept.detach()
-                self.checkpoint.fill(master, found)
+                self._fill(master, found)
                 flat.store_master(master)
             else:
                 values = weights_of(flat)[1].detach().clone()
-                self.checkpoint.fill(values, found)
+                self._fill(values, found)
                 flat.store_shard(values)
             if self.optimizer and flat.trainable:
                 self._load_states(flat, found)
@@ -160,7 +184,7 @@ class _Load:
                 out = torch.zeros_like(weights_of(flat)[1])
             elif sum(run.length for run in chosen) < sum(run.length for run in found):
                 out.zero_()
-            self.checkpoint.fill(out, chosen, name)
+            self._fill(out, chosen, name)
             bound.load_tensor(flat, name, out)
 
     def _load_groups(self) -> None:

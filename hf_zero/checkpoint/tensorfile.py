@@ -1,4 +1,4 @@
-"""The safetensors container: headers planned before a byte is written, tensors streamed out and ranges read back.
+"""The safetensors container: headers planned before a byte is written, ranges read back; streaming.py writes it.
 
 The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data. Offsets in the
 header count from the start of the data.
@@ -12,7 +12,6 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 BLOCK = 16 << 20  # bytes written, hashed or copied at a time
-DATA_ALIGNMENT = 4096  # so that the data of a rank file can be read by direct I/O
+DATA_ALIGNMENT = 4096  # so that the data of a rank file can be read and written by direct I/O
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
@@ -92,37 +91,6 @@ def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return Plan(tuple(entries), struct.pack("<Q", len(text)) + text)
-
-
-def write_tensors(
-    path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
-) -> str:
-    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its SHA-256.
-
-    A tensor that has to be fetched first is given as what fetches it, and is let go before the next one. Tensors may be on any device; ``BLOCK`` bytes are copied to the host at a time, so that no tensor is held twice. One
-    thread hashes a block while this one writes it.
-    """
-    digest = hashlib.sha256(plan.header)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        with ThreadPoolExecutor(1) as hasher:
-            write_all(fd, memoryview(plan.header))
-            for entry in plan.entries:
-                given = tensors[entry.name]
-                flat = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
-                step = max(1, BLOCK // entry.dtype.itemsize)
-                for start in range(0, entry.numel, step):
-                    block = bytes_view(flat[start : start + step].cpu().contiguous())
-                    hashed = hasher.submit(digest.update, block)
-                    write_all(fd, block)
-                    hashed.result()
-                    if tick is not None:
-                        tick(len(block))
-                del given, flat
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return digest.hexdigest()
 
 
 def write_all(fd: int, data: memoryview, at: int | None = None) -> None:

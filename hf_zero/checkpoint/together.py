@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hf_zero.errors import CheckpointError
@@ -34,6 +34,16 @@ def told(error: BaseException, path: Any = None) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
 
 
+def told_of_all(failed: Mapping[int, str], world: int) -> str:
+    """One line for what was wrong on the ranks that failed, of ``world``; said once if all say the same."""
+    texts = list(dict.fromkeys(failed.values()))
+    if len(failed) == world and len(texts) == 1:
+        return texts[0]
+    shown = list(failed.items())[:4]
+    more = f" (and {len(failed) - len(shown)} more ranks)" if len(failed) > len(shown) else ""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
+
+
 def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = "") -> list[T]:
     """Run ``action`` on every rank, exchange the outcomes, and return the results by rank. Collective.
 
@@ -49,11 +59,5 @@ def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = 
     failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
     if not failed:
         return [value for _, value in outcomes]
-    texts = list(dict.fromkeys(failed.values()))
-    if len(failed) == len(outcomes) and len(texts) == 1:
-        message = texts[0]
-    else:
-        shown = list(failed.items())[:4]
-        more = f" (and {len(failed) - len(shown)} more ranks)" if len(failed) > len(shown) else ""
-        message = "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
+    message = told_of_all(failed, len(outcomes))
     raise CheckpointError(message + (f". {after}" if after else "")) from cause

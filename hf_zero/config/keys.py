@@ -140,11 +140,17 @@ _RANKS = (
 _CHECKPOINT = under(
     "checkpoint",
     active("use_node_local_storage", BOOLEAN, False, note="no shared file system; on one machine it changes nothing"),
+    active("async_save", BOOLEAN, False, note="checkpoints are copied to host memory and written while training goes on"),
     inert("load_universal", BOOLEAN, "every checkpoint resumes on any number of ranks and at any stage"),
     inert("tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"),
     inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),
     inert("checkpoint_serialization", BOOLEAN, "checkpoints are safetensors and JSON"),
-    switched("writer", "DeepSpeed's checkpoint writers", asks=bool, off="null"),
+    inert("writer.type", choice("fast", "python"), "rank files are always streamed by direct I/O"),
+    inert("writer.io_buffer_size", SIZE, "blocks are of 16 MiB"),
+    inert("writer.io_buffer_double", BOOLEAN, "one block is hashed while another is written"),
+    inert("writer.io_multiplier", COUNT, "each rank writes one stream"),
+    inert("writer.show_statistics", BOOLEAN, "the log says how long a save beside the training took"),
+    inert("writer.data_parallel", choice("replica", "socket", "machine"), "all ranks always write, each byte once"),
 )
 
 _MONITOR = "monitoring by the engine; use the Trainer's report_to"
@@ -188,8 +194,8 @@ _FEATURES = (
     switched("quantize_training", "quantized training (MoQ)"),
     switched("eigenvalue", "eigenvalues of the Hessian"),
     switched("progressive_layer_drop", "progressive layer dropping", "theta gamma"),
-    switched("nebula", "Nebula checkpoints"),
-    switched("datastates_ckpt", "DataStates checkpoints", asks=bool, off="null"),
+    switched("nebula", "Nebula checkpoints; use checkpoint.async_save"),
+    switched("datastates_ckpt", "DataStates checkpoints; use checkpoint.async_save", asks=bool, off="null"),
 )
 
 _GROUPS = (
@@ -232,5 +238,6 @@ ALIASES: dict[str, str] = {
     "stage": "zero_optimization.stage",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     **OFFLOAD_ALIASES,
+    "checkpoint.writer.decoupled": "checkpoint.async_save",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
 }

@@ -63,9 +63,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How checkpoints are written."""
+    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes on."""
 
     use_node_local_storage: bool = False
+    async_save: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ agreed. Later a rank may need a unit that the order does not hold while the othe
 collective that nobody joins: it fetches the others' chunks through the store, from a thread that each rank keeps for
 that (:meth:`Agreement.fetch`). That is slow and right. Hosts may be steps apart, so each answers with the step it is at;
 the orders are recorded anew after the latest of them. A rank that is told to stop lets the others know in the same way,
-and all stop after that step.
+and all stop after that step; so does rank 0 whose save beside the training has failed, and all raise after that step.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class Agreement:
         self._stops: set[int] = set()  # steps at whose end all ranks stop
         self._asked = False  # this rank was told to stop and has not told the others
         self.stopped = False
+        self._news: set[int] = set()  # events of which this rank has not told the others
+        self._due: dict[int, int] = {}  # events, and the step at whose end all ranks have them
+        self.events: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -184,6 +187,11 @@ class Agreement:
         """Tell the other ranks, at the end of this rank's step, that all are to stop; signal handlers may call it."""
         self._asked = True
 
+    def tell_all(self, event: int) -> None:
+        """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after the same step, one of the next."""
+        if event not in self._due:
+            self._news.add(event)
+
     def serve(self, read: Callable[[int, int], bytes]) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own.
 
@@ -211,13 +219,17 @@ class Agreement:
             self.epoch += 1
 
     def departed(self) -> bool:
-        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks, as is :attr:`stopped`.
+        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks, as are :attr:`stopped`
+        and :attr:`events`.
 
         A rank that has heard of a request learns here from which step on, before that step is over for it.
         """
         if self._asked and not self._stops and not self.stopped:
             # Not at once: a rank that waits here for the answer may be one that the step of this rank still needs.
             self._stops.add(self._tell(STOP, 0, (), "hear that the job is to stop")[1])
+        while self._news:
+            event = self._news.pop()
+            self._due[event] = self._tell(event, 0, (), "hear what has become of a save")[1]
         while True:
             with self._lock:
                 heard, self._heard = self._heard, set()
@@ -227,14 +239,18 @@ class Agreement:
             for number in heard:
                 key = f"fetch/{number}/renew"
                 asking, unit = map(int, self._store.get(f"fetch/{number}").decode().split("|")[:2])
-                self._await(
-                    key, {asking: key}, "say after which step all stop" if unit == STOP else "say from when on orders are recorded anew"
-                )
+                wanted = "say from when on orders are recorded anew" if unit >= 0 else "say after which step all stop or hear of a save"
+                self._await(key, {asking: key}, wanted)
                 answer = self._store.get(key).decode()
                 if answer.startswith("!"):
                     raise RankMismatchError(answer[1:])
-                (self._stops if unit == STOP else self._renewals).add(int(answer))
+                if unit < STOP:
+                    self._due[unit] = int(answer)
+                else:
+                    (self._stops if unit == STOP else self._renewals).add(int(answer))
         self.stopped = self.stopped or step in self._stops
+        self.events = frozenset(event for event, at in self._due.items() if at == step)
+        self._due = {event: at for event, at in self._due.items() if at > step}
         renewed = step in self._renewals
         self._renewals = {each for each in self._renewals if each > step}
         return renewed

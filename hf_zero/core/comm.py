@@ -21,6 +21,7 @@ from hf_zero.core.axis import CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_
 from hf_zero.core.discovery import LOOPBACK, announce
 from hf_zero.core.interface import choose_interface
 from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.mailbox import Mailbox
 from hf_zero.core.presence import Presence, first_line
 from hf_zero.core.watch import Watch
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -322,6 +323,14 @@ class Comm:
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
         return [value] if self.world == 1 else everybody().all_gather_object(value, what)
+
+    def mailbox(self, topic: str) -> Mailbox | None:
+        """What a thread uses to talk to those of the other ranks; None for one rank, and where ranks share no store."""
+        if self.agreement is None:
+            return None
+        presence = self.watch.presence
+        store = dist.PrefixStore(f"hf_zero/{self.name}/{topic}", dist.distributed_c10d._get_default_store())
+        return Mailbox(store, self.rank, self.timeout, presence.gone if presence is not None else lambda rank: None)
 
     def meet_after_break(self) -> None:
         """After a backward that broke on this rank: go on if it broke at the same reduction on all of them."""

@@ -144,6 +144,15 @@ class Presence:
         how = "died or ended" if self._dead(self.keeper) else "cannot be reached"
         return f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says why, if it could speak"
 
+    def gone(self, rank: int) -> str | None:
+        """Why no thread of ``rank`` will say anything more: it has died, or its interpreter has ended. None if it may."""
+        dead = self._dead(rank)
+        posts = self._read()
+        if posts is None:
+            return self._without_store()
+        post = posts.get(rank, {"state": "here"})
+        return _end_of({rank: post}, [rank] if dead else []) if dead or post["state"] in ("failed", "ended") else None
+
     def cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
         """Why a connection was lost: the rank that has failed, died or ended. None if nothing of the kind is known."""
         limit = time.monotonic() + patience

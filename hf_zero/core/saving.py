@@ -1,4 +1,4 @@
-"""What an engine saves and loads: whole state dicts, and checkpoints in shards."""
+"""What an engine saves and loads: whole state dicts, and checkpoints in shards; those that a thread writes beside the training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.agreement import STOP
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.trouble import refuse_half_done
 from hf_zero.errors import PartitionError
+
+SAVE_FAILED = STOP - 1  # less the number of the save: what ranks tell each other of it
 
 
 class Saving(nn.Module):
@@ -20,6 +23,10 @@ class Saving(nn.Module):
     _micro: int
     zero_grad: Callable[..., None]
     _publish_scale: Callable[[], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._behind: Any = None  # a hf_zero.checkpoint.behind.Behind, from the first save beside the training on
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any] | None:  # type: ignore[override]
         """The consolidated model's state dict, as the bare model's. ``rank0_only``: others get None, and hold one unit at a time."""
@@ -54,14 +61,67 @@ class Saving(nn.Module):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
     ) -> bool:
-        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md."""
+        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md.
+
+        ``blocking=False`` (None: as ``checkpoint.async_save`` of the configuration says) returns once the state is copied to host memory,
+        and a thread writes it while training goes on. What fails then is raised on all ranks at the end of one of the next
+        steps, by the next save or load, or by :meth:`wait_for_checkpoint`, whichever comes first. The checkpoint appears when it is whole.
+        """
         from hf_zero import checkpoint
 
         engine: Any = self
         refuse_half_done(engine.updater, "save_checkpoint()")
-        checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest)
+        self.wait_for_checkpoint(f"the save of {save_dir}")
+        beside = engine.config.checkpoint.async_save if blocking is None else not blocking
+        behind = self._beside_the_training() if beside else None
+        checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest, behind)
         return True
+
+    def wait_for_checkpoint(self, who: str = "") -> None:
+        """Return when no checkpoint is being written any more. Raises CheckpointError, on all ranks, if it could not be.
+
+        ``who`` waits is logged where it takes time. Every rank must call it, or none.
+        """
+        if self._behind is not None:
+            self._behind.wait(who)
+
+    def _last_save(self) -> Exception | None:
+        """Let staging memory go once nothing is being written; what was wrong with the last save."""
+        behind, self._behind = self._behind, None
+        try:
+            if behind is not None:
+                behind.wait("destroy")
+        except Exception as error:
+            return error
+        return None
+
+    def _beside_the_training(self) -> Any:
+        """The thread's side of saves."""
+        from hf_zero.checkpoint.behind import Behind
+
+        engine: Any = self
+        if self._behind is None:
+            self._behind = Behind(engine.comm, engine.global_rank, engine.world_size, engine.device)
+            if engine.comm.agreement is not None:
+                engine.comm.agreement.serve(engine.schedule.read)  # all ranks hear of a failure after the same step
+        return self._behind
+
+    def _tell_of_failed_save(self) -> None:
+        """Before the ranks meet at the end of a step: rank 0 has seen that a save has failed."""
+        engine: Any = self
+        if self._behind is not None and self._behind.failed and engine.global_rank == 0 and engine.comm.agreement is not None:
+            engine.comm.agreement.tell_all(SAVE_FAILED - self._behind.number)
+
+    def _raise_failed_save(self) -> None:
+        """At the end of a step: raise what a save beside the training has met with, on all ranks after the same step."""
+        engine: Any = self
+        if self._behind is None:
+            return
+        agreement = engine.comm.agreement
+        if self._behind.failed if agreement is None else SAVE_FAILED - self._behind.number in agreement.events:
+            self._behind.wait()
 
     def load_checkpoint(
         self,
@@ -84,6 +144,7 @@ class Saving(nn.Module):
         if unused:
             raise PartitionError(f"load_checkpoint does not know {sorted(unused)}; drop these arguments")
         engine: Any = self
+        self.wait_for_checkpoint(f"the load of {load_dir}")
         if engine.updater is not None:
             engine.updater.drop_early()
         with engine.schedule.writing():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 
 import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import tensorfile, writer
+from hf_zero.checkpoint import streaming, tensorfile, writer
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
 
 TWO = Job(2, 3, cuts=(3,))
+RANK1 = "rank-00001-of-00002.safetensors"
 
 
 def saved(folder, job=TWO, steps=1, **options):
@@ -61,20 +61,11 @@ def test_a_write_that_fails_on_one_rank(tmp_path, monkeypatch, number, remedy):
     write = os.write
 
     def failing(fd, data):
-        if threading.current_thread() is broken[0]:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(RANK1):
             raise OSError(number, os.strerror(number))
         return write(fd, data)
 
-    broken = [None]
-    original = writer._write_rank
-
-    def on_rank(engine, *args):
-        if engine.global_rank == 1:
-            broken[0] = threading.current_thread()
-        return original(engine, *args)
-
-    monkeypatch.setattr(writer, "_write_rank", on_rank)
-    monkeypatch.setattr(tensorfile.os, "write", failing)
+    monkeypatch.setattr(streaming.os, "write", failing)
     _, results = saved(tmp_path, steps=3, tag="b")
     monkeypatch.undo()
     for text in errors(results):
@@ -203,6 +194,7 @@ def until(monkeypatch, last: int, action) -> bool:
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
 def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, tag):
     job = Job(1, 3, cuts=(3,))
+    monkeypatch.setattr(streaming, "FILLED", 1024)  # the rank's file in many writes
     old_engines, results = saved(tmp_path / "start", job, tag="a")
     good(results)
     old = weights(old_engines)
@@ -239,9 +231,6 @@ def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, tag):
 def folder(tmp_path):
     good(saved(tmp_path)[1])
     return tmp_path
-
-
-RANK1 = "rank-00001-of-00002.safetensors"
 
 
 def refused(folder, match: list[str], **options) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import struct
 
 import pytest
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint import tensorfile
-from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, plan_file, sha256_of, write_tensors
+from hf_zero.checkpoint import streaming, tensorfile
+from hf_zero.checkpoint.streaming import Output, write_image, write_tensors
+from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, plan_file, sha256_of
 from hf_zero.errors import CheckpointError
 
 DTYPES = sorted(CODES, key=str)
@@ -55,15 +58,53 @@ def test_it_reads_what_the_library_writes(tmp_path):
 
 def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "BLOCK", 64)
+    monkeypatch.setattr(streaming, "FILLED", 64)
     tensor, ticks = torch.arange(1001.0), []
     plan = plan_file([("a", tensor.dtype, tensor.shape)], {})
     digest = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
     assert digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
-    assert sum(ticks) == tensor.nbytes and max(ticks) == 64
+    assert sum(ticks) == plan.size and max(ticks) == 64
     with TensorFile(tmp_path / "f") as file:
         out = torch.empty(900)
         file.read_into("a", 100, out)
         assert torch.equal(out, tensor[100:1000])
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 5000])
+def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
+    image = streaming.aligned(size).random_(256)
+    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+
+
+@pytest.mark.parametrize("takes", [4096, 1 << 19, 5000])
+def test_writes_that_take_less_than_they_are_given(tmp_path, monkeypatch, takes):
+    """After a part of a page the rest goes through the cache."""
+    image, write = streaming.aligned((2 << 20) + 77).random_(256), os.write
+    monkeypatch.setattr(streaming.os, "write", lambda fd, data: write(fd, data[:takes]))
+    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+
+
+def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch):
+    image, opened = streaming.aligned(2 << 20).random_(256), os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(streaming.os, "open", refuse)
+    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+
+
+def test_memory_on_no_page_is_written_all_the_same(tmp_path):
+    data = memoryview(bytes(range(256)) * 8192)[1:]
+    with Output(tmp_path / "f", len(data)) as output:
+        output.write(data)
+        output.flush()
+    assert (tmp_path / "f").read_bytes() == bytes(data)
 
 
 def test_strided_tensors_are_written_in_order(tmp_path):

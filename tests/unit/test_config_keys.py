@@ -22,6 +22,8 @@ SAMPLES: dict[str, Any] = {
     "a non-empty string": "AdamW",
     "a path": "/local_nvme",
     "one of 'gloo', 'nccl'": "gloo",
+    "one of 'fast', 'python'": "FAST",
+    "one of 'replica', 'socket', 'machine'": "replica",
     "an integer from 1 to 65535": 29501,
     "one of 'fp32', 'bf16', 'fp16'": "torch.bfloat16",
     KERNELS.expected: ["loss", "norms"],
@@ -178,3 +180,12 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_writer_that_is_decoupled_saves_beside_the_training() -> None:
+    assert ZeroConfig.from_dict({"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}).checkpoint.async_save
+    assert not ZeroConfig.from_dict({"checkpoint": {"writer": None}}).checkpoint.async_save
+    with pytest.raises(ConfigError, match="contradicts"):
+        ZeroConfig.from_dict({"checkpoint": {"writer": {"decoupled": True}, "async_save": False}})
+    with pytest.raises(ConfigError, match="'MOCK'"):  # it writes nothing
+        ZeroConfig.from_dict({"checkpoint": {"writer": {"type": "MOCK"}}})

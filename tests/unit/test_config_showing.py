@@ -40,6 +40,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(["default", "max-autotune-no-cudagraphs"]),
     "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": st.sampled_from(["auto", "Flash", "cudnn"]),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
+    "one of 'fast', 'python'": st.sampled_from(["FAST", "python"]),
+    "one of 'replica', 'socket', 'machine'": st.sampled_from(["replica", "MACHINE"]),
     "one of 'gloo', 'nccl'": st.sampled_from(["gloo", "nccl"]),
     "an integer from 1 to 65535": st.integers(1, 65535),
     "an integer from 0 to 3": st.integers(0, 3),

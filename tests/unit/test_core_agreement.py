@@ -246,6 +246,36 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
     del agreement
 
 
+def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> None:
+    agreements, _, _ = trio
+    ahead, event = [0, 3, 1], module.STOP - 7
+    for agreement, steps in zip(agreements, ahead):
+        for _ in range(steps):
+            agreement.departed()
+    seen: list[list[int]] = [[], [], []]
+
+    def run(rank: int) -> None:
+        for step in range(ahead[rank], 6):
+            if rank == 0 and step < 4:
+                agreements[0].tell_all(event)  # again and again, as long as it has not come
+            assert not agreements[rank].departed() and not agreements[rank].stopped
+            if agreements[rank].events:
+                assert agreements[rank].events == {event}
+                seen[rank].append(step)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1, 2)]
+    threads[0].start()
+    while not agreements[0]._store.check(["fetch/1/renew"]):
+        threads[0].join(timeout=0.01)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    del agreement
+    assert seen == [[3], [3], [3]], "the step at which the rank was that is ahead"
+
+
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there, asks second."""
     agreements, chunks, _ = trio

@@ -236,3 +236,17 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert verdict is not None and verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
     assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, "the backend tells of that"
     assert Presence(store, 1, 2).cause(0.0) == "the launcher, which hosts the ranks' store, is gone or cannot be reached"
+
+
+def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
+    store = dist.HashStore()
+    here, there = Presence(store, 0, 2), Presence(store, 1, 2)
+    for state in ("here", "waits", "broken"):  # a thread of a rank that gives up may still say something
+        there.say(state, "it lost a connection") if state != "waits" else there.say(state)
+        assert here.gone(1) is None, state
+    ended = Presence(dist.PrefixStore("other", store), 1, 2)
+    other = Presence(dist.PrefixStore("other", store), 0, 2)
+    assert other.gone(1) is None
+    ended.say("ended", "its script is over")
+    assert "rank 1 has ended (its script is over)" in str(other.gone(1))
+    assert str(Presence(Gone(), 1, 2, keeper=0).gone(0)).startswith("rank 0, which hosts the ranks' store, cannot be reached")

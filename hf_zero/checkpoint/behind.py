@@ -1,0 +1,218 @@
+"""Saving beside the training: state is copied into staging memory at the call, and a thread writes it.
+
+[Note: without a collective]
+All that is collective comes before the thread begins: tag, folder, the copies, what the manifest says. Afterwards each rank
+leaves word in the store of what came of its file; rank 0 publishes once all are well, and leaves word of that. A thread
+that waits for another rank so never meets a collective of the training. Every rank ends with rank 0's verdict, so that what
+waits for it (a save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store looks
+at the folder, which is what counts.
+
+Threads are no daemons: an interpreter that ends, by an exception too, waits for them. What is killed leaves a temporary
+folder and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.draft import Draft, Written
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.publishing import Rest, announce, publish
+from hf_zero.checkpoint.streaming import copy_bytes, write_image
+from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.checkpoint.together import told, told_of_all
+from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
+from hf_zero.logs import logger
+from hf_zero.ops.host_memory import HostArena
+
+UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save whose image is staged: this rank's file, the folder it is to be, and on rank 0 all the other files."""
+
+    path: Path
+    final: Path
+    rest: Rest | None
+    save_id: str
+
+
+class Behind:
+    """The saves of one engine that a thread writes, one at a time. Staging memory is as large as this rank's file and kept.
+
+    comm: a ``contract.Comm`` with a mailbox; rank and world size of this rank beside it.
+    device: where the state is; staging memory is pinned if that is a GPU.
+    """
+
+    def __init__(self, comm: Any, rank: int, world: int, device: torch.device):
+        self._rank, self._world = rank, world
+        self._mail = comm.mailbox("saves")
+        self._arena = HostArena(pin=True, device=device)
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = 0
+        self._stall = 0.0
+        self.number = 0  # of the last save that was begun
+        self._running: tuple[Job, Future[None]] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has ended that nobody has waited for, and not well."""
+        return self._running is not None and self._running[1].done() and self._running[1].exception() is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging memory."""
+        return self._memory.numel()
+
+    def wait(self, what: str = "") -> None:
+        """Return when nothing is being written; ``what`` waits is said where it has to. Raises CheckpointError, alike on all ranks."""
+        if self._running is None:
+            return
+        job, future = self._running
+        if what and not future.done() and self._rank == 0:
+            logger.warning("%s waits for %s, which is still being written: saves come faster than the disk takes them", what, job.final)
+        try:
+            future.result()
+        finally:
+            if future.done():  # a wait that was interrupted leaves the thread with its memory
+                self._running = None
+
+    def stage(self, draft: Draft) -> Written | str:
+        """Copy the file of ``draft`` to staging memory; or why there is none for it."""
+        if self._mail is None and self._world > 1:
+            return "the ranks of this process group share no store"
+        begun, size = time.perf_counter(), draft.plan.size
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
+            try:
+                self._memory = self._arena.take(size, torch.uint8)
+            except HostMemoryError as error:
+                return str(error)
+        at = len(draft.plan.header)
+        copy_bytes(self._memory[:at], torch.frombuffer(bytearray(draft.plan.header), dtype=torch.uint8))
+        for entry in draft.plan.entries:
+            values = draft.tensors[entry.name].values().detach().reshape(-1)
+            copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
+            del values
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # before training goes on to change it
+        self._size, self._stall = size, time.perf_counter() - begun
+        return draft.written
+
+    def start(self, job: Job) -> None:
+        """Write what was staged, from a thread. Training goes on."""
+        self.number += 1
+        image = bytes_view(self._memory)[: self._size]
+        hashed: Future[str] = Future()
+        ended: Future[None] = Future()
+        self._running = (job, ended)
+        threading.Thread(target=_settle, args=(hashed, lambda: hashlib.sha256(image).hexdigest()), name="hf-zero hash").start()
+        work = _Work(job, image, hashed, self._mail, self._rank, self._world, self.number, self._stall)
+        threading.Thread(target=_settle, args=(ended, work.run), name="hf-zero save").start()
+
+
+def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
+    try:
+        result = action()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the thread of one rank does for one save."""
+
+    job: Job
+    image: memoryview
+    hashed: Future[str]
+    mail: Any
+    rank: int
+    world: int
+    number: int
+    stall: float
+
+    def run(self) -> None:
+        begun = time.perf_counter()
+        own = self._write()
+        verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
+        if verdict:
+            raise CheckpointError(f"{verdict} (written beside the training)")
+        if self.rank == 0:
+            seconds = time.perf_counter() - begun
+            logger.info("saved %s beside the training: it waited %.2f s, the files took %.2f s", self.job.final, self.stall, seconds)
+
+    def _write(self) -> tuple[str, str]:
+        """The SHA-256 of this rank's file, and what was wrong."""
+        try:
+            write_image(self.job.path, self.image)
+            return self.hashed.result(), ""
+        except Exception as error:
+            return "", told(error, self.job.path)
+
+    def _hear(self, own: tuple[str, str]) -> str:
+        """Tell rank 0 what came of this rank's file; what was wrong with the save, "" if nothing. The same on all ranks."""
+        try:
+            self.mail.leave("wrote", self.number, json.dumps(own))
+            return str(json.loads(self.mail.await_word("verdict", self.number, 0)))
+        except (RuntimeError, HfZeroError) as error:  # the store is gone, or rank 0
+            return self._on_disk(error)
+
+    def _conclude(self, own: tuple[str, str]) -> str:
+        """Publish, or clean up, as the files of all ranks are; tell the others."""
+        outcomes = [own]
+        for rank in range(1, self.world):
+            try:
+                digest, text = json.loads(self.mail.await_word("wrote", self.number, rank))
+                outcomes.append((digest, text))
+            except (RuntimeError, HfZeroError) as error:
+                outcomes.append(("", str(error) if isinstance(error, HfZeroError) else told(error)))
+        verdict = self._publish(outcomes)
+        if self.mail is not None:
+            try:
+                self.mail.leave("verdict", self.number, json.dumps(verdict))
+            except RuntimeError as error:  # nobody can be told; the others look at the folder
+                logger.warning("%s: the other ranks do not hear of it, because their store is gone (%s)", self.job.final, error)
+        return verdict
+
+    def _publish(self, outcomes: list[tuple[str, str]]) -> str:
+        failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text}
+        temporary, final, rest = self.job.path.parent, self.job.final, self.job.rest
+        assert rest is not None, "rank 0 knows all other files"
+        if not failed:
+            try:
+                publish(temporary, rest.with_hashes([digest for digest, _ in outcomes]))
+            except Exception as error:
+                failed = {0: told(error, temporary)}
+        if failed:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(final.name)}"
+        try:
+            announce(final)
+        except Exception as error:
+            return f"rank 0: {told(error, final)}. {final} itself is whole; pass its tag to load it."
+        return ""
+
+    def _on_disk(self, error: Exception) -> str:
+        """Without the store: whether the checkpoint is there all the same."""
+        try:
+            whole = Manifest.read(self.job.final / MANIFEST_NAME).save_id == self.job.save_id
+        except (CheckpointError, OSError):
+            whole = False
+        if whole:
+            return ""
+        return f"rank {self.rank} does not know what became of {self.job.final} ({error}); hf-zero verify says whether it is whole"

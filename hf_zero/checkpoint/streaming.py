@@ -1,0 +1,159 @@
+"""Files of tensors written as fast as the disk and the hash allow: past the page cache, a block on its way while the next is filled."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.tensorfile import BLOCK, DATA_ALIGNMENT, Plan, bytes_view
+
+FILLED = 4 << 20  # bytes of each of the blocks that tensors pass through
+DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
+
+
+def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> None:
+    """Copy ``values``, 1-D on any device, to host memory ``place``: [bytes] of uint8. From a GPU it may be under way still unless ``wait``.
+
+    Host memory is copied by this thread alone: torch's team of threads spins against the one that hashes, and slows both.
+    """
+    source = values.contiguous().view(torch.uint8)
+    if source.device.type == "cpu":
+        target: Any = place.numpy()
+        target[:] = source.numpy()
+    else:
+        place.copy_(source, non_blocking=not wait)
+
+
+def aligned(nbytes: int, pin: bool = False) -> torch.Tensor:
+    """Memory that direct I/O takes: [nbytes] of uint8 on a multiple of :data:`DATA_ALIGNMENT`."""
+    memory = torch.empty(nbytes + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
+    return memory[-memory.data_ptr() % DATA_ALIGNMENT :][:nbytes]
+
+
+class Output:
+    """A new file of ``size`` bytes, written from its start to its end; past the page cache where its file system allows that.
+
+    What a save writes is not read soon, and pages that it left in the cache would drive out those that training needs.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._direct = size >= DIRECT_FROM and hasattr(os, "O_DIRECT")
+        try:
+            self._fd = os.open(path, flags | (os.O_DIRECT if self._direct else 0), 0o666)
+        except OSError as error:
+            if not self._direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._direct, self._fd = False, os.open(path, flags, 0o666)
+
+    def write(self, data: memoryview) -> None:
+        """Append ``data``. What is no whole page at its end goes through the cache, and so does all that follows."""
+        while len(data):
+            part = data[: len(data) - len(data) % DATA_ALIGNMENT] if self._direct else data
+            if not len(part):
+                self._through_cache()
+                continue
+            try:
+                data = data[os.write(self._fd, part) :]
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._through_cache()  # this file system wants another alignment
+
+    def _through_cache(self) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._direct = False
+
+    def flush(self) -> None:
+        """Have the device keep it."""
+        os.fsync(self._fd)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._fd)
+
+
+class _Blocks:
+    """Three blocks of memory in turn: this thread fills one, while one is written and one hashed by a thread each."""
+
+    def __init__(self, output: Output, size: int, workers: Sequence[ThreadPoolExecutor], tick: Callable[[int], None] | None) -> None:
+        self.digest = hashlib.sha256()
+        self._output, self._tick = output, tick
+        self._writer, self._hasher = workers
+        pin = torch.cuda.is_initialized()
+        self._blocks = [aligned(min(size, FILLED), pin) for _ in range(3)]
+        self._under_way: list[list[Future[None]]] = [[], [], []]  # what still reads each block
+        self._used = 0  # bytes of the first one
+
+    def take(self, flat: torch.Tensor) -> None:
+        """Append the elements of ``flat``: [numel], on any device."""
+        at, item = 0, flat.dtype.itemsize
+        while at < flat.numel():
+            count = min(flat.numel() - at, (self._blocks[0].numel() - self._used) // item)
+            if count == 0:
+                self.flush()
+                continue
+            copy_bytes(self._blocks[0][self._used : self._used + count * item], flat[at : at + count])
+            self._used, at = self._used + count * item, at + count
+        if self._used == self._blocks[0].numel():
+            self.flush()
+
+    def flush(self) -> None:
+        """Have what was taken written and hashed; the block that comes next is free when this returns."""
+        data = bytes_view(self._blocks[0][: self._used])
+        self._under_way[0] = [self._writer.submit(self._output.write, data), self._hasher.submit(self.digest.update, data)]
+        self._blocks.append(self._blocks.pop(0))
+        self._under_way.append(self._under_way.pop(0))
+        for each in self._under_way[0]:
+            each.result()
+        self._used = 0
+        if self._tick is not None:
+            self._tick(len(data))
+
+    def end(self) -> str:
+        """The SHA-256 of all that was taken, once it is written."""
+        self.flush()
+        for each in [future for block in self._under_way for future in block]:
+            each.result()
+        return self.digest.hexdigest()
+
+
+def write_tensors(
+    path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
+) -> str:
+    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its SHA-256.
+
+    A tensor that has to be fetched first is given as what fetches it, and is let go before the next one. Tensors may be on
+    any device; they pass through three blocks of ``FILLED`` bytes, so that no tensor is held twice.
+    """
+    with Output(path, plan.size) as output:
+        with ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+            blocks = _Blocks(output, plan.size, (writer, hasher), tick)
+            blocks.take(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
+            for entry in plan.entries:
+                given = tensors[entry.name]
+                flat = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
+                blocks.take(flat)
+                del given, flat
+            digest = blocks.end()
+        output.flush()
+    return digest
+
+
+def write_image(path: Path, image: memoryview) -> None:
+    """Write ``image``, a whole file that stands on a page, to ``path`` and flush it to the device."""
+    with Output(path, len(image)) as output:
+        for start in range(0, len(image), BLOCK):
+            output.write(image[start : start + BLOCK])
+        output.flush()

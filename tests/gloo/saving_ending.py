@@ -1,0 +1,47 @@
+"""A training script that ends in the way that is asked for while checkpoints are being written; test_save_endings.py starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import behind
+from tests.helpers.broken_stacks import Latecomer
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import seeded
+from tests.helpers.stacks import squared
+from tests.helpers.training import At, plain_sgd
+
+SECONDS = 2.0  # that writing takes
+
+
+def main(rank: int, way: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    model = seeded(Latecomer)
+    engine = start(model, plain_sgd(model), config_of(3, timeout=300))
+    engine.save_checkpoint(folder, tag="old")
+    write = behind.write_image
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(SECONDS)
+        write(*arguments)
+
+    behind.write_image = slow
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    engine.save_checkpoint(folder, tag="new", blocking=False)
+    if way == "kill" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if way == "raise" and rank == 1:
+        raise ValueError("bad batch")
+    if way != "return":
+        engine.backward(squared(engine, At(1, 0, rank)))
+        engine.step()
+
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), sys.argv[1], sys.argv[2])

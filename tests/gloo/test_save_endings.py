@@ -1,0 +1,47 @@
+"""Real ranks that end while a checkpoint is being written: whole where they could finish, else not to be seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_zero.checkpoint import verify_checkpoint
+from tests.gloo.test_endings import free_port
+from tests.helpers.launched import HOST, environment
+
+SCRIPT = Path(__file__).with_name("saving_ending.py")
+LIMIT = 120.0  # seconds: less than the timeout of the configuration
+
+
+@pytest.mark.parametrize("way, whole", [("return", True), ("raise", True), ("kill", False)])
+def test_a_rank_ends_while_a_checkpoint_is_written(way: str, whole: bool, tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": HOST, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    begun = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), way, str(tmp_path)],
+            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [each.communicate(timeout=LIMIT)[0] for each in running]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+    assert time.monotonic() - begun < LIMIT
+    assert all((each.returncode == 0) == (way == "return") for each in running), outputs
+    assert (tmp_path / "latest").read_text() == ("new" if whole else "old"), outputs
+    assert verify_checkpoint(tmp_path).problems == ()
+    assert (tmp_path / "new").exists() == whole
+    assert os.listdir(tmp_path).count(".hf-zero-saving-new") == 0, "rank 0 has cleaned up"
