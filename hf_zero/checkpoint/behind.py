@@ -41,12 +41,13 @@ UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 @dataclass(frozen=True)
 class Job:
-    """A save whose image is staged: this rank's file, the folder it is to be, and on rank 0 all the other files."""
+    """A save whose image is staged: this rank's file, the folder it is to be, on rank 0 all the other files; how many checkpoints stay."""
 
     path: Path
     final: Path
     rest: Rest | None
     save_id: str
+    keep: int | None = None
 
 
 class Behind:
@@ -202,7 +203,7 @@ class _Work:
             shutil.rmtree(temporary, ignore_errors=True)
             return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(final.name)}"
         try:
-            announce(final)
+            announce(final, self.job.keep)
         except Exception as error:
             return f"rank 0: {told(error, final)}. {final} itself is whole; pass its tag to load it."
         return ""

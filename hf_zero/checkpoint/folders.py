@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.tensorfile import write_all
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -18,6 +19,7 @@ RESERVED = ".hf-zero-"
 SAVING = RESERVED + "saving-"
 REPLACED = RESERVED + "replaced-"
 NEW = RESERVED + "new-"
+DROPPED = RESERVED + "dropped-"
 
 
 def check_tag(tag: object) -> str:
@@ -54,8 +56,8 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
     root = Path(directory)
     if tag is not None:
         name = check_tag(tag)
-    elif recognise(root):
-        return root
+    elif recognise(root) and not any(is_checkpoint(root / held) for held in tags(root)):
+        return root  # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote `latest`
     else:
         try:
             name = check_tag((root / LATEST).read_text().strip())
@@ -107,7 +109,9 @@ def _step(folder: Path) -> int:
 
 def begin(directory: Path, tag: str) -> Path:
     """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of it left."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
+    for dropped in directory.glob(f"{DROPPED}*"):
+        shutil.rmtree(dropped, ignore_errors=True)
     replaced, final = directory / (REPLACED + tag), directory / tag
     if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(
@@ -159,16 +163,46 @@ def _is_own(item: Path) -> bool:
     return item.name in (MANIFEST_NAME, OBJECTS_NAME) or item.match(RANK_PATTERN) or item.name.startswith(RESERVED)
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename ``source``, and flush the folders that change."""
+    os.rename(source, target)
+    fsync_folder(source.parent)
+    if target.parent != source.parent:
+        fsync_folder(target.parent)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove ``folder`` if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what is missing above it; each new name is flushed to the device."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            fsync_folder(folder.parent)
+
+
 def rank_file(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file and flush it to the device."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        write_all(fd, memoryview(content))
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk is met by a write, which knows a number only
+        raise
+    finally:
+        os.close(fd)
 
 
 def fsync_folder(path: Path) -> None:

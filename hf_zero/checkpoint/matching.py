@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_zero.checkpoint.contents import class_name, persistent_buffers
 from hf_zero.checkpoint.contract import Engine
+from hf_zero.checkpoint.grouping import pair
 from hf_zero.checkpoint.manifest import Manifest, OptimizerEntry
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
@@ -81,11 +82,14 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     return Match(held, tuple(name for name in buffers if name in saved))
 
 
-def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> None:
-    """Raises CheckpointError unless the engine's optimizer can go on from ``saved``."""
+def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> list[int]:
+    """For each group of the engine's optimizer the saved group that it goes on from: the one with the same parameters.
+
+    Raises CheckpointError unless the engine's optimizer can go on from ``saved``.
+    """
     remedy = "or pass load_optimizer_states=False to start the optimizer anew"
     if engine.bound is None:
-        return
+        return []
     if saved is None:
         raise CheckpointError(f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}")
     live = class_name(engine.bound.optimizer)
@@ -96,14 +100,12 @@ def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str
     count = len(engine.bound.groups)
     if count != len(saved.groups):
         raise CheckpointError(f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the same groups, {remedy}")
-    group_of = {name: index for index, group in enumerate(saved.groups) for name in group.parameters}
-    moved = [
-        f"{name} ({group_of[held[name]]} there, {group} here)"
-        for name, group in engine.bound.group_of.items()
-        if name in held and group_of.get(held[name], group) != group
-    ]
+    order, moved = pair(engine.bound.group_of, count, saved.groups, held)
     if moved:
-        raise CheckpointError(f"{where} has parameters in other optimizer groups: {listed(moved)}; build the same groups, {remedy}")
+        raise CheckpointError(
+            f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same parameters together (the order of groups is free), {remedy}"
+        )
+    return order
 
 
 def _short(class_name: str) -> str:

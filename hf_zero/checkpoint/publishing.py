@@ -14,6 +14,7 @@ from hf_zero.checkpoint import contents, folders
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.draft import Extra, Written, describe
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.retention import retain
 
 SCRIPT = "zero_to_fp32.py"
 
@@ -56,10 +57,12 @@ def publish(temporary: Path, rest: Rest) -> None:
     folders.publish(temporary, rest.manifest.tag)
 
 
-def announce(final: Path) -> None:
-    """Move ``zero_to_fp32.py`` and ``latest`` to their places, then drop the checkpoint that this one replaces."""
+def announce(final: Path, keep: int | None) -> None:
+    """Move ``zero_to_fp32.py`` and ``latest`` to their places, then drop the checkpoint that this one replaces and those too many."""
     for name in (SCRIPT, folders.LATEST):
         if (final / (folders.NEW + name)).exists():
             os.replace(final / (folders.NEW + name), final.parent / name)
     folders.fsync_folder(final.parent)
     folders.discard_replaced(final)
+    if keep is not None:
+        retain(final, keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
 from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
 from hf_zero.checkpoint.contract import Engine, Flat
+from hf_zero.checkpoint.grouping import reordered
 from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.reshard import Run, runs
 from hf_zero.checkpoint.together import together
+from hf_zero.checkpoint.wholeness import whole_beside
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import log_rank0
 
@@ -52,7 +55,7 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def look() -> _Load:
-        checkpoint = open_checkpoint(folders.locate(directory, tag))
+        checkpoint = _open(folders.locate(directory, tag))
         try:
             return _Load(
                 engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify
@@ -76,6 +79,16 @@ def load(
     return str(plan.checkpoint.folder), plan.client_state
 
 
+def _open(folder: Path) -> Checkpoint:
+    try:
+        return open_checkpoint(folder)
+    except CheckpointError as error:
+        whole = whole_beside(folder)
+        if not whole:
+            raise
+        raise CheckpointError(f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}") from error
+
+
 class _Load:
     """One rank's part of a load: everything looked up and checked by the constructor, changed by :meth:`apply`."""
 
@@ -83,9 +96,10 @@ class _Load:
         self.engine, self.checkpoint, self.manifest, self.optimizer = engine, checkpoint, checkpoint.manifest, optimizer
         where = str(checkpoint.folder)
         self.match: Match = match(engine, self.manifest, where, strict)
-        if optimizer:
-            check_optimizer(engine, self.manifest.optimizer, self.match.held, where)
+        self.groups = check_optimizer(engine, self.manifest.optimizer, self.match.held, where) if optimizer else []
         self.scheduler = checkpoint.scheduler_state() if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where) else None
+        if self.scheduler is not None and self.groups:
+            self.scheduler = reordered(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
         self.runs: list[tuple[Flat, list[Run]]] = []
         for flat in engine.flats:
@@ -191,9 +205,10 @@ class _Load:
         saved, bound = self.manifest.optimizer, self.engine.bound
         if saved is None:
             return
-        bound.load_hyperparameters([group.hyperparameters for group in saved.groups])
-        if any(group.scalars for group in saved.groups):
-            bound.load_scalars([group.scalars for group in saved.groups])
+        groups = [saved.groups[at] for at in self.groups]
+        bound.load_hyperparameters([group.hyperparameters for group in groups])
+        if any(group.scalars for group in groups):
+            bound.load_scalars([group.scalars for group in groups])
         precision = self.engine.config.precision
         if self.manifest.scaler is not None and precision == "fp16":
             self.engine.scaler.load_state_dict(self.manifest.scaler)

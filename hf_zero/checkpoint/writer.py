@@ -15,6 +15,7 @@ from hf_zero.checkpoint.behind import UNTOUCHED, Behind, Job
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.draft import Extra, Written, draft, extra_of
 from hf_zero.checkpoint.publishing import Rest, announce, publish, rest_of
+from hf_zero.checkpoint.retention import check_keep
 from hf_zero.checkpoint.streaming import write_tensors
 from hf_zero.checkpoint.together import together
 from hf_zero.errors import CheckpointError
@@ -28,6 +29,7 @@ def save(
     client_state: Mapping[str, Any] | None = None,
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
+    keep: int | None = None,
     behind: Behind | None = None,
 ) -> Path:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
@@ -38,6 +40,8 @@ def save(
         client_state: what to hand back at the load; rank 0's is saved (FORMAT.md section 5 says what it may hold).
         exclude_frozen_parameters: leave out parameters that are not trained.
         save_latest: whether ``latest`` is to name this tag.
+        keep: how many whole checkpoints stay whose tags differ from this one by their numbers alone, this one included; older
+            ones are removed once it is whole. None keeps all.
         behind: return once everything is copied to staging memory, and let a thread write it. Where that memory is not to
             be had, a warning says so and everything is written before this returns. A save that is still being written
             is waited for.
@@ -51,7 +55,12 @@ def save(
         behind.wait("another save")
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
     untouched = UNTOUCHED.format(name)
-    names = together(comm, lambda: folders.check_tag(name), root)
+
+    def check() -> str:
+        check_keep(keep)
+        return folders.check_tag(name)
+
+    names = together(comm, check, root)
     if len(set(names)) > 1:
         raise CheckpointError(f"the ranks want to save under different tags {sorted(set(names))}; pass the same tag on every rank")
     temporary, final = root / (folders.SAVING + name), root / name
@@ -76,7 +85,7 @@ def save(
             if len(copied) == len(staged):
                 rests: list[Rest | None] = []
                 together(comm, lambda: rests.append(rest(copied)), temporary, untouched)
-                behind.start(Job(path, final, rests[0], save_id))
+                behind.start(Job(path, final, rests[0], save_id, keep))
                 return final
             why = next(f"rank {index}: {each}" for index, each in enumerate(staged) if not isinstance(each, Written))
             if rank == 0:
@@ -93,7 +102,7 @@ def save(
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    together(comm, lambda: announce(final) if rank == 0 else None, final, f"{final} itself is whole; pass its tag to load it.")
+    together(comm, lambda: announce(final, keep) if rank == 0 else None, final, f"{final} itself is whole; pass its tag to load it.")
     return final
 
 

@@ -141,6 +141,11 @@ _CHECKPOINT = under(
     "checkpoint",
     active("use_node_local_storage", BOOLEAN, False, note="no shared file system; on one machine it changes nothing"),
     active("async_save", BOOLEAN, False, note="checkpoints are copied to host memory and written while training goes on"),
+    active(
+        "keep",
+        integer(1),
+        note="checkpoints that stay in a folder, of those named global_step<N>; none: all. With tags of your own: save_checkpoint(keep=…)",
+    ),
     inert("load_universal", BOOLEAN, "every checkpoint resumes on any number of ranks and at any stage"),
     inert("tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"),
     inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),

@@ -63,10 +63,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes on."""
+    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes on; ``keep``: how many of those that
+    the engine names itself stay in a folder, None: all."""
 
     use_node_local_storage: bool = False
     async_save: bool = False
+    keep: int | None = None
 
 
 @dataclass(frozen=True)

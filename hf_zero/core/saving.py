@@ -62,21 +62,26 @@ class Saving(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         blocking: bool | None = None,
+        keep: int | None = None,
     ) -> bool:
         """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md.
 
         ``blocking=False`` (None: as ``checkpoint.async_save`` of the configuration says) returns once the state is copied to host memory,
         and a thread writes it while training goes on. What fails then is raised on all ranks at the end of one of the next
         steps, by the next save or load, or by :meth:`wait_for_checkpoint`, whichever comes first. The checkpoint appears when it is whole.
+        ``keep``: how many checkpoints stay in ``save_dir`` whose tags differ by their numbers alone; where no tag is passed
+        ``checkpoint.keep`` of the configuration is the default. Raises CheckpointError on all ranks; what was saved before stays.
         """
         from hf_zero import checkpoint
 
         engine: Any = self
         refuse_half_done(engine.updater, "save_checkpoint()")
+        if keep is None and tag is None:
+            keep = engine.config.checkpoint.keep
         self.wait_for_checkpoint(f"the save of {save_dir}")
         beside = engine.config.checkpoint.async_save if blocking is None else not blocking
         behind = self._beside_the_training() if beside else None
-        checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest, behind)
+        checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest, keep, behind)
         return True
 
     def wait_for_checkpoint(self, who: str = "") -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
 from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
+from hf_zero.integrations.written_in_pieces import engines_part
+from hf_zero.logs import log_rank0
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +86,37 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 optimizer.zero_grad = _nothing
 
     return init_deepspeed
+
+
+def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ckpt_path="last"`` is a whole one: torn folders are skipped and named (``ModelCheckpoint._find_last_checkpoints``).
+
+    Where none called last is whole it is the newest checkpoint of the callback that is.
+    """
+
+    def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
+        found = original(self, trainer)
+        strategy = trainer.strategy
+        if not (isinstance(strategy, StrategyMethods) or (finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy")):
+            return found
+        whole = {path for path in found if not (Path(path).is_dir() and _skipped(Path(path)))}
+        if whole or not found:
+            return whole
+        beside = sorted(
+            (item for item in Path(next(iter(found))).parent.glob(f"*{self.FILE_EXTENSION}") if item.is_dir() and str(item) not in found),
+            key=lambda item: item.stat().st_mtime,
+            reverse=True,
+        )
+        return {str(item) for item in beside if not _skipped(item)} or set()
+
+    return _find_last_checkpoints
+
+
+def _skipped(folder: Path) -> bool:
+    said = engines_part(folder)
+    if said:
+        log_rank0(f"{folder} is not whole and is skipped: {said}", logging.WARNING)
+    return bool(said)
 
 
 def _nothing(set_to_none: bool = True) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 from hf_zero.core import comm
 from hf_zero.integrations.trainer_seams import under_zero
+from hf_zero.integrations.written_in_pieces import SENTINEL
 from hf_zero.logs import log_rank0
-
-SENTINEL = "checkpoint-is-incomplete.txt"
 
 
 def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

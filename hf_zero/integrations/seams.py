@@ -146,6 +146,20 @@ SEAMS: tuple[Seam, ...] = (
         why="rank 0 alone gets the weights; None on the others makes save_pretrained gather again, without rank 0",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.save_state",
+        signature="(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
+        wrapper="hf_zero.integrations.accelerate_states:keep_until_saved",
+        versions=ACCELERATE,
+        why="total_limit removes the oldest states before the new one is written: with 1 there is none meanwhile",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.load_state",
+        signature="(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs)",
+        wrapper="hf_zero.integrations.accelerate_states:resume_from_whole",
+        versions=ACCELERATE,
+        why="loads the state with the highest number, torn or not",
+    ),
+    Seam(
         target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
         signature="()",
         wrapper="hf_zero.integrations.loading:take_the_ordinary_path",
@@ -239,7 +253,21 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None)",
         wrapper="hf_zero.integrations.trainer_seams:train_anew",
         versions=TRANSFORMERS,
-        why="a second train() destroys the first one's engine, goes on with it, and leaves a sharded model without values",
+        why="a second train() destroys the first one's engine, and leaves a sharded model without values; resuming takes the highest number, torn or not",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer._load_best_model",
+        signature="(self)",
+        wrapper="hf_zero.integrations.trainer_checkpoints:load_best_whole",
+        versions=TRANSFORMERS,
+        why="a best checkpoint that is damaged ends the job with an error after the last step, before the model is saved",
+    ),
+    Seam(
+        target="transformers.trainer:rotate_checkpoints",
+        signature="(output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, checkpoint_prefix='checkpoint')",
+        wrapper="hf_zero.integrations.trainer_checkpoints:keep_whole_ones",
+        versions=TRANSFORMERS,
+        why="counts torn folders as checkpoints, and a removal that is cut off leaves one more",
     ),
     Seam(
         target="transformers.trainer:Trainer._prepare_for_training",
@@ -296,6 +324,12 @@ SEAMS: tuple[Seam, ...] = (
                 "(self)",
                 "leave_weights_in_shards",
                 "makes the model whole on every rank for each checkpoint, and DeepSpeedStrategy then drops it",
+            ),
+            (
+                "callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
+                "(self, trainer)",
+                "find_whole_ones",
+                "ckpt_path='last' takes the newest folder called last, torn or not",
             ),
             (
                 "trainer.connectors.accelerator_connector:_AcceleratorConnector._check_and_init_precision",

@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
 from hf_zero.logs import logger
 
@@ -60,9 +61,9 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A second ``train()`` goes on with the model of the first (``Trainer.train``)."""
+    """A second ``train()`` goes on with the model of the first; resumed, it goes on from a whole checkpoint (``Trainer.train``)."""
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         if finder.chosen():
             verify_state(self)
         if under_zero(self):
@@ -73,7 +74,8 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 
                 hand_back(self.deepspeed)
                 self.model_wrapped, self.deepspeed = self.model, None
-        return original(self, *args, **kwargs)
+            resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
+        return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     return train
 

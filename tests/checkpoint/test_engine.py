@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.checkpoint import convert_checkpoint, verify_checkpoint
 from hf_zero.errors import CheckpointError
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS, VOCAB
@@ -121,10 +123,23 @@ def test_resume_is_exact(tmp_path, setup):
 
 
 CHANGES = [((2, 3), (4, 1)), ((4, 1), (1, 3)), ((1, 0), (2, 3)), ((4, 3), (2, 0)), ((2, 2), (4, 3))]
+PLACES = [(ranks, stage) for ranks in (1, 2, 4) for stage in range(4)]
+ALL_CHANGES = [(one, other) for one in PLACES for other in PLACES if one[0] != other[0]]
 
 
 @pytest.mark.parametrize("saved, wanted", CHANGES, ids=str)
 def test_other_ranks_and_stages_go_on_from_the_same_place(tmp_path, saved, wanted):
+    goes_on_elsewhere(tmp_path, saved, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved, wanted", ALL_CHANGES, ids=str)
+def test_all_other_ranks_and_stages(tmp_path, saved, wanted):
+    goes_on_elsewhere(tmp_path, saved, wanted)
+
+
+def goes_on_elsewhere(tmp_path, saved, wanted):
+    """``second_half`` also compares steps, skipped steps, schedule and client state."""
     before, after = (Setup(ranks=ranks, stage=stage, frozen="h.0.attn") for ranks, stage in (saved, wanted))
     whole = run_ranks(before.ranks, first_half, before.models(), before, tmp_path, True)
     resumed = run_ranks(after.ranks, second_half, after.models(), after, tmp_path)
@@ -193,6 +208,41 @@ def test_the_whole_model_into_a_folder_that_is_a_file(tmp_path, name):
     (tmp_path / "file").write_text("")
     setup = Setup()
     assert len(run_ranks(2, save_whole_into, setup.models(), setup, tmp_path / "file", name)[1]) == 2
+
+
+def save_in_between(rank, models, setup, folder):
+    """Losses of six steps; the save after the third fails if there is a folder for it."""
+    engine = setup.open(models[rank])
+    losses = train(engine, rank, range(3))
+    if folder is not None:
+        engine.save_checkpoint(str(folder), tag="before")
+        with pytest.raises(
+            CheckpointError, match=r"global_step3/rank-0000.*the disk is full: free space.*earlier checkpoints are as they were"
+        ):
+            engine.save_checkpoint(str(folder))
+    losses += train(engine, rank, range(3, 6))
+    if folder is not None:
+        engine.save_checkpoint(str(folder), tag="after")
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_a_save_that_failed(tmp_path, monkeypatch, stage):
+    setup = Setup(stage=stage)
+    whole = run_ranks(2, save_in_between, setup.models(), setup, None)
+    write = os.write
+
+    def full(fd, data):
+        if ".hf-zero-saving-global_step3" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    assert run_ranks(2, save_in_between, setup.models(), setup, tmp_path) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before", "latest", "zero_to_fp32.py"]
+    for tag in ("before", "after"):
+        assert not verify_checkpoint(tmp_path, tag).problems
 
 
 def load_another_model(rank, models, setup, folder):

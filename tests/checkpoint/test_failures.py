@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import streaming, tensorfile, writer
+from hf_zero.checkpoint import publishing, streaming, tensorfile, writer
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
 
@@ -163,67 +163,6 @@ def test_latest_stays_on_request(tmp_path):
     assert not any(path.name.startswith(".") for path in (tmp_path / "b").iterdir())
 
 
-class Killed(BaseException):
-    """The process ends here: nothing after it runs, not even cleaning up."""
-
-
-CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-
-
-def until(monkeypatch, last: int, action) -> bool:
-    """Run ``action`` with its ``last``-th system call that changes something cut off; whether it came to the end."""
-    count = [0]
-    with monkeypatch.context() as patch:
-        for call in CALLS:
-            original = getattr(os, call)
-
-            def counted(*args, original=original, **kwargs):
-                count[0] += 1
-                if count[0] > last:
-                    raise Killed
-                return original(*args, **kwargs)
-
-            patch.setattr(os, call, counted)
-        try:
-            action()
-        except Killed:
-            return False
-    return True
-
-
-@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
-def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, tag):
-    job = Job(1, 3, cuts=(3,))
-    monkeypatch.setattr(streaming, "FILLED", 1024)  # the rank's file in many writes
-    old_engines, results = saved(tmp_path / "start", job, tag="a")
-    good(results)
-    old = weights(old_engines)
-
-    def killed_at(point: int) -> bool:
-        folder = tmp_path / f"run{point}"
-        shutil.copytree(tmp_path / "start", folder)
-        engines, _ = run(job, small, lambda engine: train_some(engine, 4))
-        engines[0].comm.enter(0)
-        new = weights(engines)
-        done = until(monkeypatch, point, lambda: checkpoint.save(engines[0], folder, tag=tag))
-        resumed, results = load(folder, job)
-        good(results)
-        found = weights(resumed)
-        assert same(found, new) or (same(found, old) and not done), point
-        # The next save works as if nothing had happened.
-        good(run(job, small, lambda engine: checkpoint.save(engine, folder, tag=tag))[1])
-        resumed, results = load(folder, job)
-        good(results)
-        assert same(weights(resumed), weights(run(job, small, lambda engine: None)[0]))
-        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
-        return done
-
-    points = 0
-    while not killed_at(points):
-        points += 1
-    assert points > 20
-
-
 # ---- loading ----
 
 
@@ -278,6 +217,82 @@ def test_a_flipped_bit(folder):
     content[-6000] ^= 1
     path.write_bytes(content)
     good(load(folder, verify=True)[1])
+
+
+def test_a_manifest_of_another_run(folder, tmp_path):
+    """Of the same model, on the same ranks: every size fits."""
+    other_run = tmp_path / "other"
+    good(saved(other_run)[1])
+    shutil.copy(other_run / "global_step1" / "manifest.json", folder / "global_step1" / "manifest.json")
+    refused(folder, ["global_step1/rank-0000", "belongs to another save than manifest.json beside it", "restore the file"])
+
+
+def test_a_bit_that_flips_in_a_header(folder):
+    path = folder / "global_step1" / RANK1
+    content = bytearray(path.read_bytes())
+    content[content.index(b"data_offsets")] ^= 1
+    path.write_bytes(content)
+    refused(folder, [RANK1, "is damaged: its header is not readable", "restore the file"])
+
+
+def test_a_bit_that_flips_in_the_manifest(folder):
+    path = folder / "global_step1" / "manifest.json"
+    content = bytearray(path.read_bytes())
+    content[content.index(b'"files"')] ^= 1
+    path.write_bytes(content)
+    refused(folder, ["manifest.json", "global_step1"])
+
+
+def test_a_damaged_one_is_told_with_the_whole_ones_beside_it(folder):
+    for tag in ("a", "b", "c"):
+        good(saved(folder, tag=tag)[1])
+    (folder / "b" / RANK1).unlink()
+    os.truncate(folder / "c" / RANK1, 100)
+    refused(folder, [f"c/{RANK1} is cut short", f"Whole in {folder}: a, global_step1"])
+
+
+def test_whole_weights_beside_a_save_that_was_stopped_before_latest(folder):
+    """What a Trainer's folder looks like then: resuming from the weights alone would drop the optimizer in silence."""
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "latest").unlink()
+    refused(folder, ["latest is missing", "tags that exist: global_step1"])
+
+
+@pytest.mark.parametrize(
+    "number, remedy", [(errno.ENOSPC, "the disk is full: free space"), (errno.EROFS, "read-only: choose another folder")]
+)
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, number, remedy):
+    """Writes know a number only; the file and what to do stand in the message."""
+    good(saved(tmp_path, tag="a")[1])
+    fsync = os.fsync
+
+    def failing(fd):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("manifest.json"):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for text in errors(saved(tmp_path, steps=2, tag="b")[1]):
+        assert ".hf-zero-saving-b/manifest.json: " in text and remedy in text and "earlier checkpoints are as they were" in text
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
+    good(load(tmp_path)[1])
+
+
+def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
+    good(saved(tmp_path, tag="a")[1])
+    describe = publishing.describe
+
+    def vanishing(engine, *args):
+        shutil.rmtree(tmp_path / ".hf-zero-saving-b")
+        return describe(engine, *args)
+
+    monkeypatch.setattr(publishing, "describe", vanishing)
+    for text in errors(saved(tmp_path, tag="b")[1]):
+        assert ".hf-zero-saving-b/" in text and "nobody may remove it meanwhile" in text
+    monkeypatch.undo()
+    assert (tmp_path / "latest").read_text() == "a"
+    good(load(tmp_path)[1])
 
 
 def test_a_tensor_that_the_manifest_promises(folder):
@@ -376,7 +391,8 @@ def test_other_optimizer_groups(folder):
     job = Job(2, 3, optimizer=one_group, decays=lambda name: True)
     refused(folder, ["2 optimizer groups, this engine 1", "load_optimizer_states=False"], job=job)
     job = Job(2, 3, decays=lambda name: "bias" not in name and "second" not in name)
-    refused(folder, ["other optimizer groups: second.weight (0 there, 1 here)", "load_optimizer_states=False"], job=job)
+    told = ["other optimizer groups: second.weight (0 there, 1 here)", "the order of groups is free", "load_optimizer_states=False"]
+    refused(folder, told, job=job)
 
 
 def test_saved_without_an_optimizer(tmp_path):

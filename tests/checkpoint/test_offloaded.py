@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero import checkpoint
+from hf_zero import checkpoint, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from hf_zero.checkpoint import convert_checkpoint
 from tests.checkpoint.test_engine import Setup, first_half, global_losses, second_half, train
 from tests.checkpoint.test_memory import grows
@@ -114,6 +114,45 @@ def test_another_place_goes_on_from_there(before: Away, after: Away, tmp_path: P
 @pytest.mark.parametrize("before, after", ALL_MOVES, ids=lambda setup: described(setup))
 def test_every_place_goes_on_elsewhere(before: Away, after: Away, tmp_path: Path) -> None:
     check_moved(before, after, tmp_path)
+
+
+def state_at(rank: int, models: list[Any], setup: Away, folder: Path, saves: bool) -> dict[str, Any]:
+    """Whole master weights and moments on the CPU, at the save or after the load; the same on every rank."""
+    engine = setup.open(models[rank])
+    if saves:
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(folder))
+    else:
+        engine.load_checkpoint(str(folder))
+    state = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            moments = [safe_get_full_optimizer_state(parameter, kind).clone() for kind in ("exp_avg", "exp_avg_sq")]
+            state[name] = [safe_get_full_fp32_param(parameter).clone(), *moments]
+    engine.destroy()
+    return state
+
+
+def check_moved_exactly(before: Away, after: Away, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    before, after = (dataclasses.replace(setup, folder=tmp_path / "disk", moments="fp32") for setup in (before, after))
+    saved = run_ranks(before.ranks, state_at, before.models(), before, tmp_path / "saved", True)
+    loaded = run_ranks(after.ranks, state_at, after.models(), after, tmp_path / "saved", False)
+    for state in loaded:
+        assert state.keys() == saved[0].keys()
+        for name, tensors in state.items():
+            assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(tensors, saved[0][name])), name
+
+
+@pytest.mark.parametrize("before, after", MOVES[1:4], ids=lambda setup: described(setup))
+def test_another_place_holds_the_same_bits(before: Away, after: Away, tmp_path: Path) -> None:
+    check_moved_exactly(before, after, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before, after", ALL_MOVES, ids=lambda setup: described(setup))
+def test_every_place_holds_the_same_bits(before: Away, after: Away, tmp_path: Path) -> None:
+    check_moved_exactly(before, after, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["optimizer in files", "all on cpu", "all in files"])

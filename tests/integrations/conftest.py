@@ -19,9 +19,9 @@ def plain_process() -> Iterator[None]:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     kept = {name: os.environ.pop(name, None) for name in VARIABLES}
-    _forget()
+    forget()
     yield
-    _forget()
+    forget()
     unset_hf_deepspeed_config()
     for name, value in kept.items():
         os.environ.pop(name, None)
@@ -29,7 +29,8 @@ def plain_process() -> Iterator[None]:
             os.environ[name] = value
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Accelerate's state and the process group, as if nothing had been made in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
     from hf_zero.core import comm

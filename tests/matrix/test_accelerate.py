@@ -111,7 +111,7 @@ def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Found) -> N
     assert "`join_uneven_inputs` will have no effect" in (launched[0] / "log.txt").read_text()
 
 
-def test_one_table_of_kernels_for_an_engine(launched: Found) -> None:
+def test_one_table_for_an_engine(launched: Found) -> None:
     lines = (launched[0] / "log.txt").read_text().splitlines()
     tables, engines = (sum(start in line for line in lines) for start in ("fused kernels in LlamaForCausalLM", "resolved configuration on"))
     assert engines > 6 and tables == (engines if "kernels" in launched[0].name else 0)

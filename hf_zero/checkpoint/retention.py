@@ -1,0 +1,84 @@
+"""Which checkpoints go when a new one has come. Damaged ones are not counted and not removed: what is left of them may be all there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.together import told
+from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
+
+
+def check_keep(keep: int | None) -> None:
+    """Raises CheckpointError for a number of checkpoints that cannot be kept."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all")
+
+
+def retain(final: Path, keep: int) -> list[Path]:
+    """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all. Returns those that were removed.
+
+    Only tags that differ from its own by their numbers alone are looked at (``global_step100`` beside ``global_step200``;
+    ``best`` stays), and the one that ``latest`` names stays too. What cannot be removed is a warning: the save itself is good.
+    """
+    family = [folder for folder in final.parent.iterdir() if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)]
+    newest_first = sorted(family, key=lambda folder: (folder == final, _written(folder)), reverse=True)
+    latest = final.parent / folders.LATEST
+    protected = {final, final.parent / latest.read_text().strip()} if latest.is_file() else {final}
+    return remove(excess(newest_first, keep, protected, trouble))
+
+
+def excess(newest_first: Iterable[Path], keep: int, protected: set[Path], wrong: Callable[[Path], str]) -> list[Path]:
+    """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest first.
+
+    ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something is the matter with the storage.
+    """
+    whole: list[Path] = []
+    for at, folder in enumerate(newest_first):
+        said = wrong(folder)
+        if said:
+            logger.warning("%s is damaged and is neither counted nor removed (%s)", folder, said)
+            if at == 0:
+                return []
+        else:
+            whole.append(folder)
+    return [folder for folder in reversed(whole[keep:]) if folder not in protected]
+
+
+def remove(chosen: Sequence[Path], aside: str = folders.DROPPED) -> list[Path]:
+    """Drop each of ``chosen``; one that cannot be removed is named in a warning. Returns those that went."""
+    gone = []
+    for folder in chosen:
+        try:
+            drop(folder, aside)
+        except OSError as error:
+            logger.warning("%s is to be removed, since newer checkpoints are kept, but cannot be: %s", folder, told(error, folder))
+        else:
+            gone.append(folder)
+    return gone
+
+
+def drop(folder: Path, aside: str = folders.DROPPED) -> None:
+    """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name. Raises OSError.
+
+    ``aside`` goes before the name meanwhile, possibly with a folder in front.
+    """
+    folders.discard_replaced(folder)
+    away = folder.parent / (aside + folder.name)
+    folders.remove_tree(away)
+    folders.rename(folder, away)
+    folders.remove_tree(away)
+
+
+def _stem(folder: Path) -> str:
+    return "" if folder.name.startswith(".") or folder.is_symlink() else re.sub(r"\d+", "#", folder.name)
+
+
+def _written(folder: Path) -> tuple[int, str]:
+    # The folder's own time changes with every file that anyone puts beside ours.
+    return (folder / MANIFEST_NAME).stat().st_mtime_ns, folder.name

@@ -1,0 +1,138 @@
+"""The wrappers around the Trainer's checkpoints: a run resumes from, ends with and keeps those that are whole.
+
+The Trainer writes ``checkpoint-N`` in pieces (weights, our folder, schedule, random states, ``trainer_state.json``) and knows a
+folder by its name alone. Imported in the middle of ``import transformers``: anything of it is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.retention import excess, remove
+from hf_zero.errors import CheckpointError
+from hf_zero.integrations import finder
+from hf_zero.integrations.written_in_pieces import by_number, decided, engines_part, last_whole, trainers
+from hf_zero.logs import logger
+
+PREFIX = "checkpoint-"
+ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
+
+
+def whole_to_resume(trainer: Any, wanted: Any) -> Any:
+    """What ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True the last whole checkpoint. Collective.
+
+    Raises CheckpointError for a checkpoint that is not whole, with the last one that is, and if none is.
+    """
+    if wanted is None or wanted is False:
+        return wanted
+    output = Path(trainer.args.output_dir)
+    if wanted is True:
+        found = decided(lambda: last_whole(by_number(output, PREFIX), trainers))
+        folder = None if found is None else Path(found)
+    else:
+        folder = Path(wanted)
+        decided(lambda: _refuse_torn(folder))
+    if folder is None:
+        return wanted  # the Trainer says that there is none
+    _tell_lost_random_states(trainer, folder)
+    return str(folder)
+
+
+def _refuse_torn(folder: Path) -> None:
+    if not (folder.is_dir() and _of_an_engine(folder)):
+        return  # the Trainer says better what a folder is that no engine has written
+    said = trainers(folder)
+    if said:
+        whole = next((each for each in by_number(folder.parent, PREFIX) if each != folder and not trainers(each)), None)
+        remedy = f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
+        raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
+
+
+def _of_an_engine(folder: Path) -> bool:
+    return (folder / folders.LATEST).is_file() or any(
+        item.name.startswith(folders.RESERVED) or folders.is_checkpoint(item) for item in folder.iterdir()
+    )
+
+
+def _tell_lost_random_states(trainer: Any, folder: Path) -> None:
+    name = f"rng_state_{trainer.args.process_index}.pth" if trainer.args.world_size > 1 else "rng_state.pth"
+    if folder.is_dir() and not (folder / name).exists():
+        logger.warning("%s has no %s: the random numbers of this rank do not go on from there (dropout, data augmentation)", folder, name)
+
+
+def load_best_whole(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A best checkpoint that is damaged is no reason to lose a training that has ended (``Trainer._load_best_model``)."""
+
+    def _load_best_model(self: Any) -> None:
+        from hf_zero.integrations.trainer_seams import under_zero
+
+        if under_zero(self):
+            best, metric = decided(lambda: _best_whole(self))
+            if best is None:
+                logger.warning("no checkpoint with a metric is whole: the model stays as training has left it")
+                self.state.best_model_checkpoint = None
+                return
+            self.state.best_model_checkpoint, self.state.best_metric = best, metric
+        original(self)
+
+    return _load_best_model
+
+
+def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
+    """The best checkpoint that is whole, and its metric."""
+    state, args = trainer.state, trainer.args
+    best = Path(state.best_model_checkpoint)
+    said = engines_part(best)
+    if not said:
+        return str(best), state.best_metric
+    logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, said)
+    name = args.metric_for_best_model if args.metric_for_best_model.startswith("eval_") else f"eval_{args.metric_for_best_model}"
+    scores = {entry["step"]: entry[name] for entry in state.log_history if name in entry}
+    others = [folder for folder in by_number(best.parent, PREFIX) if folder != best and _step(folder) in scores]
+    for folder in sorted(others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)):
+        if not engines_part(folder):
+            logger.warning("%s is loaded instead: %s %g", folder, name, scores[_step(folder)])
+            return str(folder), scores[_step(folder)]
+    return None, None
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix(PREFIX))
+
+
+def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+    """``save_total_limit`` counts whole checkpoints, and removes them by a rename first (``rotate_checkpoints``)."""
+
+    def rotate_checkpoints(
+        output_dir: str,
+        save_total_limit: int | None = None,
+        best_model_checkpoint: str | None = None,
+        use_mtime: bool = False,
+        checkpoint_prefix: str = "checkpoint",
+    ) -> None:
+        from transformers.trainer_utils import sort_checkpoints
+
+        ordered = [Path(each) for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))]
+        limited = save_total_limit is not None and save_total_limit > 0
+        if not (limited and finder.chosen() and ordered and _of_an_engine(ordered[0])):
+            original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
+            return
+        for left in Path(output_dir).glob(f"{ASIDE}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        newest = ordered[0]
+        protected = {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
+        first = [folder for folder in ordered if folder in protected]
+        # Other ranks may still be writing their random states into the newest.
+        chosen = excess(
+            [*first, *(folder for folder in ordered if folder not in protected)],
+            max(int(save_total_limit or 1), len(first)),
+            protected,
+            lambda folder: engines_part(folder) if folder == newest else trainers(folder),
+        )
+        remove(chosen, ASIDE)
+
+    return rotate_checkpoints
