@@ -56,8 +56,10 @@ def no_group_is_left() -> Iterator[None]:
     """An engine in the test's own process makes a group of one rank; the next test starts without."""
     yield
     comm = sys.modules.get("hf_zero.core.comm")
-    if comm is not None and torch.distributed.is_initialized():
-        comm.destroy_process_group()
+    if comm is not None:
+        comm.choose_device(None)  # what a Trainer of this test may have chosen
+        if torch.distributed.is_initialized():
+            comm.destroy_process_group()
 
 
 @pytest.fixture

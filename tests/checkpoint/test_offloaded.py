@@ -233,7 +233,9 @@ def test_saving_what_is_in_files_takes_the_memory_of_one_flat(tmp_path: Path) ->
         engine = start(model, torch.optim.AdamW(model.parameters()), config)
         assert len(engine.flats) == 10
         assert grows(lambda: checkpoint.save(engine, tmp_path / "saved")) < 96 * MB, "state is 480 MB"
-        assert grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 160 * MB
+        assert (
+            grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 200 * MB
+        )  # a flat's master, moments and shard, and buffers beside
         engine.destroy()
 
     run_ranks(1, run)

@@ -18,7 +18,10 @@ SCRIPT = Path(__file__).with_name("saving_ending.py")
 LIMIT = 120.0  # seconds: less than the timeout of the configuration
 
 
-@pytest.mark.parametrize("way, whole", [("return", True), ("raise", True), ("kill", False)])
+@pytest.mark.parametrize(
+    "way, whole",
+    [pytest.param("return", True, marks=pytest.mark.long), pytest.param("raise", True, marks=pytest.mark.long), ("kill", False)],
+)
 def test_a_rank_ends_while_a_checkpoint_is_written(way: str, whole: bool, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     begun = time.monotonic()

@@ -56,6 +56,7 @@ def test_the_files_are_a_recipe() -> None:
     assert pre.pop("pre_layer_norm") is True and post.pop("pre_layer_norm") is False and pre == post
 
 
+@pytest.mark.long
 def test_two_steps_of_each(tmp_path: Path) -> None:
     for preset in ("pre.json", "post.json"):
         assert 3 < last_loss(preset, tmp_path / preset.removesuffix(".json"), "--num_iterations", "2") < 5

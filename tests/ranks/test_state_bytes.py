@@ -63,7 +63,9 @@ def measured(build, optimizer_of, stage, plan) -> tuple[float, int]:
     return answers[0]
 
 
-SETTINGS = [(precision, adamw, 2) for precision in ("fp32", "bf16", "fp16")] + [("fp32", sgd, 1), ("bf16", plain_sgd, 0)]
+SETTINGS = [("fp32", adamw, 2), ("bf16", adamw, 2)] + [
+    pytest.param(*each, marks=pytest.mark.long) for each in (("fp16", adamw, 2), ("fp32", sgd, 1), ("bf16", plain_sgd, 0))
+]
 
 
 @pytest.mark.parametrize("precision, optimizer_of, moments", SETTINGS)
