@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hf_zero.checkpoint.card import places
+from hf_zero.checkpoint.card import json_object, places
 from hf_zero.checkpoint.manifest import Adapter, Manifest, is_plain
 from hf_zero.checkpoint.outputs import Output
 from hf_zero.errors import CheckpointError
@@ -77,13 +77,7 @@ def _beside(folder: Path, found: Mapping[str, object]) -> tuple[dict[str, object
     for place in places(folder) if len(found) == 1 else ():
         path = place / CONFIG
         if path.is_file():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                if not isinstance(content, dict):
-                    raise ValueError("no JSON object")
-            except ValueError as error:
-                raise CheckpointError(f"{path} is no JSON object ({error}); mend or remove it, then convert again") from error
-            return content, path
+            return json_object(path), path
     return {}, None
 
 

@@ -72,14 +72,20 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def configured(path: Path, dtype: str | None) -> bytes:
-    """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
+def json_object(path: Path) -> dict[str, Any]:
+    """What ``path`` holds. Raises CheckpointError if that is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
     except ValueError as error:
         raise CheckpointError(f"{path} is no JSON object ({error}); mend or remove it, then convert again") from error
+    return content
+
+
+def configured(path: Path, dtype: str | None) -> bytes:
+    """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
+    content = json_object(path)
     if dtype is not None:
         old = content.get("dtype", content.get("torch_dtype"))
         _redtype(content, old, dtype)

@@ -101,6 +101,14 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
         at = None if at is None else at + taken
 
 
+def read_all(fd: int, data: memoryview, at: int) -> int:
+    """``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time; the bytes that were there, fewer if the file ends."""
+    taken = 0
+    while taken < len(data) and (count := os.preadv(fd, [data[taken : taken + BLOCK]], at + taken)):
+        taken += count
+    return taken
+
+
 def sha256_of(path: Path, tick: Callable[[int], None] | None = None) -> str:
     """The SHA-256 of a file, read through a buffer of ``BLOCK`` bytes."""
     digest = hashlib.sha256()
@@ -170,11 +178,8 @@ class TensorFile:
             raise ValueError(
                 f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range of them, not {start} +{out.numel()}"
             )
-        while len(view):
-            count = os.preadv(self._fd, [view[:BLOCK]], at)
-            if count == 0:
-                raise self._damaged(f"it was cut short to {at} bytes while it was read")
-            view, at = view[count:], at + count
+        if (count := read_all(self._fd, view, at)) < len(view):
+            raise self._damaged(f"it was cut short to {at + count} bytes while it was read")
 
     def close(self) -> None:
         if self._fd >= 0:

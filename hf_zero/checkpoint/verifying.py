@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.errors import CheckpointError
 
@@ -51,20 +51,17 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
             f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and load_checkpoint check what it holds"
         )
     try:
-        manifest = Manifest.read(folder / MANIFEST_NAME)
+        checkpoint = Checkpoint(folder, sizes=False)
     except CheckpointError as error:
         return Verdict(folder, 0, 0, 0, 0, (str(error),))
     problems: list[str] = []
-    listed = [*manifest.files, *([manifest.objects] if manifest.objects else [])]
-    with (
-        Checkpoint(folder, sizes=False) as checkpoint,
-        bar(progress, sum(_there(folder, entry) for entry in listed), f"verifying {folder}") as tick,
-    ):
+    listed = checkpoint.listed()
+    with checkpoint, bar(progress, sum(_there(folder, entry) for entry in listed), f"verifying {folder}") as tick:
         read = sum(_check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(listed))
         if not problems:
             _note(problems, checkpoint.client_state)
             _note(problems, checkpoint.scheduler_state)
-    slots = [slot for flat in manifest.flats for slot in flat.layout.slots]
+    slots = [slot for flat in checkpoint.manifest.flats for slot in flat.layout.slots]
     return Verdict(folder, len(listed), read, len(slots), sum(slot.numel for slot in slots), tuple(problems))
 
 

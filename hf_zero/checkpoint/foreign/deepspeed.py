@@ -261,7 +261,7 @@ class Reading:
                     index, at = index + 1, 0
                 if index >= len(parts) or at + each > flats[index].numel():
                     raise CheckpointError(f"{self.optim_paths[rank]} is damaged: it ends before parameter {name!r}; restore it")
-                real = max(0, min(numel - rank * each, each))  # without the padding of the last part
+                real = _without_padding(numel, rank, each)
                 if real or (rank == 0 and not numel):
                     cut = {key: tensor[at : at + real] for key, tensor in parts[index].items()}
                     made.setdefault(name, []).append(Piece(len(self.model_paths) + rank, cut))
@@ -286,13 +286,13 @@ class Reading:
                 if name not in known and isinstance(tensor, torch.Tensor):
                     yield Parameter(name, tuple(tensor.shape), tensor.dtype, False, (Piece(0, {SHARD: tensor.reshape(-1)}),))
             return
-        fragments = [self._load(path).get("frozen_param_fragments") or {} for path in self.model_paths] if shapes else []
+        models = [self.model, *map(self._load, self.model_paths[1:])] if shapes else []
+        fragments = [model.get("frozen_param_fragments") or {} for model in models]
         for name, shape in shapes.items():
             numel = torch.Size(shape).numel()
             each = -(-numel // self.world)
             pieces = [
-                Piece(rank, {SHARD: held[name].reshape(-1)[: max(0, min(numel - rank * each, each))]})
-                for rank, held in enumerate(fragments)
+                Piece(rank, {SHARD: held[name].reshape(-1)[: _without_padding(numel, rank, each)]}) for rank, held in enumerate(fragments)
             ]
             yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
 
@@ -324,7 +324,7 @@ def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step
     made = []
     for group, names in zip(settings, shapes):
         kept = hyperparameters.plain(group)
-        state = base.get("state", {}).get(group["params"][0], {}) if group.get("params") else {}
+        state = _state(base, group["params"][0]) if group.get("params") else {}
         # FusedAdam keeps the count in the group, torch with the tensors.
         steps = [value for value in (step, state.get("step"), kept.pop("step", None)) if value is not None]
         made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
@@ -347,6 +347,11 @@ def _model_parallel(folder: Path, path: Path) -> CheckpointError:
         f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part of the model ({path.name}); "
         "merge it with the tools of the program that wrote it"
     )
+
+
+def _without_padding(numel: int, rank: int, each: int) -> int:
+    """How many of the ``each`` elements in the part of ``rank`` are elements of the parameter."""
+    return max(0, min(numel - rank * each, each))
 
 
 def _state(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.tensorfile import BLOCK, bytes_view
+from hf_zero.checkpoint.tensorfile import bytes_view, read_all
 
 MAPS = Path("/proc/self/maps")
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
@@ -55,12 +55,9 @@ class MappedFiles:
         fd = -1 if mapping is None else self._file(mapping)
         if mapping is None or fd < 0:
             return False
-        view, at = bytes_view(out), mapping.offset + address - mapping.start
-        while len(view):
-            count = os.preadv(fd, [view[:BLOCK]], at)
-            if count == 0:
-                raise OSError(f"{mapping.path} was cut short while it was read")
-            view, at = view[count:], at + count
+        view = bytes_view(out)
+        if read_all(fd, view, mapping.offset + address - mapping.start) < len(view):
+            raise OSError(f"{mapping.path} was cut short while it was read")
         return True
 
     def _around(self, address: int, nbytes: int) -> Mapping | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.tensorfile import BLOCK, bytes_view
+from hf_zero.checkpoint.tensorfile import bytes_view, read_all
 from hf_zero.errors import CheckpointError
 
 
@@ -76,11 +76,8 @@ class SavedTensor:
             return
         view, at = bytes_view(out), self._place + start * self.dtype.itemsize
         with open(self.path, "rb", buffering=0) as file:
-            while len(view):
-                count = os.preadv(file.fileno(), [view[:BLOCK]], at)
-                if count == 0:
-                    raise damaged(self.path, f"it was cut short to {at} bytes while it was read")
-                view, at = view[count:], at + count
+            if (count := read_all(file.fileno(), view, at)) < len(view):
+                raise damaged(self.path, f"it was cut short to {at + count} bytes while it was read")
 
     def _find(self) -> int:
         """The byte of the file at which the elements begin, -1 if they are not told or not in order."""
