@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import platform
 import statistics
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from versions import versions
 
 BUSY = 4_000_000  # cycles, some 2 ms
 BOUND = 2e-2  # relative in norm, bf16 against the same in fp32
@@ -281,16 +281,6 @@ def measure(work: Work, clock: Clock, repeats: int, limits: tuple[float, float])
     return rows
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of operations or families, separated by commas")
@@ -304,7 +294,7 @@ def main() -> None:
     limits = ceilings(clock, chosen.device, chosen.repeats)
     facts = {
         "at": datetime.datetime.now().isoformat(timespec="seconds"), "copy_gb_s": limits[0] / 1e9, "matmul_tflops": limits[1] / 1e12,
-        "device": torch.cuda.get_device_name() if clock.on_gpu else platform.processor(), **versions(),
+        "device": torch.cuda.get_device_name() if clock.on_gpu else platform.processor(), **versions(*VERSIONS),
     }  # fmt: skip
     print(f"copy {limits[0] / 1e9:.0f} GB/s, bf16 product {limits[1] / 1e12:.0f} TFLOP/s")
     print(

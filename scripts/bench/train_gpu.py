@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from versions import versions
 
 WARM_UP, STEPS, MASKED, LEARNING_RATE = 5, 10, 0.15, 1e-5
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "use_cache": False}
@@ -195,16 +195,6 @@ def measure(kind: str, shape: str, rows: int, length: int, device: str, profile:
     return row
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def environment(kind: str, deepspeed: str | None) -> dict[str, str]:
     """Beside hf-zero an installed DeepSpeed would be hidden by it, so it has a folder, and a process, of its own."""
     if not kind.startswith("ds") or deepspeed is None:
@@ -248,7 +238,7 @@ def main() -> None:
         shape, rows, length = chosen.work[0].split(",")
         print("ROW " + json.dumps(measure(chosen.one, shape, int(rows), int(length), chosen.device, chosen.profile)), flush=True)
         return
-    begun, best, facts = time.perf_counter(), {}, {"at": datetime.datetime.now().isoformat(timespec="seconds"), **versions()}
+    begun, best, facts = time.perf_counter(), {}, {"at": datetime.datetime.now().isoformat(timespec="seconds"), **versions(*VERSIONS)}
     for number in range(chosen.rounds):
         for work in chosen.work:
             for kind in chosen.of.split(","):

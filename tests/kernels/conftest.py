@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from hf_zero.ops import native
+from hf_zero.ops import dispatch, native
 
 OF_THE_CORE = [
     "test_blocks.py",
@@ -42,4 +43,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def isa(request: pytest.FixtureRequest) -> str:
     native.set_instruction_set(request.param)
+    return request.param
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which body of an operation a test runs; ``checked_triton`` watches the kernels."""
+    if request.param == "reference":
+        monkeypatch.setenv("HF_ZERO_TRITON", "0")
+    else:
+        assert dispatch.runs_on(torch.device("cpu")), "the interpreter is off"
     return request.param

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import activations, dispatch
+from hf_zero.ops import activations
 from hf_zero.ops import activations_reference as reference
 from hf_zero.ops.activations import geglu, geglu_packed, gelu, swiglu, swiglu_packed
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
@@ -15,15 +15,6 @@ from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradie
 pytestmark = pytest.mark.usefixtures("checked_triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["none", "tanh"]
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reference":
-        monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    else:
-        assert dispatch.runs_on(torch.device("cpu")), "the interpreter is off"
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import dispatch, residual
+from hf_zero.ops import residual
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
@@ -16,15 +16,6 @@ from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradie
 pytestmark = pytest.mark.usefixtures("checked_triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SEED = torch.tensor([20_26])
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reference":
-        monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    else:
-        assert dispatch.runs_on(torch.device("cpu")), "the interpreter is off"
-    return request.param
 
 
 def dropped(x: torch.Tensor, dropout: float) -> torch.Tensor:

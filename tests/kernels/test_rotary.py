@@ -8,21 +8,11 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import dispatch
 from hf_zero.ops.rotary import ROTARY, rotary, split_rotary
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 pytestmark = pytest.mark.usefixtures("checked_triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reference":
-        monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    else:
-        assert dispatch.runs_on(torch.device("cpu")), "the interpreter is off"
-    return request.param
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
