@@ -10,11 +10,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from hf_zero.checkpoint.card import json_object, places
 from hf_zero.checkpoint.manifest import Adapter, Manifest, is_plain
 from hf_zero.checkpoint.outputs import Output
+from hf_zero.checkpoint.places import Place
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -44,7 +44,7 @@ def _based(name: str) -> str:
     return name if name.startswith(BASE) else BASE + name
 
 
-def adapters_in(manifest: Manifest, folder: Path, held: Iterable[str], needed: bool) -> dict[str, Adapter]:
+def adapters_in(manifest: Manifest, folder: Place, held: Iterable[str], needed: bool) -> dict[str, Adapter]:
     """The adapters of a checkpoint whose tensors are named ``held``; empty where there are none.
 
     Raises CheckpointError if they are ``needed`` and are not there, or are of a kind that the names alone do not tell.
@@ -72,7 +72,7 @@ def adapters_in(manifest: Manifest, folder: Path, held: Iterable[str], needed: b
     return {}
 
 
-def _beside(folder: Path, found: Mapping[str, object]) -> tuple[dict[str, object], Path | None]:
+def _beside(folder: Place, found: Mapping[str, object]) -> tuple[dict[str, object], Place | None]:
     """The configuration of a single adapter, nearest first; of several each would need its own."""
     for place in places(folder) if len(found) == 1 else ():
         path = place / CONFIG
@@ -82,7 +82,7 @@ def _beside(folder: Path, found: Mapping[str, object]) -> tuple[dict[str, object
 
 
 def adapter_parts(
-    adapters: Mapping[str, Adapter], held: Mapping[str, Output], folder: Path
+    adapters: Mapping[str, Adapter], held: Mapping[str, Output], folder: Place
 ) -> tuple[dict[str, list[Output]], dict[str, bytes]]:
     """The tensors of each weight file, and the contents of the configurations, by path in the target.
 

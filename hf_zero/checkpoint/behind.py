@@ -13,21 +13,20 @@ folder and no checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_zero.checkpoint.draft import Draft, Written
+from hf_zero.checkpoint.landing import Landing
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.places import Place
 from hf_zero.checkpoint.publishing import Rest, announce, publish
 from hf_zero.checkpoint.streaming import copy_bytes, write_image
 from hf_zero.checkpoint.tensorfile import bytes_view
@@ -41,12 +40,11 @@ UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 @dataclass(frozen=True)
 class Job:
-    """A save whose image is staged: this rank's file, the folder it is to be, on rank 0 all the other files; how many checkpoints stay."""
+    """A save whose image is staged: where it goes, this rank's file, on rank 0 all the other files; how many checkpoints stay."""
 
-    path: Path
-    final: Path
+    to: Landing
+    path: Place
     rest: Rest | None
-    save_id: str
     keep: int | None = None
 
 
@@ -84,7 +82,7 @@ class Behind:
             return
         job, future = self._running
         if what and not future.done() and self._rank == 0:
-            logger.warning("%s waits for %s, which is still being written: saves come faster than the disk takes them", what, job.final)
+            logger.warning("%s waits for %s, which is still being written: saves come faster than the disk takes them", what, job.to.final)
         try:
             future.result()
         finally:
@@ -117,11 +115,9 @@ class Behind:
         """Write what was staged, from a thread. Training goes on."""
         self.number += 1
         image = bytes_view(self._memory)[: self._size]
-        hashed: Future[str] = Future()
         ended: Future[None] = Future()
         self._running = (job, ended)
-        threading.Thread(target=_settle, args=(hashed, lambda: hashlib.sha256(image).hexdigest()), name="hf-zero hash").start()
-        work = _Work(job, image, hashed, self._mail, self._rank, self._world, self.number, self._stall)
+        work = _Work(job, image, self._mail, self._rank, self._world, self.number, self._stall)
         threading.Thread(target=_settle, args=(ended, work.run), name="hf-zero save").start()
 
 
@@ -140,7 +136,6 @@ class _Work:
 
     job: Job
     image: memoryview
-    hashed: Future[str]
     mail: Any
     rank: int
     world: int
@@ -155,13 +150,12 @@ class _Work:
             raise CheckpointError(f"{verdict} (written beside the training)")
         if self.rank == 0:
             seconds = time.perf_counter() - begun
-            logger.info("saved %s beside the training: it waited %.2f s, the files took %.2f s", self.job.final, self.stall, seconds)
+            logger.info("saved %s beside the training: it waited %.2f s, the files took %.2f s", self.job.to.final, self.stall, seconds)
 
     def _write(self) -> tuple[str, str]:
-        """The SHA-256 of this rank's file, and what was wrong."""
+        """The hash of this rank's file, and what was wrong."""
         try:
-            write_image(self.job.path, self.image)
-            return self.hashed.result(), ""
+            return write_image(self.job.path, self.image), ""
         except Exception as error:
             return "", told(error, self.job.path)
 
@@ -187,33 +181,34 @@ class _Work:
             try:
                 self.mail.leave("verdict", self.number, json.dumps(verdict))
             except RuntimeError as error:  # nobody can be told; the others look at the folder
-                logger.warning("%s: the other ranks do not hear of it, because their store is gone (%s)", self.job.final, error)
+                logger.warning("%s: the other ranks do not hear of it, because their store is gone (%s)", self.job.to.final, error)
         return verdict
 
     def _publish(self, outcomes: list[tuple[str, str]]) -> str:
         failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text}
-        temporary, final, rest = self.job.path.parent, self.job.final, self.job.rest
+        to, rest = self.job.to, self.job.rest
         assert rest is not None, "rank 0 knows all other files"
         if not failed:
             try:
-                publish(temporary, rest.with_hashes([digest for digest, _ in outcomes]))
+                publish(to, rest, [digest for digest, _ in outcomes])
             except Exception as error:
-                failed = {0: told(error, temporary)}
+                failed = {0: told(error, self.job.path.parent)}
         if failed:
-            shutil.rmtree(temporary, ignore_errors=True)
-            return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(final.name)}"
+            to.abandon()
+            return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(to.tag)}"
         try:
-            announce(final, self.job.keep)
+            announce(to, rest, self.job.keep)
         except Exception as error:
-            return f"rank 0: {told(error, final)}. {final} itself is whole; pass its tag to load it."
+            return f"rank 0: {told(error, to.final)}. {to.final} itself is whole; pass its tag to load it."
         return ""
 
     def _on_disk(self, error: Exception) -> str:
         """Without the store: whether the checkpoint is there all the same."""
+        final = self.job.to.final
         try:
-            whole = Manifest.read(self.job.final / MANIFEST_NAME).save_id == self.job.save_id
+            whole = Manifest.read(final / MANIFEST_NAME).save_id == self.job.to.save_id
         except (CheckpointError, OSError):
             whole = False
         if whole:
             return ""
-        return f"rank {self.rank} does not know what became of {self.job.final} ({error}); hf-zero verify says whether it is whole"
+        return f"rank {self.rank} does not know what became of {final} ({error}); hf-zero verify says whether it is whole"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.places import Place, is_remote
 from hf_zero.errors import CheckpointError
 
 CONFIG, CARD = "config.json", "README.md"
@@ -27,15 +28,15 @@ PATTERNS = (
 _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
-def places(folder: Path) -> list[Path]:
+def places(folder: Place) -> list[Place]:
     """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's ``checkpoint-N``."""
     above = folder.resolve().parent
     return [folder, above, *([above.parent] if re.fullmatch(r"checkpoint-\d+", above.name) else [])]
 
 
-def companions(folder: Path) -> dict[str, Path]:
+def companions(folder: Place) -> dict[str, Place]:
     """Name and path of what is to be carried along; what lies nearer to the checkpoint comes first."""
-    found: dict[str, Path] = {}
+    found: dict[str, Place] = {}
     for place in places(folder):
         for pattern in PATTERNS:
             for path in sorted(place.glob(pattern)):
@@ -43,7 +44,7 @@ def companions(folder: Path) -> dict[str, Path]:
     return found
 
 
-def carry(folder: Path, manifest: Manifest, target: Path, dtype: str | None, without: Collection[str] = ()) -> list[str]:
+def carry(folder: Place, manifest: Manifest, target: Path, dtype: str | None, without: Collection[str] = ()) -> list[str]:
     """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are not among them.
 
     The configuration gets ``dtype``, that of the weights; the card gets the facts of the run. ``without`` stay behind.
@@ -53,7 +54,9 @@ def carry(folder: Path, manifest: Manifest, target: Path, dtype: str | None, wit
         to = target / name
         if name in without:
             continue
-        if path.is_dir():
+        if is_remote(path) and name not in (CONFIG, CARD):
+            path.fs.get(path.path, str(to), recursive=path.is_dir())
+        elif path.is_dir():
             shutil.copytree(path, to, dirs_exist_ok=True)
         elif name == CONFIG:
             _write(to, configured(path, dtype))
@@ -72,7 +75,7 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Place) -> dict[str, Any]:
     """What ``path`` holds. Raises CheckpointError if that is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +86,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def configured(path: Path, dtype: str | None) -> bytes:
+def configured(path: Place, dtype: str | None) -> bytes:
     """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
     content = json_object(path)
     if dtype is not None:
@@ -103,7 +106,7 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
             content[key] = new
 
 
-def facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
+def facts(manifest: Manifest, folder: Place) -> list[tuple[str, str]]:
     """What is known of the run: from the manifest, and from the Trainer's log where there is one."""
     count = sum(flat.layout.numel for flat in manifest.flats)
     trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
@@ -121,7 +124,7 @@ def facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     return rows + [("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))]
 
 
-def _logged(folder: Path) -> Iterator[tuple[str, str]]:
+def _logged(folder: Place) -> Iterator[tuple[str, str]]:
     for place in places(folder)[:2]:
         try:
             history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]

@@ -34,7 +34,7 @@ class Draft:
     written: Written  # its file is still without a hash
 
     def hashed(self, digest: str) -> Written:
-        return replace(self.written, file=replace(self.written.file, sha256=digest))
+        return replace(self.written, file=replace(self.written.file, hash=digest))
 
 
 @dataclass(frozen=True)

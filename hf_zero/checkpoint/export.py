@@ -23,6 +23,7 @@ from hf_zero.checkpoint.journal import Journal, temporary
 from hf_zero.checkpoint.manifest import Manifest, dtype_name
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
+from hf_zero.checkpoint.places import on_this_machine
 from hf_zero.checkpoint.tensorfile import Plan, plan_file
 from hf_zero.checkpoint.together import told
 from hf_zero.errors import CheckpointError, ConfigError
@@ -103,7 +104,7 @@ def convert_checkpoint(
             adapters that are wanted and are not there.
         ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits no tensor.
     """
-    wanted, target = dtype_option(dtype), Path(dst)
+    wanted, target = dtype_option(dtype), on_this_machine(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
     with open_checkpoint(folders.find(src, tag)) as checkpoint:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.places import Place, is_remote, modified, place
 from hf_zero.checkpoint.tensorfile import write_all
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -30,30 +31,34 @@ def check_tag(tag: object) -> str:
     return name
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Place) -> bool:
     """Whether ``folder`` is a checkpoint of ours."""
     return (folder / MANIFEST_NAME).is_file()
 
 
-def can_be_read(folder: Path) -> bool:
+def can_be_read(folder: Place) -> bool:
     """Whether ``folder`` is a checkpoint of ours, or one that another program wrote and we read."""
     return is_checkpoint(folder) or bool(recognise(folder))
 
 
-def tags(directory: Path) -> list[str]:
+def tags(directory: Place) -> list[str]:
     """The tags in ``directory`` that hold a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
     found = [item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)]
-    return [item.name for item in sorted(found, key=lambda item: (item.stat().st_mtime_ns, item.name))]
+    return [item.name for item in sorted(found, key=lambda item: (_written(item), item.name))]
 
 
-def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
+def _written(folder: Place) -> int:
+    return modified(folder / MANIFEST_NAME if is_remote(folder) else folder)  # a store has no folders
+
+
+def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:
     """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names, or a foreign one itself.
 
     Raises CheckpointError saying what was looked for and which tags exist.
     """
-    root = Path(directory)
+    root = place(directory)
     if tag is not None:
         name = check_tag(tag)
     elif recognise(root) and not any(is_checkpoint(root / held) for held in tags(root)):
@@ -70,7 +75,7 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
     raise CheckpointError(f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not exist; {_remedy(root)}")
 
 
-def _remedy(root: Path) -> str:
+def _remedy(root: Place) -> str:
     found = tags(root)
     if found:
         return f"pass one of the tags that exist: {', '.join(found)}"
@@ -80,12 +85,12 @@ def _remedy(root: Path) -> str:
     return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint or save_state"
 
 
-def find(source: str | os.PathLike[str], tag: str | None = None) -> Path:
+def find(source: str | os.PathLike[str], tag: str | None = None) -> Place:
     """The checkpoint that ``source`` means: a tag's folder, a folder with tags, or a Trainer's output folder.
 
     In an output folder the highest ``checkpoint-N`` that holds a checkpoint is taken. Raises CheckpointError.
     """
-    root = Path(source)
+    root = place(source)
     if tag is None and can_be_read(root):
         return root
     if not root.is_dir():
@@ -102,7 +107,7 @@ def find(source: str | os.PathLike[str], tag: str | None = None) -> Path:
     return locate(root, tag)
 
 
-def _step(folder: Path) -> int:
+def _step(folder: Place) -> int:
     suffix = folder.name.rpartition("-")[2]
     return int(suffix) if suffix.isdecimal() else -1
 

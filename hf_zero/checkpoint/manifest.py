@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_zero.checkpoint.hashes import algorithm_of
+from hf_zero.checkpoint.places import Place, asked
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
 
 FORMAT = "hf-zero/checkpoint"
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
@@ -37,12 +40,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the checkpoint. ``rank`` is the rank that wrote it."""
+    """A file of the checkpoint. ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``)."""
 
     name: str
     rank: int
     size: int
-    sha256: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -192,29 +195,42 @@ class Manifest:
     def dumps(self) -> bytes:
         return json.dumps(self.to_json(), indent=1).encode()
 
-    @classmethod
-    def read(cls, path: Path) -> Manifest:
-        """Read and check ``path``. Raises CheckpointError naming the file and the field that is wrong."""
-        try:
-            if path.stat().st_size > MAX_MANIFEST:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes and is no manifest; restore it, or load another tag")
-            data = json.loads(path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or load another tag of this run") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: no JSON ({error}); restore it, or load another tag of this run") from error
-        return cls.from_json(data, path)
+    def all_files(self) -> list[FileEntry]:
+        """Every file that is listed."""
+        return [*self.files, *([self.objects] if self.objects else [])]
 
     @classmethod
-    def from_json(cls, data: Any, source: Path) -> Manifest:
+    def read(cls, path: Place) -> Manifest:
+        """Read and check ``path``. Raises CheckpointError naming the file and the field that is wrong."""
+        try:
+            with asked(path):
+                size = path.stat().st_size
+                if size > MAX_MANIFEST:
+                    raise CheckpointError(f"{path} has {size} bytes and is no manifest; restore it, or load another tag")
+                content = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or load another tag of this run") from error
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, source: Place) -> Manifest:
+        """Inverse of :meth:`dumps`; ``source`` is named in errors."""
+        try:
+            data = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{source} is damaged: no JSON ({error}); restore it, or load another tag of this run") from error
+        return cls.from_json(data, source)
+
+    @classmethod
+    def from_json(cls, data: Any, source: Place) -> Manifest:
         """Inverse of :meth:`to_json`; ``source`` is named in errors."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(
                 f"{source} is no manifest of hf-zero (its format is not {FORMAT!r}); name a folder that save_checkpoint wrote"
             )
-        if data.get("version") != VERSION:
+        if type(data.get("version")) is not int or data["version"] not in READ:
             raise CheckpointError(
-                f"{source} has format version {data.get('version')!r}, this hf-zero reads version {VERSION}; "
+                f"{source} has format version {data.get('version')!r}, this hf-zero reads versions {READ[0]} to {READ[-1]}; "
                 f"load it with the hf-zero that wrote it ({data.get('software')})"
             )
         try:
@@ -261,11 +277,13 @@ def is_plain(name: str) -> bool:
     return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
 
 
-def _file(data: dict[str, Any], rank: int | None = None) -> FileEntry:
+def _file(data: dict[str, Any], version: int, rank: int | None = None) -> FileEntry:
     name = _get(data, "name", str)
     if not is_plain(name):
         raise ValueError(f"the file name {name!r} leads out of the folder")
-    return FileEntry(name, _size(data, "rank") if rank is None else rank, _size(data, "size"), _get(data, "sha256", str))
+    said = f"sha256:{_get(data, 'sha256', str)}" if version == 1 else _get(data, "hash", str)
+    algorithm_of(said)
+    return FileEntry(name, _size(data, "rank") if rank is None else rank, _size(data, "size"), said)
 
 
 def _flat(data: dict[str, Any]) -> FlatEntry:
@@ -313,7 +331,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         world={key: _size(_get(data, "world", dict), key) for key in ("size", "shard", "replicate")},
         stage=_get(data, "stage", int),
         precision=_get(data, "precision", str),
-        files=tuple(_file(file) for file in _items(data, "files", dict)),
+        files=tuple(_file(file, data["version"]) for file in _items(data, "files", dict)),
         flats=tuple(_flat(flat) for flat in _items(data, "flats", dict)),
         parameters={name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()},
         buffers={
@@ -332,7 +350,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         lr_scheduler=_optional(data, "lr_scheduler", lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))}),
         counters=_values(data, "counters", int),
         client_state=_state(_get(data, "client_state", dict)),
-        objects=_optional(data, "objects", lambda d: _file(d, rank=0)),
+        objects=_optional(data, "objects", lambda d: _file(d, data["version"], rank=0)),
         software=_values(data, "software", str),
     )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.places import Place, asked
 from hf_zero.errors import CheckpointError
 
 
@@ -56,10 +56,11 @@ def _check_loadable(what: str, value: Any) -> None:
         ) from error
 
 
-def load_objects(path: Path) -> dict[str, dict[str, Any]]:
+def load_objects(path: Place) -> dict[str, dict[str, Any]]:
     """The content of ``objects.pt``. Raises CheckpointError where it is damaged or would execute code."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with asked(path), path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}); "
@@ -70,7 +71,7 @@ def load_objects(path: Path) -> dict[str, dict[str, Any]]:
     return content
 
 
-def join(what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def join(what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: Place) -> dict[str, Any]:
     """Inverse of :func:`split`. Raises CheckpointError naming a promised key that ``objects`` lacks."""
     missing = [key for key in state["objects"] if key not in objects]
     if missing:

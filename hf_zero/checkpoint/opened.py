@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from hashlib import sha256
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,9 +13,11 @@ import torch
 from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign import open_foreign, recognise
+from hf_zero.checkpoint.hashes import algorithm_of
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.places import Place, asked, modified
 from hf_zero.checkpoint.reshard import Run, parameter_runs
-from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, sha256_of
+from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, hash_of_file
 from hf_zero.errors import CheckpointError
 
 
@@ -26,7 +27,7 @@ class Checkpoint:
     ``sizes`` compares those of all files at once. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
     """
 
-    def __init__(self, folder: Path, sizes: bool = True) -> None:
+    def __init__(self, folder: Place, sizes: bool = True) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder / MANIFEST_NAME)
         self._open: dict[int, TensorFile] = {}
@@ -36,21 +37,22 @@ class Checkpoint:
 
     def listed(self) -> list[FileEntry]:
         """Every file that the manifest lists."""
-        return [*self.manifest.files, *([self.manifest.objects] if self.manifest.objects else [])]
+        return self.manifest.all_files()
 
     def identity(self) -> str:
         """Tells this save from any other, and from itself with a file replaced."""
         digest = sha256(self.manifest.dumps())
         for entry in self.listed():
-            status = (self.folder / entry.name).stat()
-            digest.update(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            path = self.folder / entry.name
+            digest.update(f"{entry.name} {path.stat().st_size} {modified(path)}\n".encode())
         return digest.hexdigest()
 
     def check_size(self, entry: FileEntry) -> None:
         """Raises CheckpointError for a file that is missing or of another size."""
         path = self.folder / entry.name
         try:
-            size = path.stat().st_size
+            with asked(path):
+                size = path.stat().st_size
         except OSError as error:
             raise CheckpointError(f"{path} is missing ({error.strerror}); restore it, or load another tag of this run") from error
         if size != entry.size:
@@ -62,10 +64,10 @@ class Checkpoint:
     def verify(self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None) -> None:
         """Compare the hashes of ``entries`` with the manifest. Raises CheckpointError for the first that differs."""
         for entry in entries:
-            digest = sha256_of(self.folder / entry.name, tick)
-            if digest != entry.sha256:
+            digest = hash_of_file(self.folder / entry.name, algorithm_of(entry.hash), tick)
+            if digest != entry.hash:
                 raise CheckpointError(
-                    f"{self.folder / entry.name} is damaged: its SHA-256 is {digest}, the manifest says {entry.sha256}; "
+                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the manifest says {entry.hash}; "
                     "restore it, or load another tag of this run"
                 )
 
@@ -145,7 +147,7 @@ class Checkpoint:
         state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
         return objects.join("the lr scheduler", state, self.objects().get("lr_scheduler", {}), self._objects_path())
 
-    def _objects_path(self) -> Path:
+    def _objects_path(self) -> Place:
         return self.folder / (self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME)
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Place) -> Checkpoint:
     """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads. Raises CheckpointError."""
     if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
         return open_foreign(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from hf_zero.checkpoint.contract import Engine, Flat
 from hf_zero.checkpoint.grouping import reordered
 from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
+from hf_zero.checkpoint.places import Place
 from hf_zero.checkpoint.reshard import Run, runs
 from hf_zero.checkpoint.together import together
 from hf_zero.checkpoint.wholeness import whole_beside
@@ -79,7 +79,7 @@ def load(
     return str(plan.checkpoint.folder), plan.client_state
 
 
-def _open(folder: Path) -> Checkpoint:
+def _open(folder: Place) -> Checkpoint:
     try:
         return open_checkpoint(folder)
     except CheckpointError as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-from hf_zero.checkpoint import folders
+from hf_zero.checkpoint import folders, objectstore
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.places import Place, is_remote, modified
 from hf_zero.checkpoint.together import told
 from hf_zero.checkpoint.wholeness import trouble
 from hf_zero.errors import CheckpointError
@@ -20,7 +20,7 @@ def check_keep(keep: int | None) -> None:
         raise CheckpointError(f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all")
 
 
-def retain(final: Path, keep: int) -> list[Path]:
+def retain(final: Place, keep: int) -> list[Place]:
     """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all. Returns those that were removed.
 
     Only tags that differ from its own by their numbers alone are looked at (``global_step100`` beside ``global_step200``;
@@ -33,12 +33,12 @@ def retain(final: Path, keep: int) -> list[Path]:
     return remove(excess(newest_first, keep, protected, trouble))
 
 
-def excess(newest_first: Iterable[Path], keep: int, protected: set[Path], wrong: Callable[[Path], str]) -> list[Path]:
+def excess(newest_first: Iterable[Place], keep: int, protected: set[Place], wrong: Callable[[Place], str]) -> list[Place]:
     """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest first.
 
     ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something is the matter with the storage.
     """
-    whole: list[Path] = []
+    whole: list[Place] = []
     for at, folder in enumerate(newest_first):
         said = wrong(folder)
         if said:
@@ -50,7 +50,7 @@ def excess(newest_first: Iterable[Path], keep: int, protected: set[Path], wrong:
     return [folder for folder in reversed(whole[keep:]) if folder not in protected]
 
 
-def remove(chosen: Sequence[Path], aside: str = folders.DROPPED) -> list[Path]:
+def remove(chosen: Sequence[Place], aside: str = folders.DROPPED) -> list[Place]:
     """Drop each of ``chosen``; one that cannot be removed is named in a warning. Returns those that went."""
     gone = []
     for folder in chosen:
@@ -63,11 +63,14 @@ def remove(chosen: Sequence[Path], aside: str = folders.DROPPED) -> list[Path]:
     return gone
 
 
-def drop(folder: Path, aside: str = folders.DROPPED) -> None:
+def drop(folder: Place, aside: str = folders.DROPPED) -> None:
     """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name. Raises OSError.
 
     ``aside`` goes before the name meanwhile, possibly with a folder in front.
     """
+    if is_remote(folder):
+        objectstore.drop(folder)
+        return
     folders.discard_replaced(folder)
     away = folder.parent / (aside + folder.name)
     folders.remove_tree(away)
@@ -75,10 +78,10 @@ def drop(folder: Path, aside: str = folders.DROPPED) -> None:
     folders.remove_tree(away)
 
 
-def _stem(folder: Path) -> str:
+def _stem(folder: Place) -> str:
     return "" if folder.name.startswith(".") or folder.is_symlink() else re.sub(r"\d+", "#", folder.name)
 
 
-def _written(folder: Path) -> tuple[int, str]:
+def _written(folder: Place) -> tuple[int, str]:
     # The folder's own time changes with every file that anyone puts beside ours.
-    return (folder / MANIFEST_NAME).stat().st_mtime_ns, folder.name
+    return modified(folder / MANIFEST_NAME), folder.name

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.tensorfile import BLOCK, DATA_ALIGNMENT, Plan, bytes_view
+from hf_zero.checkpoint.hashes import Hash
+from hf_zero.checkpoint.objectstore import Upload
+from hf_zero.checkpoint.places import BLOCK, Place, is_remote
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, bytes_view
 
 FILLED = 4 << 20  # bytes of each of the blocks that tensors pass through
 DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
@@ -84,16 +86,20 @@ class Output:
         os.close(self._fd)
 
 
-class _Blocks:
-    """Three blocks of memory in turn: this thread fills one, while one is written and one hashed by a thread each."""
+def open_output(where: Place, size: int) -> Output | Upload:
+    """A new file of ``size`` bytes on this machine, or in an object store. Raises OSError."""
+    return Upload(where, size) if is_remote(where) else Output(where, size)
 
-    def __init__(self, output: Output, size: int, workers: Sequence[ThreadPoolExecutor], tick: Callable[[int], None] | None) -> None:
-        self.digest = hashlib.sha256()
-        self._output, self._tick = output, tick
-        self._writer, self._hasher = workers
+
+class _Blocks:
+    """Two blocks of memory in turn: this thread fills one and hashes it, while a thread writes the other."""
+
+    def __init__(self, output: Output | Upload, size: int, writer: ThreadPoolExecutor, tick: Callable[[int], None] | None) -> None:
+        self._hash = Hash()
+        self._output, self._writer, self._tick = output, writer, tick
         pin = torch.cuda.is_initialized()
-        self._blocks = [aligned(min(size, FILLED), pin) for _ in range(3)]
-        self._under_way: list[list[Future[None]]] = [[], [], []]  # what still reads each block
+        self._blocks = [aligned(min(size, FILLED), pin) for _ in range(2)]
+        self._under_way: Future[None] | None = None  # what still reads the second one
         self._used = 0  # bytes of the first one
 
     def take(self, flat: torch.Tensor) -> None:
@@ -110,36 +116,39 @@ class _Blocks:
             self.flush()
 
     def flush(self) -> None:
-        """Have what was taken written and hashed; the block that comes next is free when this returns."""
+        """Hash what was taken and have it written; the block that comes next is free when this returns."""
         data = bytes_view(self._blocks[0][: self._used])
-        self._under_way[0] = [self._writer.submit(self._output.write, data), self._hasher.submit(self.digest.update, data)]
-        self._blocks.append(self._blocks.pop(0))
-        self._under_way.append(self._under_way.pop(0))
-        for each in self._under_way[0]:
-            each.result()
+        self._hash.update(data)
+        self.settle()
+        self._under_way = self._writer.submit(self._output.write, data)
+        self._blocks.reverse()
         self._used = 0
         if self._tick is not None:
             self._tick(len(data))
 
+    def settle(self) -> None:
+        """Return when nothing is being written. Raises what the write has met with."""
+        if self._under_way is not None:
+            self._under_way.result()
+
     def end(self) -> str:
-        """The SHA-256 of all that was taken, once it is written."""
+        """The hash of all that was taken, once it is written."""
         self.flush()
-        for each in [future for block in self._under_way for future in block]:
-            each.result()
-        return self.digest.hexdigest()
+        self.settle()
+        return self._hash.text()
 
 
 def write_tensors(
-    path: Path, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
+    path: Place, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
 ) -> str:
-    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its SHA-256.
+    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its hash.
 
     A tensor that has to be fetched first is given as what fetches it, and is let go before the next one. Tensors may be on
-    any device; they pass through three blocks of ``FILLED`` bytes, so that no tensor is held twice.
+    any device; they pass through two blocks of ``FILLED`` bytes, so that no tensor is held twice.
     """
-    with Output(path, plan.size) as output:
-        with ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
-            blocks = _Blocks(output, plan.size, (writer, hasher), tick)
+    with open_output(path, plan.size) as output:
+        with ThreadPoolExecutor(1) as writer:
+            blocks = _Blocks(output, plan.size, writer, tick)
             blocks.take(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
             for entry in plan.entries:
                 given = tensors[entry.name]
@@ -151,9 +160,12 @@ def write_tensors(
     return digest
 
 
-def write_image(path: Path, image: memoryview) -> None:
-    """Write ``image``, a whole file that stands on a page, to ``path`` and flush it to the device."""
-    with Output(path, len(image)) as output:
+def write_image(path: Place, image: memoryview) -> str:
+    """Write ``image``, a whole file that stands on a page, to ``path``, flush it to the device and return its hash."""
+    made = Hash()
+    with open_output(path, len(image)) as output:
         for start in range(0, len(image), BLOCK):
+            made.update(image[start : start + BLOCK])
             output.write(image[start : start + BLOCK])
         output.flush()
+    return made.text()

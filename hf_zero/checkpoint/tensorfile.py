@@ -6,19 +6,20 @@ header count from the start of the data.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from hf_zero.checkpoint import hashes
+from hf_zero.checkpoint.places import BLOCK, Place, open_ranges
 from hf_zero.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -41,7 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-BLOCK = 16 << 20  # bytes written, hashed or copied at a time
 DATA_ALIGNMENT = 4096  # so that the data of a rank file can be read and written by direct I/O
 
 
@@ -101,24 +101,18 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
         at = None if at is None else at + taken
 
 
-def read_all(fd: int, data: memoryview, at: int) -> int:
-    """``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time; the bytes that were there, fewer if the file ends."""
-    taken = 0
-    while taken < len(data) and (count := os.preadv(fd, [data[taken : taken + BLOCK]], at + taken)):
-        taken += count
-    return taken
-
-
-def sha256_of(path: Path, tick: Callable[[int], None] | None = None) -> str:
-    """The SHA-256 of a file, read through a buffer of ``BLOCK`` bytes."""
-    digest = hashlib.sha256()
+def hash_of_file(path: Place, algorithm: str = hashes.DEFAULT, tick: Callable[[int], None] | None = None) -> str:
+    """The hash of a file, read through a buffer of ``BLOCK`` bytes."""
+    digest = hashes.Hash(algorithm)
     buffer = memoryview(bytearray(BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    at = 0
+    with closing(open_ranges(path)) as file:
+        while count := file.read(buffer, at):
             digest.update(buffer[:count])
+            at += count
             if tick is not None:
                 tick(count)
-    return digest.hexdigest()
+    return digest.text()
 
 
 class TensorFile:
@@ -127,31 +121,35 @@ class TensorFile:
     Raises CheckpointError for a file that cannot be read or whose header breaks the format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._file = open_ranges(path)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be opened ({error.strerror}); restore the file, or load another tag of this run"
             ) from error
         try:
-            self.size = os.fstat(self._fd).st_size
+            self.size = self._file.size
             self.metadata, self.entries, self._data = self._read_header()
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is damaged: {what}; restore the file, or load another tag of this run")
 
+    def _bytes(self, count: int, at: int) -> bytes:
+        held = bytearray(count)
+        return bytes(held[: self._file.read(memoryview(held), at)])
+
     def _read_header(self) -> tuple[dict[str, str], dict[str, Entry], int]:
-        start = os.pread(self._fd, 8, 0)
+        start = self._bytes(8, 0)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 <= length <= min(MAX_HEADER, self.size - 8):
             raise self._damaged(f"its header claims {length} bytes, the file has {self.size}")
         try:
-            header = json.loads(os.pread(self._fd, length, 8))
+            header = json.loads(self._bytes(length, 8))
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is no object")
@@ -178,13 +176,11 @@ class TensorFile:
             raise ValueError(
                 f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range of them, not {start} +{out.numel()}"
             )
-        if (count := read_all(self._fd, view, at)) < len(view):
+        if (count := self._file.read(view, at)) < len(view):
             raise self._damaged(f"it was cut short to {at + count} bytes while it was read")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
 from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.places import Place, place
 from hf_zero.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ class Verdict:
     ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises, each held once.
     """
 
-    folder: Path
+    folder: Place
     files: int
     nbytes: int
     parameters: int
@@ -67,7 +67,7 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
     """:func:`verify_checkpoint` of every tag in ``src``, oldest first. Raises CheckpointError if there is none."""
-    root = Path(src)
+    root = place(src)
     held = folders.tags(root)
     if not held:
         return [verify_checkpoint(root, progress=progress)]
@@ -93,7 +93,7 @@ def _note(problems: list[str], check: Callable[[], object]) -> None:
         problems.append(str(error))
 
 
-def _there(folder: Path, entry: FileEntry) -> int:
+def _there(folder: Place, entry: FileEntry) -> int:
     with suppress(OSError):
         return min((folder / entry.name).stat().st_size, entry.size)
     return 0

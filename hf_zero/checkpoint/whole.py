@@ -9,6 +9,7 @@ import torch
 
 from hf_zero.checkpoint import contents, folders
 from hf_zero.checkpoint.contract import Engine
+from hf_zero.checkpoint.places import on_this_machine
 from hf_zero.checkpoint.tensorfile import Plan, bytes_view, plan_file, write_all
 from hf_zero.checkpoint.together import together
 
@@ -24,7 +25,7 @@ def save_whole(
     Raises:
         CheckpointError: on all ranks, if rank 0 could not write. A file that stood there stays.
     """
-    path = Path(directory) / filename
+    path = on_this_machine(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{folders.NEW}{path.name}")
     failed: list[Exception] = []
     if path.suffix == ".safetensors":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.places import Place
 from hf_zero.errors import CheckpointError
 
 
-def trouble(folder: Path) -> str:
+def trouble(folder: Place) -> str:
     """What keeps the checkpoint in ``folder`` from being loaded; "" if nothing is seen. Reads no tensor: ``verify`` does.
 
     Of a checkpoint that another program wrote it is known only that it is one.
@@ -25,6 +24,6 @@ def trouble(folder: Path) -> str:
     return ""
 
 
-def whole_beside(folder: Path) -> list[str]:
+def whole_beside(folder: Place) -> list[str]:
     """The other tags of the run that ``folder`` belongs to, oldest first, without those in which something is wrong."""
     return [tag for tag in folders.tags(folder.parent) if tag != folder.name and not trouble(folder.parent / tag)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import folders
@@ -14,6 +12,8 @@ from hf_zero.checkpoint.bar import bar
 from hf_zero.checkpoint.behind import UNTOUCHED, Behind, Job
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.draft import Extra, Written, draft, extra_of
+from hf_zero.checkpoint.landing import Landing, landing
+from hf_zero.checkpoint.places import Place, place
 from hf_zero.checkpoint.publishing import Rest, announce, publish, rest_of
 from hf_zero.checkpoint.retention import check_keep
 from hf_zero.checkpoint.streaming import write_tensors
@@ -31,11 +31,11 @@ def save(
     save_latest: bool = True,
     keep: int | None = None,
     behind: Behind | None = None,
-) -> Path:
+) -> Place:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
     Args:
-        directory: a folder that all ranks see; made if it does not exist.
+        directory: a folder that all ranks see, made if it does not exist; or the URL of one in an object store (``s3://bucket/run``).
         tag: name of the checkpoint, the same on all ranks; ``global_step<N>`` by default.
         client_state: what to hand back at the load; rank 0's is saved (FORMAT.md section 5 says what it may hold).
         exclude_frozen_parameters: leave out parameters that are not trained.
@@ -50,64 +50,69 @@ def save(
         CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is touched then. What
             fails behind the training is raised by ``behind.wait()``.
     """
-    root, rank, comm = Path(directory), engine.global_rank, engine.comm
+    rank, comm = engine.global_rank, engine.comm
     if behind is not None:
         behind.wait("another save")
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
     untouched = UNTOUCHED.format(name)
 
-    def check() -> str:
+    roots: list[Place] = []
+
+    def check() -> tuple[str, str]:
         check_keep(keep)
-        return folders.check_tag(name)
+        folders.check_tag(name)
+        roots.append(place(directory))
+        return name, secrets.token_hex(16)
 
-    names = together(comm, check, root)
-    if len(set(names)) > 1:
-        raise CheckpointError(f"the ranks want to save under different tags {sorted(set(names))}; pass the same tag on every rank")
-    temporary, final = root / (folders.SAVING + name), root / name
+    told = together(comm, check, directory)
+    names = {each for each, _ in told}
+    if len(names) > 1:
+        raise CheckpointError(f"the ranks want to save under different tags {sorted(names)}; pass the same tag on every rank")
+    to = landing(roots[0], name, save_id=told[0][1])
+    path = to.file(to.named(folders.rank_file(rank, engine.world_size)))
     extra: list[Extra] = []
+    rests: list[Rest] = []
 
-    def begin() -> str:
-        if rank != 0:
-            return ""
-        extra.append(extra_of(engine, client_state or {}))  # first: what cannot be saved is found out before anything is written
-        folders.begin(root, name)
-        return secrets.token_hex(16)
+    def begin() -> None:
+        if rank == 0:
+            extra.append(extra_of(engine, client_state or {}))  # first: what cannot be saved is found out before anything is written
+            to.begin()
 
-    def rest(written: list[Written]) -> Rest | None:
-        return rest_of(engine, name, save_id, written, extra[0], exclude_frozen_parameters, save_latest) if rank == 0 else None
+    def complete(written: list[Written]) -> None:
+        if rank == 0:
+            rests.append(rest_of(engine, to, written, extra[0], exclude_frozen_parameters, save_latest))
 
     try:
-        save_id = together(comm, begin, temporary, untouched)[0]
-        path = temporary / folders.rank_file(rank, engine.world_size)
+        together(comm, begin, path.parent, untouched)
         if behind is not None:
-            staged = together(comm, lambda: behind.stage(draft(engine, path.name, save_id, exclude_frozen_parameters)), path, untouched)
+            staged = together(comm, lambda: behind.stage(draft(engine, path.name, to.save_id, exclude_frozen_parameters)), path, untouched)
             copied = [each for each in staged if isinstance(each, Written)]
             if len(copied) == len(staged):
-                rests: list[Rest | None] = []
-                together(comm, lambda: rests.append(rest(copied)), temporary, untouched)
-                behind.start(Job(path, final, rests[0], save_id, keep))
-                return final
+                together(comm, lambda: complete(copied), path.parent, untouched)
+                behind.start(Job(to, path, rests[0] if rests else None, keep))
+                return to.final
             why = next(f"rank {index}: {each}" for index, each in enumerate(staged) if not isinstance(each, Written))
             if rank == 0:
                 logger.warning("%s is written while training waits, because it cannot be copied to host memory first: %s", name, why)
-        written = together(comm, lambda: _write_rank(engine, path, save_id, exclude_frozen_parameters), path, untouched)
+        written = together(comm, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched)
 
         def finish() -> None:
-            complete = rest(written)
-            if complete is not None:
-                publish(temporary, complete)
+            complete(written)
+            if rests:
+                publish(to, rests[0], [report.file.hash for report in written])
 
-        together(comm, finish, temporary, untouched)
+        together(comm, finish, path.parent, untouched)
     except BaseException:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            to.abandon()
         raise
-    together(comm, lambda: announce(final, keep) if rank == 0 else None, final, f"{final} itself is whole; pass its tag to load it.")
-    return final
+    whole = f"{to.final} itself is whole; pass its tag to load it."
+    together(comm, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
+    return to.final
 
 
-def _write_rank(engine: Engine, path: Path, save_id: str, exclude_frozen: bool) -> Written:
+def _write_rank(engine: Engine, to: Landing, path: Place, exclude_frozen: bool) -> Written:
     """Write this rank's file; rank 0 shows how far it is with its own."""
-    mine = draft(engine, path.name, save_id, exclude_frozen)
-    with bar(None if engine.global_rank == 0 else False, mine.plan.size, f"saving {path.parent.parent}") as tick:
+    mine = draft(engine, path.name, to.save_id, exclude_frozen)
+    with bar(None if engine.global_rank == 0 else False, mine.plan.size, f"saving {to.directory}") as tick:
         return mine.hashed(write_tensors(path, mine.plan, {name: each.values for name, each in mine.tensors.items()}, tick))

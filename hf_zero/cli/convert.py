@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +12,10 @@ from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 
 
 def convert_checkpoint(
-    src: Annotated[Path, typer.Argument(help="What save_checkpoint was given, one checkpoint in it, or a Trainer's checkpoint-N.")],
-    dst: Annotated[Path, typer.Argument(help="The model folder to write.")],
+    src: Annotated[
+        str, typer.Argument(help="What save_checkpoint was given (a folder or a URL), one checkpoint in it, or a Trainer's checkpoint-N.")
+    ],
+    dst: Annotated[str, typer.Argument(help="The model folder to write.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: what each parameter had before training.")
     ] = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +15,9 @@ DAMAGED = 1
 
 
 def verify(
-    src: Annotated[Path, typer.Argument(help="What save_checkpoint was given, one checkpoint in it, or a Trainer's checkpoint-N.")],
+    src: Annotated[
+        str, typer.Argument(help="What save_checkpoint was given (a folder or a URL), one checkpoint in it, or a Trainer's checkpoint-N.")
+    ],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint in SRC.")] = False,
     as_json: AsJson = False,

@@ -6,15 +6,14 @@
 Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRECT, 16 MiB at a time, with an fsync, and no hash;
 ``save`` is ``engine.save_checkpoint``; ``stall`` is how long ``save_checkpoint(blocking=False)`` keeps training, the first time
 (staging memory is made) and later, and ``behind`` the time until the files are whole, with nothing else to do meanwhile. ``read`` is each rank
-reading its file once, ``load`` is ``engine.load_checkpoint``; before both the files are dropped from the page cache. ``hash`` is SHA-256
-alone on one core a rank, which a save cannot outrun. Seconds are those of the slowest rank, the best of the rounds; all rounds are in
+reading its file once, ``load`` is ``engine.load_checkpoint``; before both the files are dropped from the page cache. ``hash`` is that of the
+rank's file alone. Seconds are those of the slowest rank, the best of the rounds; all rounds are in
 ``all_seconds``, and ``load_average`` tells whether other programs took part in them. What was loaded is compared with what was saved before anything is reported.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -32,8 +31,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.checkpoint.hashes import hash_of
+from hf_zero.checkpoint.places import BLOCK
 from hf_zero.checkpoint.streaming import aligned
-from hf_zero.checkpoint.tensorfile import BLOCK, bytes_view
+from hf_zero.checkpoint.tensorfile import bytes_view
 
 WIDTH = 1024
 
@@ -77,10 +78,6 @@ def write_raw(path: Path, size: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def hash_alone(buffer: memoryview) -> None:
-    hashlib.sha256(buffer).digest()
 
 
 def drop(path: Path) -> None:
@@ -127,7 +124,7 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
         saved = masters()
         step()
         buffer = bytes_view(torch.zeros(size, dtype=torch.uint8))  # its pages are there before the clock runs
-        clock.time("hash", partial(hash_alone, buffer))
+        clock.time("hash", partial(hash_of, buffer))
         read_raw(run / "beside" / mine, buffer)  # what lies under a virtual disk may keep a file: then it does so for both
         drop(run / "beside" / mine)
         clock.time("read", partial(read_raw, run / "beside" / mine, buffer))

@@ -17,7 +17,7 @@ import torch
 
 from hf_zero.checkpoint import bar as bars
 from hf_zero.checkpoint import behind as behind_module
-from hf_zero.checkpoint import contents, publishing, reader, verify_checkpoint, writer
+from hf_zero.checkpoint import contents, landing, publishing, reader, verify_checkpoint, writer
 from hf_zero.errors import CheckpointError, HostMemoryError
 from hf_zero.logs import logger
 from tests.checkpoint.test_engine import Setup, second_half, train
@@ -33,7 +33,7 @@ def held(monkeypatch):
 
     def waiting(path, image):
         with lock:
-            write(path, image)
+            return write(path, image)
 
     monkeypatch.setattr(behind_module, "write_image", waiting)
     return lock
@@ -55,7 +55,7 @@ def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
         if path.name.startswith(f"rank-{rank:05d}") and left[0]:
             left[0] -= 1
             raise OSError(number, os.strerror(number), str(path))
-        write(path, image)
+        return write(path, image)
 
     monkeypatch.setattr(behind_module, "write_image", full)
 
@@ -445,7 +445,7 @@ def test_latest_that_cannot_be_moved(tmp_path: Path, monkeypatch) -> None:
         engine = Setup().open(models[rank])
         with monkeypatch.context() as patch:
             if rank == 0:
-                patch.setattr(publishing.os, "replace", failing)
+                patch.setattr(landing.os, "replace", failing)
             engine.save_checkpoint(str(tmp_path), tag="a", blocking=False)
             with pytest.raises(CheckpointError, match="a itself is whole; pass its tag to load it"):
                 engine.wait_for_checkpoint()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 
@@ -11,6 +13,7 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import publishing, streaming, tensorfile, writer
+from hf_zero.checkpoint.manifest import VERSION
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
 
@@ -213,7 +216,7 @@ def test_a_flipped_bit(folder):
     content = bytearray(path.read_bytes())
     content[-6000] ^= 1
     path.write_bytes(content)
-    refused(folder, [RANK1, "SHA-256", "restore it"], verify=True)
+    refused(folder, [RANK1, "its hash is", "restore it"], verify=True)
     content[-6000] ^= 1
     path.write_bytes(content)
     good(load(folder, verify=True)[1])
@@ -309,8 +312,40 @@ def test_a_file_of_rank_0_that_is_not_listed(folder):
 
 def test_another_format_version(folder):
     path = folder / "global_step1" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 99', 1))
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 99', 1))
     refused(folder, ["format version 99", "load it with the hf-zero that wrote it"])
+
+
+def as_version_1(folder) -> None:
+    """The checkpoint in ``folder`` as version 1 of the format would have it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["version"] = 1
+    for entry in [*manifest["files"], *([manifest["objects"]] if manifest["objects"] else [])]:
+        del entry["hash"]
+        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_version_1_is_read_and_its_hashes_are_compared(folder):
+    expected = weights(load(folder)[0])
+    as_version_1(folder / "global_step1")
+    engines, results = load(folder, verify=True)
+    good(results)
+    assert same(weights(engines), expected)
+    path = folder / "global_step1" / RANK1
+    content = bytearray(path.read_bytes())
+    content[-6000] ^= 1
+    path.write_bytes(content)
+    refused(folder, [RANK1, "its hash is sha256:", "restore it"], verify=True)
+
+
+@pytest.mark.parametrize("hash", ["md5:" + "0" * 32, "xxh3_128:abc", "xxh3_128:" + "g" * 32, "0" * 64])
+def test_a_hash_that_nobody_can_compute(folder, hash):
+    path = folder / "global_step1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][0]["hash"] = hash
+    path.write_text(json.dumps(manifest))
+    refused(folder, ["manifest.json is damaged", "is no hash; expected xxh3_128 or sha256"])
 
 
 def test_a_read_that_fails_halfway(folder, monkeypatch):

@@ -95,9 +95,9 @@ def test_what_is_no_manifest(data):
     refused(data, "no manifest of hf-zero.*name a folder")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", True, None])
 def test_another_version(written, version):
-    refused(written | {"version": version}, "format version .* reads version 1; load it with the hf-zero that wrote it")
+    refused(written | {"version": version}, "format version .* reads versions 1 to 2; load it with the hf-zero that wrote it")
 
 
 @pytest.mark.parametrize("name", ["../rank.safetensors", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b"])

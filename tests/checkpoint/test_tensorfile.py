@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import struct
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_zero.checkpoint import streaming, tensorfile
+from hf_zero.checkpoint.hashes import hash_of
 from hf_zero.checkpoint.streaming import Output, write_image, write_tensors
-from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, plan_file, sha256_of
+from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, hash_of_file, plan_file
 from hf_zero.errors import CheckpointError
 
 DTYPES = sorted(CODES, key=str)
@@ -36,7 +37,7 @@ def test_the_library_reads_every_dtype(tmp_path):
     tensors = {str(dtype): some(dtype, 5) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "matrix": torch.arange(6.0).reshape(2, 3), "ä|::": torch.ones(3)}
     plan, digest = write(tmp_path / "f", tensors, 4096)
-    assert digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest() == sha256_of(tmp_path / "f")
+    assert digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest((tmp_path / 'f').read_bytes())}" == hash_of_file(tmp_path / "f")
     assert plan.size == (tmp_path / "f").stat().st_size
     assert len(plan.header) % 4096 == 0
     with safe_open(tmp_path / "f", "pt") as file:
@@ -62,7 +63,7 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
     tensor, ticks = torch.arange(1001.0), []
     plan = plan_file([("a", tensor.dtype, tensor.shape)], {})
     digest = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
-    assert digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert digest == hash_of((tmp_path / "f").read_bytes())
     assert sum(ticks) == plan.size and max(ticks) == 64
     with TensorFile(tmp_path / "f") as file:
         out = torch.empty(900)

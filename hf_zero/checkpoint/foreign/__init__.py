@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hf_zero.checkpoint.places import Place, is_remote
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.opened import Checkpoint
@@ -19,14 +20,17 @@ SIGNS = {
 }
 
 
-def recognise(folder: Path) -> str:
-    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with ``latest``, is none itself."""
-    if (folder / "latest").is_file():
+def recognise(folder: Place) -> str:
+    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with ``latest``, is none itself.
+
+    In an object store only checkpoints of ours are read.
+    """
+    if is_remote(folder) or (folder / "latest").is_file():
         return ""
     return next((module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), "")
 
 
-def open_foreign(folder: Path) -> Checkpoint:
+def open_foreign(folder: Place) -> Checkpoint:
     """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is damaged or of a kind that is not read."""
     module = importlib.import_module(f"{__name__}.{recognise(folder)}")
     opened: Checkpoint = module.open_checkpoint(folder)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.tensorfile import bytes_view, read_all
+from hf_zero.checkpoint.places import read_all
+from hf_zero.checkpoint.tensorfile import bytes_view
 
 MAPS = Path("/proc/self/maps")
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")

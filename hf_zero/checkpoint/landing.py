@@ -1,0 +1,114 @@
+"""Where the files of one save go, and how they become a checkpoint all at once: by a rename, or by a manifest that comes last."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from hf_zero.checkpoint import folders, objectstore
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.places import Place, is_remote
+
+
+class Landing(ABC):
+    """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder. Rank 0 calls all methods, the others ``file`` alone."""
+
+    def __init__(self, directory: Place, tag: str, save_id: str = "") -> None:
+        self.directory, self.tag, self.save_id = directory, tag, save_id
+        self.final = directory / tag
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make the place ready, after mending what an interrupted save left. Raises CheckpointError where something else stands."""
+
+    def named(self, name: str) -> str:
+        """The name that the file ``name`` of this save gets."""
+        return name
+
+    @abstractmethod
+    def file(self, name: str) -> Place:
+        """Where this save writes its file ``name``."""
+
+    @abstractmethod
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
+        """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there. ``above``: what :meth:`announce` needs."""
+
+    @abstractmethod
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint go that this one replaced."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what this save has written. Raises nothing."""
+
+
+def landing(directory: Place, tag: str, save_id: str = "") -> Landing:
+    return (Objects if is_remote(directory) else Folder)(directory, tag, save_id)
+
+
+class Folder(Landing):
+    """A folder of a file system, which has a temporary name until it is whole (FORMAT.md section 6)."""
+
+    directory: Path
+    final: Path
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory / (folders.SAVING + self.tag)
+
+    def begin(self) -> None:
+        folders.begin(self.directory, self.tag)
+
+    def file(self, name: str) -> Path:
+        return self._temporary / name
+
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            folders.write_file(self.file(name), content)
+        # Written with the others, moved by announce: a disk that fills up is found out before anything has changed.
+        for name, content in above.items():
+            folders.write_file(self.file(folders.NEW + name), content)
+        folders.write_file(self.file(MANIFEST_NAME), manifest.dumps())
+        Manifest.read(self.file(MANIFEST_NAME))
+        folders.publish(self._temporary, self.tag)
+
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        for name in above:
+            os.replace(self.final / (folders.NEW + name), self.directory / name)
+        folders.fsync_folder(self.directory)
+        folders.discard_replaced(self.final)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class Objects(Landing):
+    """Objects of a store, which are a checkpoint once their manifest is there (FORMAT.md section 10)."""
+
+    def begin(self) -> None:
+        objectstore.begin(self.final)
+
+    def named(self, name: str) -> str:
+        stem, dot, suffix = name.rpartition(".")
+        return f"{stem}-{self.save_id[:12]}{dot}{suffix}"
+
+    def file(self, name: str) -> Place:
+        return self.final / name
+
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            objectstore.put(self.file(name), content)
+        content = manifest.dumps()
+        Manifest.parse(content, self.file(MANIFEST_NAME))  # what this does not read is not put
+        objectstore.put(self.file(MANIFEST_NAME), content)
+
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        for name, content in above.items():
+            objectstore.put(self.directory / name, content)
+        objectstore.remove_unlisted(self.final)
+
+    def abandon(self) -> None:
+        objectstore.abandon(self.final, self.save_id[:12])

@@ -1,0 +1,407 @@
+"""Checkpoints in object stores, in fsspec's own memory file system: what files of this machine promise, without a rename."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+from upath import UPath
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint import convert_checkpoint, folders, iterate_state_dict, places, streaming, verify_checkpoint
+from hf_zero.checkpoint.verifying import verify_all
+from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.cli.app import app
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.fakes import Engine, Job, good, run, small, train_some
+from tests.checkpoint.faults import Killed
+from tests.checkpoint.test_cut_off import ONE, STATE, trained
+from tests.checkpoint.test_engine import Setup, global_losses, second_half, train
+from tests.checkpoint.test_failures import TWO, errors, load, same, saved, weights
+from tests.checkpoint.test_offloaded import Away
+from tests.helpers.ranks import run_ranks
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def store() -> Iterator[UPath]:
+    """The folder of the run, empty before and after."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield UPath(URL)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def names(folder: Any) -> list[str]:
+    return sorted(item.name for item in folder.iterdir()) if folder.exists() else []
+
+
+# ---- what is there ----
+
+
+def test_what_a_save_puts(store: UPath) -> None:
+    engines, results = saved(URL, client_state=STATE)
+    good(results)
+    assert str(results[0]) == f"{URL}/global_step1"
+    assert names(store) == ["global_step1", "latest", "zero_to_fp32.py"] and (store / "latest").read_text() == "global_step1"
+    held = names(store / "global_step1")
+    mark = held[1].removeprefix("objects-").removesuffix(".pt")
+    ranks = [f"rank-{rank:05d}-of-00002-{mark}.safetensors" for rank in range(2)]
+    assert len(mark) == 12 and held == ["manifest.json", f"objects-{mark}.pt", *ranks]
+    again, results = load(URL, verify=True)
+    good(results)
+    assert torch.equal(results[0][1]["seen"], STATE["seen"]) and same(weights(again), weights(engines))
+    assert folders.tags(places.place(URL)) == ["global_step1"]
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (Setup(ranks=2, stage=3), Setup(ranks=1, stage=0)),
+        (Setup(ranks=1, stage=2, precision="bf16"), Setup(ranks=4, stage=3, precision="bf16")),
+        (Away(ranks=2, stage=2, way="optimizer on cpu"), Away(ranks=4, stage=1)),
+    ],
+    ids=["2 to 1", "1 to 4", "from the CPU"],
+)
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
+def test_training_goes_on_elsewhere(before: Setup, after: Setup, blocking: bool) -> None:
+    def first(rank: int, models: list[torch.nn.Module]) -> Any:
+        engine = before.open(models[rank])
+        train(engine, rank, range(3))
+        engine.save_checkpoint(URL, client_state={"step": 3}, blocking=blocking)
+        losses = train(engine, rank, range(3, 6))
+        engine.wait_for_checkpoint()
+        engine.destroy()
+        return losses
+
+    whole = run_ranks(before.ranks, first, before.models())
+    resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
+    expected = global_losses(whole, before.ranks)
+    found = global_losses([losses for losses, _ in resumed], after.ranks)
+    assert found == pytest.approx(expected, rel=5e-3 if before.precision == "bf16" else 1e-6)
+    assert verify_checkpoint(URL).whole
+
+
+def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) -> None:
+    good(saved(tmp_path / "run")[1])
+    good(saved(URL)[1])
+    (store / "config.json").write_text('{"model_type": "none"}')
+    (store / "tokenizer_config.json").write_text("{}")
+    convert_checkpoint(tmp_path / "run", tmp_path / "one")
+    done = convert_checkpoint(URL, tmp_path / "two")
+    assert (
+        set(done.carried) == {"config.json", "tokenizer_config.json"} and (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
+    )
+    one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
+    assert one.keys() == two.keys() and same(one, two)
+    assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
+
+
+def test_the_command_line_takes_urls(tmp_path: Path) -> None:
+    good(saved(URL)[1])
+    runner = CliRunner()
+    verified = runner.invoke(app, ["verify", URL])
+    assert verified.exit_code == 0 and "whole" in verified.output
+    converted = runner.invoke(app, ["convert-checkpoint", f"{URL}/global_step1", str(tmp_path / "model")])
+    assert converted.exit_code == 0, converted.output
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
+    good(saved(f"file://{tmp_path}/run")[1])
+    assert names(tmp_path / "run" / "global_step1") == ["manifest.json", *(f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2))]
+    good(load(f"file://{tmp_path}/run")[1])
+    good(load(UPath(f"file://{tmp_path}/run"))[1])
+
+
+def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "PART", 64)
+    asked: list[int] = []
+    original = MemoryFileSystem.cat_file
+
+    def counted(self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        asked.append((end or 0) - (start or 0))
+        return original(self, path, start, end, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    engines, results = saved(URL)
+    good(results)
+    again, results = load(URL, verify=True)
+    good(results)
+    assert same(weights(again), weights(engines)) and max(asked) == 64 and len(asked) > 100
+
+
+# ---- one tag after another ----
+
+
+def test_a_tag_that_is_saved_again(store: UPath) -> None:
+    saved(URL, tag="a")
+    (store / "a" / "notes.txt").write_text("mine")
+    old = set(names(store / "a"))
+    after = weights(saved(URL, tag="a", steps=4, job=Job(3, 3))[0])
+    new = set(names(store / "a"))
+    assert old & new == {"manifest.json", "notes.txt"} and len(new) == 5
+    engines, results = load(URL)
+    good(results)
+    assert same(weights(engines), after)
+
+
+def test_older_ones_go(store: UPath) -> None:
+    for step in range(1, 5):
+        good(saved(URL, steps=step, keep=2)[1])
+    assert names(store) == ["global_step3", "global_step4", "latest", "zero_to_fp32.py"]
+    (store / "global_step4" / "manifest.json").write_text("{")
+    good(saved(URL, steps=5, keep=1)[1])
+    assert names(store)[:2] == ["global_step4", "global_step5"], "a damaged one is not thrown away"
+    assert [verdict.whole for verdict in verify_all(URL)] == [False, True]
+
+
+def test_what_is_none_of_ours_stays(store: UPath) -> None:
+    (store / "a" / "precious").write_text("")
+    for text in errors(saved(URL, tag="a")[1]):
+        assert f"{URL}/a holds precious and is no checkpoint of hf-zero; move it away" in text
+    assert names(store / "a") == ["precious"]
+
+
+# ---- whatever happens ----
+
+
+class Service:
+    """Counts the requests that change something, and ends the process at the ``last`` of them."""
+
+    CHANGES = ((MemoryFileSystem, "pipe_file"), (MemoryFileSystem, "rm_file"), (MemoryFileSystem, "_open"), (MemoryFile, "write"))
+
+    def __init__(self, last: int) -> None:
+        self.last, self.made, self.ended = last, [], False
+
+    def run(self, action: Callable[[], Any]) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, call in self.CHANGES:
+                patch.setattr(owner, call, self._counted(call, getattr(owner, call)))
+            try:
+                action()
+            except Killed:
+                return False
+        return not self.ended
+
+    def _counted(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if call == "_open" and kwargs.get("mode", args[2] if len(args) > 2 else "rb") == "rb":
+                return original(*args, **kwargs)
+            if self.ended or len(self.made) >= self.last:
+                self.ended = True
+                raise Killed
+            self.made.append(call)
+            return original(*args, **kwargs)
+
+        return counted
+
+
+def every_request(save: Callable[[], object], check: Callable[[bool, str], None]) -> list[str]:
+    start = dict(MemoryFileSystem.store)
+    contents = {name: file.getvalue() for name, file in start.items()}
+    for point in itertools.count():
+        MemoryFileSystem.store.clear()
+        for name, content in contents.items():
+            fsspec.filesystem("memory").pipe_file(name, content)
+        service = Service(point)
+        done = service.run(save)
+        check(done, f"at request {point}, after {service.made[-3:]}")
+        if done:
+            return service.made
+    raise AssertionError("never done")
+
+
+@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
+def test_a_save_that_is_cut_off_at_every_request(tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "FILLED", 1024)
+    good(saved(URL, ONE, tag="a", client_state=STATE)[1])
+    old = weights(load(URL, ONE)[0])
+    engine = trained(4)
+    new = weights([engine])
+
+    def check(done: bool, where: str) -> None:
+        resumed, results = load(URL, ONE, verify=True)
+        good(results)
+        found = weights(resumed)
+        assert same(found, new) or (same(found, old) and not done), where
+        for held in folders.tags(store):
+            assert not trouble(store / held), where
+        good(run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))[1])
+        assert same(weights(load(URL, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0])), where
+        assert len(names(store / tag)) == 2, where  # the manifest and one rank: nothing is left over
+
+    made = every_request(lambda: checkpoint.save(engine, URL, tag=tag, client_state=STATE), check)
+    assert made.count("write") > 5 and made.count("pipe_file") == 4, made  # objects, manifest, script, latest
+    assert tag == "b" or made.count("rm_file") == 2, made
+
+
+def test_cut_off_while_older_ones_go(store: UPath) -> None:
+    for step in (1, 2, 3):
+        good(saved(URL, ONE, steps=step)[1])
+    engine = trained(4)
+    states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
+
+    def check(done: bool, where: str) -> None:
+        held = folders.tags(store)
+        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), where
+        for tag in held:
+            resumed, results = load(URL, ONE, tag=tag, verify=True)
+            good(results)
+            assert same(weights(resumed), states[tag]), where
+
+    made = every_request(lambda: checkpoint.save(engine, URL, keep=2), check)
+    assert made.count("rm_file") == 4
+
+
+@pytest.mark.parametrize("kind", [PermissionError, ValueError])
+def test_a_rank_that_cannot_put_its_file(kind: type[Exception], store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(saved(URL, tag="a")[1])
+    before = weights(load(URL)[0])
+    original = MemoryFile.write
+
+    def failing(self: Any, data: Any) -> int:
+        if "rank-00001" in self.path:
+            raise kind("403: Forbidden")
+        return original(self, data)
+
+    monkeypatch.setattr(MemoryFile, "write", failing)
+    for text in errors(saved(URL, steps=3, tag="b")[1]):
+        assert text.startswith(f"rank 1: {URL}/b/rank-00001-of-00002-") and "403: Forbidden" in text
+        assert "earlier checkpoints are as they were" in text
+    monkeypatch.undo()
+    assert names(store / "b") == [] and (store / "latest").read_text() == "a"
+    engines, results = load(URL)
+    good(results)
+    assert same(weights(engines), before)
+
+
+def test_a_manifest_that_cannot_be_put(store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(saved(URL, tag="a")[1])
+    before = weights(load(URL)[0])
+    original = MemoryFileSystem.pipe_file
+
+    def failing(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
+        if path.endswith("manifest.json"):
+            raise ConnectionError("reset by peer")
+        original(self, path, value, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
+    for text in errors(saved(URL, steps=3, tag="a")[1]):
+        assert f"{URL}/a/manifest.json" in text and "reset by peer" in text
+    monkeypatch.undo()
+    engines, results = load(URL, verify=True)
+    good(results)
+    assert same(weights(engines), before) and len(names(store / "a")) == 3
+
+
+def rank_1(store: UPath) -> UPath:
+    return next(item for item in (store / "global_step1").iterdir() if "rank-00001" in item.name)
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-6000] + bytes([content[-6000] ^ 1]) + content[-5999:]
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda item: item.unlink(), "is missing"),
+        (lambda item: item.write_bytes(item.read_bytes()[:-1]), "is cut short"),
+        (lambda item: item.write_bytes(flipped(item.read_bytes())), "its hash is xxh3_128:"),
+    ],
+    ids=["gone", "cut", "flipped"],
+)
+def test_damage_is_named(damage: Callable[[UPath], None], said: str, store: UPath) -> None:
+    good(saved(URL)[1])
+    item = rank_1(store)
+    damage(item)
+    for text in errors(load(URL, verify=True)[1]):
+        assert str(item) in text and said in text
+    assert said in verify_checkpoint(URL).problems[0]
+
+
+def test_nothing_there(store: UPath) -> None:
+    for text in errors(load(URL)[1]):
+        assert f"no checkpoint in {URL}: {URL}/latest is missing" in text
+    with pytest.raises(CheckpointError, match="no checkpoint at memory://bucket/run"):
+        verify_checkpoint(URL)
+
+
+def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
+    (store / "file").write_bytes(bytes(100))
+    file = places.open_ranges(store / "file")
+    (store / "file").write_bytes(bytes(40))
+    assert file.read(memoryview(bytearray(80)), 10) == 30
+
+
+# ---- what cannot be ----
+
+
+def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in errors(saved("nosuch://bucket/run")[1]):
+        assert "nosuch://bucket/run cannot be opened" in text and "install the package of fsspec for it" in text
+
+    def missing(protocol: str) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "get_filesystem_class", missing)
+    monkeypatch.setattr(sys.modules["upath.core"], "get_filesystem_class", missing)
+    with pytest.raises(CheckpointError, match="Install s3fs to access S3; install the package of fsspec for it, or pass a path"):
+        places.place("s3://bucket/run")
+
+
+def test_a_url_that_was_made_a_path() -> None:
+    for text in errors(saved(Path("s3://bucket/run"))[1]):
+        assert "s3:/bucket/run looks like a URL that was made a path, which lost a slash; pass the URL as a string" in text
+
+
+def test_what_is_no_place() -> None:
+    with pytest.raises(CheckpointError, match="3 of type int is no place for checkpoints; pass a path or a URL"):
+        places.place(3)
+
+
+def test_a_model_is_converted_to_a_file_system(tmp_path: Path) -> None:
+    good(saved(tmp_path)[1])
+    with pytest.raises(CheckpointError, match="memory://bucket/model: a converted model must be a folder of a file system"):
+        convert_checkpoint(tmp_path, "memory://bucket/model")
+
+
+def test_one_file_of_the_whole_model_is_written_to_a_file_system() -> None:
+    def action(rank: int, models: list[torch.nn.Module]) -> None:
+        engine = Setup(ranks=1).open(models[rank])
+        try:
+            with pytest.raises(CheckpointError, match="one file of the whole model must be a folder of a file system"):
+                engine.save_16bit_model("memory://bucket/model")
+        finally:
+            engine.destroy()
+
+    run_ranks(1, action, Setup(ranks=1).models())
+
+
+def test_other_engines_than_the_first(store: UPath) -> None:
+    """Rank 0's identifier of the save is in all names, though every rank draws one."""
+    good(run(TWO, small, lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL)))[1])
+    marks = {item.stem.rpartition("-")[2] for item in (store / "global_step1").iterdir() if item.name.startswith("rank-")}
+    assert len(marks) == 1
+
+
+def test_an_engine_whose_state_cannot_be_saved(store: UPath) -> None:
+    def action(engine: Engine) -> Any:
+        engine.flats[0].master = engine.flats[0].shard = None
+        return checkpoint.save(engine, URL)
+
+    for text in errors(run(Job(1, 3, optimizer=None), small, action)[1]):
+        assert "neither master nor shard" in text
+    assert names(store) == []
