@@ -147,7 +147,10 @@ class _Work:
         own = self._write()
         verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
         if verdict:
-            raise CheckpointError(f"{verdict} (written beside the training)")
+            text = f"{verdict} (written beside the training)"
+            if not threading.main_thread().is_alive():  # the program has ended: nobody asks for the outcome any more
+                logger.error("%s", text)
+            raise CheckpointError(text)
         if self.rank == 0:
             seconds = time.perf_counter() - begun
             logger.info("saved %s beside the training: it waited %.2f s, the files took %.2f s", self.job.to.final, self.stall, seconds)

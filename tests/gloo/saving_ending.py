@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -26,9 +27,11 @@ def main(rank: int, way: str, folder: str) -> None:
     engine.save_checkpoint(folder, tag="old")
     write = behind.write_image
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> str:
         time.sleep(SECONDS)
-        write(*arguments)
+        if way == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
+        return write(*arguments)
 
     behind.write_image = slow
     engine.backward(squared(engine, At(0, 0, rank)))
@@ -38,7 +41,7 @@ def main(rank: int, way: str, folder: str) -> None:
         os.kill(os.getpid(), 9)
     if way == "raise" and rank == 1:
         raise ValueError("bad batch")
-    if way != "return":
+    if way not in ("return", "full"):
         engine.backward(squared(engine, At(1, 0, rank)))
         engine.step()
 
