@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.places import Place, is_remote, modified, place
+from hf_zero.checkpoint.places import Place, asked, is_remote, modified, place
 from hf_zero.checkpoint.tensorfile import write_all
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -21,6 +22,8 @@ SAVING = RESERVED + "saving-"
 REPLACED = RESERVED + "replaced-"
 NEW = RESERVED + "new-"
 DROPPED = RESERVED + "dropped-"
+LONGEST_TAG = 230  # bytes: with what is put around it meanwhile, a name that file systems take
+LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
 
 
 def check_tag(tag: object) -> str:
@@ -28,6 +31,14 @@ def check_tag(tag: object) -> str:
     name = str(tag)
     if not name or name.startswith(".") or name == LATEST or Path(name).name != name or "\0" in name:
         raise CheckpointError(f"{name!r} cannot be a tag; pass one path component that does not start with a dot and is not {LATEST!r}")
+    if name != name.strip():
+        raise CheckpointError(f"{name!r} cannot be a tag; pass it without spaces or line ends around it, which {LATEST!r} does not keep")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{name!r} cannot be a tag; pass one that can be written as UTF-8") from error
+    if size > LONGEST_TAG:
+        raise CheckpointError(f"{name[:40]!r}… cannot be a tag; pass one of at most {LONGEST_TAG} bytes, it has {size}")
     return name
 
 
@@ -64,15 +75,27 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:
     elif recognise(root) and not any(is_checkpoint(root / held) for held in tags(root)):
         return root  # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote `latest`
     else:
-        try:
-            name = check_tag((root / LATEST).read_text().strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"no checkpoint in {root}: {root / LATEST} is missing or unreadable; {_remedy(root)}") from error
+        name = latest_tag(root)
     # A save that replaced this tag may have been stopped between its two renames.
     for folder in (root / name, root / (REPLACED + name)):
         if can_be_read(folder):
             return folder
     raise CheckpointError(f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not exist; {_remedy(root)}")
+
+
+def latest_tag(root: Place) -> str:
+    """The tag that ``latest`` in ``root`` names. Raises CheckpointError where there is none."""
+    path = root / LATEST
+    try:
+        with asked(path), path.open("rb") as file:
+            content = file.read(LONGEST_LATEST)
+        name = content.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"no checkpoint in {root}: {path} is missing or unreadable; {_remedy(root)}") from error
+    try:
+        return check_tag(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {name[:40]!r} cannot be a tag; {_remedy(root)}") from error
 
 
 def _remedy(root: Place) -> str:
@@ -112,13 +135,18 @@ def _step(folder: Place) -> int:
     return int(suffix) if suffix.isdecimal() else -1
 
 
-def begin(directory: Path, tag: str) -> Path:
+def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
+    """Where a save of ``tag`` is put together: a folder of its own, so that two jobs never write into one."""
+    return directory / f"{SAVING}{tag}.{save_id[:8]}"
+
+
+def begin(directory: Path, tag: str, save_id: str) -> Path:
     """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of it left."""
     make_folder(directory)
     for dropped in directory.glob(f"{DROPPED}*"):
         shutil.rmtree(dropped, ignore_errors=True)
     replaced, final = directory / (REPLACED + tag), directory / tag
-    if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
+    if os.path.lexists(final) and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(
             f"{final} exists and is no checkpoint of hf-zero; move it away or save under another tag, so that nothing is lost"
         )
@@ -127,11 +155,13 @@ def begin(directory: Path, tag: str) -> Path:
             discard_replaced(final)
         else:
             os.rename(replaced, final)
-    temporary = directory / (SAVING + tag)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    of_this_tag = re.compile(re.escape(SAVING + tag) + r"(\.[0-9a-f]{8})?")
     for other in directory.glob(f"{SAVING}*"):
-        logger.warning("%s was left by an interrupted save, or another job saves into the same folder; remove it if no job does", other)
+        if of_this_tag.fullmatch(other.name):
+            remove_tree(other)
+        else:
+            logger.warning("%s was left by an interrupted save, or another job saves into the same folder; remove it if no job does", other)
+    temporary = temporary_folder(directory, tag, save_id)
     temporary.mkdir()
     return temporary
 
@@ -156,12 +186,13 @@ def publish(temporary: Path, tag: str) -> Path:
 def discard_replaced(final: Path) -> None:
     """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the format's own move over."""
     replaced = final.with_name(REPLACED + final.name)
-    if not replaced.exists():
-        return
-    for item in list(replaced.iterdir()):
-        if not _is_own(item) and not (final / item.name).exists():
-            os.rename(item, final / item.name)
-    shutil.rmtree(replaced)
+    if replaced.is_symlink():
+        logger.warning("%s was a link; the checkpoint it led to stays in %s", final, os.path.realpath(replaced))
+    elif replaced.exists():
+        for item in list(replaced.iterdir()):
+            if not _is_own(item) and not (final / item.name).exists():
+                os.rename(item, final / item.name)
+    remove_tree(replaced)
 
 
 def _is_own(item: Path) -> bool:
@@ -177,8 +208,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove ``folder`` if it is there."""
-    if folder.exists():
+    """Remove ``folder`` if it is there; of a link the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 

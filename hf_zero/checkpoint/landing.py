@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hf_zero.checkpoint import folders, objectstore
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.places import Place, is_remote
+from hf_zero.checkpoint.places import Place, asked, is_remote
+from hf_zero.errors import CheckpointError
 
 
 class Landing(ABC):
@@ -31,6 +32,17 @@ class Landing(ABC):
     @abstractmethod
     def file(self, name: str) -> Place:
         """Where this save writes its file ``name``."""
+
+    def _check_written(self, manifest: Manifest) -> None:
+        """Raises CheckpointError or OSError if what the ranks have written is not all there."""
+        for entry in manifest.all_files():
+            path = self.file(entry.name)
+            with asked(path):
+                found = path.stat().st_size
+            if found != entry.size:
+                raise CheckpointError(
+                    f"{path} has {found} bytes, {entry.size} were written; check the storage, and that nobody else changes this folder"
+                )
 
     @abstractmethod
     def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
@@ -55,12 +67,12 @@ class Folder(Landing):
     directory: Path
     final: Path
 
-    @property
-    def _temporary(self) -> Path:
-        return self.directory / (folders.SAVING + self.tag)
+    def __init__(self, directory: Path, tag: str, save_id: str = "") -> None:
+        super().__init__(directory.absolute(), tag, save_id)  # a thread may write when the working folder is another
+        self._temporary = folders.temporary_folder(self.directory, tag, save_id)
 
     def begin(self) -> None:
-        folders.begin(self.directory, self.tag)
+        folders.begin(self.directory, self.tag, self.save_id)
 
     def file(self, name: str) -> Path:
         return self._temporary / name
@@ -72,7 +84,7 @@ class Folder(Landing):
         for name, content in above.items():
             folders.write_file(self.file(folders.NEW + name), content)
         folders.write_file(self.file(MANIFEST_NAME), manifest.dumps())
-        Manifest.read(self.file(MANIFEST_NAME))
+        self._check_written(Manifest.read(self.file(MANIFEST_NAME)))
         folders.publish(self._temporary, self.tag)
 
     def announce(self, above: Mapping[str, bytes]) -> None:
@@ -102,7 +114,7 @@ class Objects(Landing):
         for name, content in files.items():
             objectstore.put(self.file(name), content)
         content = manifest.dumps()
-        Manifest.parse(content, self.file(MANIFEST_NAME))  # what this does not read is not put
+        self._check_written(Manifest.parse(content, self.file(MANIFEST_NAME)))  # what cannot be read is not put
         objectstore.put(self.file(MANIFEST_NAME), content)
 
     def announce(self, above: Mapping[str, bytes]) -> None:

@@ -54,19 +54,22 @@ def load(
     """
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
-    def look() -> _Load:
+    def look() -> tuple[str, str]:
         checkpoint = _open(folders.locate(directory, tag))
         try:
-            return _Load(
-                engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify
+            found.append(
+                _Load(
+                    engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify
+                )
             )
         except BaseException:
             checkpoint.close()
             raise
+        return checkpoint.folder.name, checkpoint.manifest.save_id
 
     found: list[_Load] = []
     try:
-        together(engine.comm, lambda: found.append(look()), directory, "Nothing was loaded.")
+        _check_same(together(engine.comm, look, directory, "Nothing was loaded."), directory)
         plan = found[0]
         partly = "The engine is partly loaded: load again before training on."
         with bar(None if engine.global_rank == 0 else False, plan.nbytes, f"loading {plan.checkpoint.folder}") as plan.tick:
@@ -77,6 +80,16 @@ def load(
     engine.refresh_params()
     log_rank0(f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage {plan.checkpoint.manifest.stage})")
     return str(plan.checkpoint.folder), plan.client_state
+
+
+def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name, save_id or "" where others wrote it)."""
+    if len({save_id or folder for folder, save_id in seen}) > 1:
+        told = listed(f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen))
+        raise CheckpointError(
+            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and tag on every rank, on storage that "
+            "all ranks share. Nothing was loaded."
+        )
 
 
 def _open(folder: Place) -> Checkpoint:

@@ -28,8 +28,13 @@ def retain(final: Place, keep: int) -> list[Place]:
     """
     family = [folder for folder in final.parent.iterdir() if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)]
     newest_first = sorted(family, key=lambda folder: (folder == final, _written(folder)), reverse=True)
-    latest = final.parent / folders.LATEST
-    protected = {final, final.parent / latest.read_text().strip()} if latest.is_file() else {final}
+    protected = {final}
+    if (final.parent / folders.LATEST).exists():
+        try:
+            protected.add(final.parent / folders.latest_tag(final.parent))
+        except CheckpointError as error:
+            logger.warning("nothing is removed, although newer checkpoints are kept: %s", error)
+            return []
     return remove(excess(newest_first, keep, protected, trouble))
 
 

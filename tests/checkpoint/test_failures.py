@@ -276,7 +276,12 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, num
 
     monkeypatch.setattr(os, "fsync", failing)
     for text in errors(saved(tmp_path, steps=2, tag="b")[1]):
-        assert ".hf-zero-saving-b/manifest.json: " in text and remedy in text and "earlier checkpoints are as they were" in text
+        assert (
+            ".hf-zero-saving-b." in text
+            and "/manifest.json: " in text
+            and remedy in text
+            and "earlier checkpoints are as they were" in text
+        )
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     good(load(tmp_path)[1])
@@ -287,12 +292,12 @@ def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
     describe = publishing.describe
 
     def vanishing(engine, *args):
-        shutil.rmtree(tmp_path / ".hf-zero-saving-b")
+        shutil.rmtree(next(tmp_path.glob(".hf-zero-saving-b.*")))
         return describe(engine, *args)
 
     monkeypatch.setattr(publishing, "describe", vanishing)
     for text in errors(saved(tmp_path, tag="b")[1]):
-        assert ".hf-zero-saving-b/" in text and "nobody may remove it meanwhile" in text
+        assert ".hf-zero-saving-b." in text and "nobody may remove it meanwhile" in text
     monkeypatch.undo()
     assert (tmp_path / "latest").read_text() == "a"
     good(load(tmp_path)[1])

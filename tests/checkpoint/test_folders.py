@@ -8,6 +8,8 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
 
+ID = "0123456789abcdef" * 2
+
 
 def made(path, content="{}"):
     path.mkdir(parents=True)
@@ -26,8 +28,8 @@ def test_any_other_name_is_a_tag():
 
 
 def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
-    folders.begin(tmp_path, "global_step5")
-    folders.begin(tmp_path, "checkpoint-5")
+    folders.begin(tmp_path, "global_step5", ID)
+    folders.begin(tmp_path, "checkpoint-5", ID)
     assert list(tmp_path.glob("global_step*")) == list(tmp_path.glob("checkpoint-*")) == []
     assert len(list(tmp_path.iterdir())) == 2
     assert folders.tags(tmp_path) == []
@@ -85,7 +87,7 @@ def test_a_save_stopped_between_its_renames(tmp_path):
     old = made(tmp_path / ".hf-zero-replaced-a", "old")
     (tmp_path / "latest").write_text("a")
     assert folders.locate(tmp_path) == old
-    folders.begin(tmp_path, "a")
+    folders.begin(tmp_path, "a", ID)
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
     assert not old.exists()
 
@@ -95,7 +97,7 @@ def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
     (tmp_path / ".hf-zero-replaced-a" / "notes.txt").write_text("mine")
     (tmp_path / "latest").write_text("a")
     assert folders.locate(tmp_path) == tmp_path / "a"
-    folders.begin(tmp_path, "a")
+    folders.begin(tmp_path, "a", ID)
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "new"
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / ".hf-zero-replaced-a").exists()
@@ -103,20 +105,21 @@ def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
 
 def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
-    (tmp_path / ".hf-zero-saving-a" / "deep").mkdir(parents=True)
-    other = tmp_path / ".hf-zero-saving-b"
+    (tmp_path / ".hf-zero-saving-a.76543210" / "deep").mkdir(parents=True)
+    (tmp_path / ".hf-zero-saving-a").mkdir()
+    other = tmp_path / ".hf-zero-saving-a.b.76543210"
     other.mkdir()
-    assert list(folders.begin(tmp_path, "a").iterdir()) == []
-    assert other.exists()
+    assert list(folders.begin(tmp_path, "a", ID).iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".hf-zero-saving-a.{ID[:8]}", other.name]
     assert f"{other} was left by an interrupted save" in caplog.text
 
 
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "a").mkdir()
-    folders.begin(tmp_path, "a")
+    folders.begin(tmp_path, "a", ID)
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"):
-        folders.begin(tmp_path, "a")
+        folders.begin(tmp_path, "a", ID)
 
 
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
