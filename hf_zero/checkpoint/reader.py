@@ -102,6 +102,11 @@ def _open(folder: Place) -> Checkpoint:
         raise CheckpointError(f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}") from error
 
 
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two CPU tensors of one dtype hold the same; NaN is itself."""
+    return torch.equal(*(each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
 class _Load:
     """One rank's part of a load: everything looked up and checked by the constructor, changed by :meth:`apply`."""
 
@@ -178,17 +183,21 @@ class _Load:
             self._load_rng()
 
     def _load_buffers(self) -> None:
+        """Give buffers their saved values, in the dtypes that they have here."""
         buffers = persistent_buffers(self.engine.module)
-        changed = {}
+        changed, kept = {}, []
         for name in self.match.buffers:
-            value = self.checkpoint.buffer(name)
+            saved = self.checkpoint.buffer(name)
+            value = saved.to(buffers[name].dtype)
+            if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(value.to(saved.dtype), saved):
+                kept.append(name)
             # An expanded constant cannot be written, and need not be.
-            if not torch.equal(buffers[name].cpu(), value):
+            elif not _same_bits(buffers[name].cpu(), value):
                 buffers[name].copy_(value)
                 changed[name] = value
         after = persistent_buffers(self.engine.module) if changed else {}
-        kept = [name for name, value in changed.items() if not torch.equal(after[name].cpu(), value)]
-        if kept:  # a module makes them anew for every state dict
+        kept += [name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)]
+        if kept:  # a module makes them anew for every state dict, or has integers where there were others
             raise CheckpointError(
                 f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model cannot take; build and quantise it as it was at the save"
             )

@@ -27,7 +27,7 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
 
     Host memory is copied by this thread alone: torch's team of threads spins against the one that hashes, and slows both.
     """
-    source = values.contiguous().view(torch.uint8)
+    source = values.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     if source.device.type == "cpu":
         target: Any = place.numpy()
         target[:] = source.numpy()

@@ -29,6 +29,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -80,11 +82,19 @@ class Plan:
 
 
 def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str], alignment: int = 8) -> Plan:
-    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each stands aligned."""
+    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each stands aligned.
+
+    Raises CheckpointError for a dtype that the format does not have.
+    """
     entries: list[Entry] = []
     at = 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
+        if dtype not in CODES:
+            raise CheckpointError(
+                f"{name!r} is of {dtype}, which safetensors files cannot hold; keep it as another dtype (a view of its bytes, say), or "
+                "register it with persistent=False"
+            )
         entries.append(Entry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize))
         at = entries[-1].end
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [entries[-1].begin, at]}
