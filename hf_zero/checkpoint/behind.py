@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint import pending
 from hf_zero.checkpoint.draft import Draft, Written
 from hf_zero.checkpoint.landing import Landing
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -76,9 +77,12 @@ class Behind:
         """Bytes of staging memory."""
         return self._memory.numel()
 
-    def wait(self, what: str = "") -> None:
-        """Return when nothing is being written; ``what`` waits is said where it has to. Raises CheckpointError, alike on all ranks."""
-        if self._running is None:
+    def wait(self, what: str = "", below: Path | None = None) -> None:
+        """Return when nothing is being written, in the folder ``below`` if one is given; ``what`` waits is said where it has to.
+
+        Raises CheckpointError, alike on all ranks.
+        """
+        if self._running is None or (below is not None and not pending.lies_in(self._running[0].to.final, below)):
             return
         job, future = self._running
         if what and not future.done() and self._rank == 0:
@@ -117,6 +121,8 @@ class Behind:
         image = bytes_view(self._memory)[: self._size]
         ended: Future[None] = Future()
         self._running = (job, ended)
+        if job.rest is not None:
+            pending.begun(job.to.final)
         work = _Work(job, image, self._mail, self._rank, self._world, self.number, self._stall)
         threading.Thread(target=_settle, args=(ended, work.run), name="hf-zero save").start()
 
@@ -145,7 +151,11 @@ class _Work:
     def run(self) -> None:
         begun = time.perf_counter()
         own = self._write()
-        verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
+        try:
+            verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
+        finally:
+            if self.rank == 0:
+                pending.ended(self.job.to.final, whole=False)  # what waits is done by now, or is not to be done
         if verdict:
             text = f"{verdict} (written beside the training)"
             if not threading.main_thread().is_alive():  # the program has ended: nobody asks for the outcome any more
@@ -201,6 +211,7 @@ class _Work:
             return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(to.tag)}"
         try:
             announce(to, rest, self.job.keep)
+            pending.ended(to.final, whole=True)
         except Exception as error:
             return f"rank 0: {told(error, to.final)}. {to.final} itself is whole; pass its tag to load it."
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,13 +85,14 @@ class Saving(nn.Module):
         checkpoint.save(engine, save_dir, tag, client_state or {}, exclude_frozen_parameters, save_latest, keep, behind)
         return True
 
-    def wait_for_checkpoint(self, who: str = "") -> None:
+    def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return when no checkpoint is being written any more. Raises CheckpointError, on all ranks, if it could not be.
 
-        ``who`` waits is logged where it takes time. Every rank must call it, or none.
+        ``who`` waits is logged where it takes time. ``below``: wait only for what is being written in this folder. Every rank must
+        call it, or none.
         """
         if self._behind is not None:
-            self._behind.wait(who)
+            self._behind.wait(who, None if below is None else Path(below))
 
     def _last_save(self) -> Exception | None:
         """Let staging memory go once nothing is being written; what was wrong with the last save."""

@@ -1,4 +1,4 @@
-"""The wrappers around ``Accelerator.save_state`` and ``load_state`` where Accelerate names the folders itself.
+"""The wrappers around ``Accelerator.save_state`` and ``load_state``: whole states are loaded and kept, torn ones are named.
 
 Imported in the middle of ``import accelerate``.
 """
@@ -12,15 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.folders import DROPPED
+from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import accelerators, by_number, decided, last_whole
+from hf_zero.integrations.written_in_pieces import Parts, by_number, decided, last_whole
+from hf_zero.logs import logger
 
 PREFIX = "checkpoint_"
 
 
 def _under_zero(accelerator: Any) -> bool:
-    return finder.chosen() and accelerator.distributed_type == "DEEPSPEED" and accelerator.project_configuration.automatic_checkpoint_naming
+    return finder.chosen() and accelerator.distributed_type == "DEEPSPEED"
+
+
+def _names_itself(accelerator: Any) -> bool:
+    return _under_zero(accelerator) and accelerator.project_configuration.automatic_checkpoint_naming
 
 
 def _states(accelerator: Any) -> Path:
@@ -28,33 +34,43 @@ def _states(accelerator: Any) -> Path:
 
 
 def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``total_limit`` removes old states once the new one is whole, and not before it is begun (``Accelerator.save_state``)."""
+    """``total_limit`` removes old states once the new one is whole, and a torn one is passed over (``Accelerator.save_state``)."""
 
     def save_state(self: Any, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        settings = self.project_configuration
-        limit = settings.total_limit
-        if limit is None or not _under_zero(self):
+        if not _names_itself(self):
             return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
-        settings.total_limit = None
+        settings, parts = self.project_configuration, Parts.of(self)
+        settings.iteration = decided(lambda: _beyond_torn_ones(_states(self), settings.iteration, parts))
+        limit, settings.total_limit = settings.total_limit, None
         try:
             location = original(self, output_dir, safe_serialization, **save_model_func_kwargs)
         finally:
             settings.total_limit = limit
-        self.wait_for_everyone()
-        if self.is_main_process:
-            _keep(self, Path(location), limit)
-        self.wait_for_everyone()
+        if limit is not None:
+            self.wait_for_everyone()
+            if self.is_main_process:
+                newest = Path(location)
+                once_whole(newest, lambda: _keep(newest, max(limit, 1), parts))
+            self.wait_for_everyone()
         return location
 
     return save_state
 
 
-def _keep(accelerator: Any, newest: Path, limit: int) -> None:
+def _beyond_torn_ones(states: Path, number: int, parts: Parts) -> int:
+    """The first number from ``number`` on under which no torn state lies."""
+    while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.trouble(folder)):
+        number += 1
+        logger.warning("%s is not whole and is left as it is; the state is saved as %s%d (%s)", folder, PREFIX, number, said)
+    return number
+
+
+def _keep(newest: Path, limit: int, parts: Parts) -> None:
     parent = newest.parent
     for left in parent.parent.glob(f"{DROPPED}*"):
         shutil.rmtree(left, ignore_errors=True)
     older = [folder for folder in by_number(parent, PREFIX) if folder != newest]
-    chosen = excess([newest, *older], max(limit, 1), {newest}, lambda folder: accelerators(folder, accelerator))
+    chosen = excess([newest, *older], limit, {newest}, parts.trouble)
     remove(chosen, os.path.join(os.pardir, DROPPED))  # what lies in this folder counts as a state
 
 
@@ -62,8 +78,8 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Without a folder the last whole state is loaded; torn ones are skipped and named (``Accelerator.load_state``)."""
 
     def load_state(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> Any:
-        if input_dir is None and _under_zero(self):
-            found = decided(lambda: last_whole(by_number(_states(self), PREFIX), lambda folder: accelerators(folder, self)))
+        if input_dir is None and _names_itself(self):
+            found = decided(lambda: last_whole(by_number(_states(self), PREFIX), Parts.of(self).trouble))
             input_dir = None if found is None else str(found)
         return original(self, input_dir, load_kwargs, **load_model_func_kwargs)
 

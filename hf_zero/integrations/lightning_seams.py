@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.pending import once_whole
+from hf_zero.checkpoint.retention import remove
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
@@ -121,6 +123,30 @@ def _skipped(folder: Path) -> bool:
 
 def _nothing(set_to_none: bool = True) -> None:
     """What zeroing gradients does to a window of DeepSpeed's."""
+
+
+def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Old folders go when the new one is whole, by a rename first (``Strategy.remove_checkpoint``)."""
+
+    def remove_checkpoint(self: Any, filepath: Any) -> None:
+        folder = Path(filepath)
+        if not isinstance(self.model, Engine) or not folder.is_dir() or folder.is_symlink():
+            original(self, filepath)
+        elif self.is_global_zero:
+            once_whole(folder.parent, lambda: remove([folder]))
+
+    return remove_checkpoint
+
+
+def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A fit ends when its last checkpoint is whole (``Strategy.on_train_end``)."""
+
+    def on_train_end(self: Any) -> None:
+        if isinstance(self.model, Engine):
+            self.model.wait_for_checkpoint()
+        original(self)
+
+    return on_train_end
 
 
 def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.objects import split
-from hf_zero.checkpoint.retention import remove
 from hf_zero.core import comm
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.engine import Engine
@@ -261,14 +260,6 @@ class StrategyMethods:
         checkpoint["state_dict"] = whole_state_dict(self.engine, everywhere=False, dtype=torch.float32)
         if this.is_global_zero:
             this.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """A folder is renamed first: one that is cut off meanwhile leaves no half under its name."""
-        this: Any = self
-        if not Path(filepath).is_dir() or Path(filepath).is_symlink():
-            super().remove_checkpoint(filepath)  # type: ignore[misc]
-        elif this.is_global_zero:
-            remove([Path(filepath)])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Resume on any number of ranks and any stage. A file of whole weights can be evaluated, not resumed."""

@@ -150,7 +150,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
         wrapper="hf_zero.integrations.accelerate_states:keep_until_saved",
         versions=ACCELERATE,
-        why="total_limit removes the oldest states before the new one is written: with 1 there is none meanwhile",
+        why="total_limit removes the oldest states before the new one is written: with 1 there is none meanwhile; a torn state ends the job",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.load_state",
@@ -256,11 +256,21 @@ SEAMS: tuple[Seam, ...] = (
         why="a second train() destroys the first one's engine, and leaves a sharded model without values; resuming takes the highest number, torn or not",
     ),
     Seam(
-        target="transformers.trainer:Trainer._load_best_model",
-        signature="(self)",
-        wrapper="hf_zero.integrations.trainer_checkpoints:load_best_whole",
+        target="transformers.trainer:Trainer._finalize_training",
+        signature="(self, trial, num_train_samples, start_time)",
+        wrapper="hf_zero.integrations.trainer_checkpoints:end_with_whole_ones",
         versions=TRANSFORMERS,
-        why="a best checkpoint that is damaged ends the job with an error after the last step, before the model is saved",
+        why=(
+            "a best checkpoint that is damaged, or still being written, ends the job with an error before the model is saved; with "
+            "save_total_limit=1 all others are deleted"
+        ),
+    ),
+    Seam(
+        target="transformers.trainer:Trainer._push_from_checkpoint",
+        signature="(self, checkpoint_folder)",
+        wrapper="hf_zero.integrations.trainer_checkpoints:push_whole_ones",
+        versions=TRANSFORMERS,
+        why="uploads a checkpoint that is still being written, by a thread or by other ranks",
     ),
     Seam(
         target="transformers.trainer:rotate_checkpoints",
@@ -324,6 +334,18 @@ SEAMS: tuple[Seam, ...] = (
                 "(self)",
                 "leave_weights_in_shards",
                 "makes the model whole on every rank for each checkpoint, and DeepSpeedStrategy then drops it",
+            ),
+            (
+                "strategies.strategy:Strategy.remove_checkpoint",
+                "(self, filepath)",
+                "remove_once_replaced",
+                "removes the last whole checkpoint while the new one is still being written; a removal that is cut off leaves half a folder",
+            ),
+            (
+                "strategies.strategy:Strategy.on_train_end",
+                "(self)",
+                "end_with_whole_ones",
+                "a fit returns, and its best_model_path is read, while the last checkpoint is still being written",
             ),
             (
                 "callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
+from hf_zero.core import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.written_in_pieces import by_number, decided, engines_part, last_whole, trainers
@@ -64,26 +66,40 @@ def _tell_lost_random_states(trainer: Any, folder: Path) -> None:
         logger.warning("%s has no %s: the random numbers of this rank do not go on from there (dropout, data augmentation)", folder, name)
 
 
-def load_best_whole(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A best checkpoint that is damaged is no reason to lose a training that has ended (``Trainer._load_best_model``)."""
+def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A training ends when its last checkpoint is whole, with the best of those that are (``Trainer._finalize_training``).
 
-    def _load_best_model(self: Any) -> None:
+    A best checkpoint that is damaged is no reason to lose a training that has ended, nor one to delete all others.
+    """
+
+    def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
         from hf_zero.integrations.trainer_seams import under_zero
 
         if under_zero(self):
-            best, metric = decided(lambda: _best_whole(self))
-            if best is None:
-                logger.warning("no checkpoint with a metric is whole: the model stays as training has left it")
-                self.state.best_model_checkpoint = None
-                return
-            self.state.best_model_checkpoint, self.state.best_metric = best, metric
-        original(self)
+            self.deepspeed.wait_for_checkpoint()
+            if self.state.best_model_checkpoint is not None:
+                self.state.best_model_checkpoint, self.state.best_metric = decided(lambda: _best_whole(self))
+        return original(self, trial, num_train_samples, start_time)
 
-    return _load_best_model
+    return _finalize_training
+
+
+def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+    """What is pushed is whole: written by all ranks, beside the training too (``Trainer._push_from_checkpoint``)."""
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        from hf_zero.integrations.trainer_seams import under_zero
+
+        if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
+            self.deepspeed.wait_for_checkpoint()
+            comm.barrier()
+        original(self, checkpoint_folder)
+
+    return _push_from_checkpoint
 
 
 def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
-    """The best checkpoint that is whole, and its metric."""
+    """The best checkpoint that is whole, and its metric; None where there is none."""
     state, args = trainer.state, trainer.args
     best = Path(state.best_model_checkpoint)
     said = engines_part(best)
@@ -95,9 +111,10 @@ def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
     others = [folder for folder in by_number(best.parent, PREFIX) if folder != best and _step(folder) in scores]
     for folder in sorted(others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)):
         if not engines_part(folder):
-            logger.warning("%s is loaded instead: %s %g", folder, name, scores[_step(folder)])
+            logger.warning("%s is taken instead: %s %g", folder, name, scores[_step(folder)])
             return str(folder), scores[_step(folder)]
-    return None, None
+    logger.warning("no checkpoint with a metric is whole: the model stays as training has left it")
+    return None, state.best_metric
 
 
 def _step(folder: Path) -> int:
@@ -121,18 +138,19 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
         if not (limited and finder.chosen() and ordered and _of_an_engine(ordered[0])):
             original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
             return
-        for left in Path(output_dir).glob(f"{ASIDE}*"):
-            shutil.rmtree(left, ignore_errors=True)
         newest = ordered[0]
         protected = {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
         first = [folder for folder in ordered if folder in protected]
-        # Other ranks may still be writing their random states into the newest.
-        chosen = excess(
-            [*first, *(folder for folder in ordered if folder not in protected)],
-            max(int(save_total_limit or 1), len(first)),
-            protected,
-            lambda folder: engines_part(folder) if folder == newest else trainers(folder),
-        )
-        remove(chosen, ASIDE)
+        keep = max(int(save_total_limit or 1), len(first))
+        candidates = [*first, *(folder for folder in ordered if folder not in protected)]
+        once_whole(newest, lambda: _keep(candidates, keep, protected))
 
     return rotate_checkpoints
+
+
+def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
+    newest = newest_first[0]
+    for left in newest.parent.glob(f"{ASIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    # Other ranks may still be writing their random states into the newest.
+    remove(excess(newest_first, keep, protected, lambda folder: engines_part(folder) if folder == newest else trainers(folder)), ASIDE)

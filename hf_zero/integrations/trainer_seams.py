@@ -170,11 +170,13 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
-    """A model that was never trained is saved as any other (``Trainer.save_model``)."""
+    """A model that was never trained is saved as any other, and what was saved is there (``Trainer.save_model``)."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not under_zero(self) or self.deepspeed is not None:
             original(self, output_dir, _internal_call)
+            if under_zero(self):  # without stage3_gather_16bit_weights_on_model_save it is a checkpoint
+                self.deepspeed.wait_for_checkpoint(below=output_dir or self.args.output_dir)
             return
         with _as_if_plain(self):
             original(self, output_dir, _internal_call)

@@ -10,6 +10,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,38 @@ def trainers(folder: Path) -> str:
     return _readable_json(folder / STATE, "global_step") or engines_part(folder) or archives(folder, "scheduler.pt", "rng_state*.pth")
 
 
-def accelerators(folder: Path, accelerator: Any) -> str:
-    """What is wrong with a folder of ``Accelerator.save_state`` under ZeRO, for what ``accelerator`` has prepared."""
-    for index in range(len(accelerator._models)):
-        said = engines_part(folder, _numbered("pytorch_model", index))
-        if said:
-            return said
-    ranks = len(list((folder / "pytorch_model").glob(folders.RANK_PATTERN)))
-    expected = [f"random_states_{rank}.pkl" for rank in range(ranks)]
-    stepped = [each for each in accelerator._schedulers if type(each).__name__ != "DeepSpeedSchedulerWrapper"]
-    expected += [_numbered("scheduler", index) + ".bin" for index in range(len(stepped))]
-    expected += [f"custom_checkpoint_{index}.pkl" for index in range(len(accelerator._custom_objects))]
-    for name in expected:
-        if not (folder / name).exists():
-            return f"{folder / name} is missing; {RESTORE}"
-    return archives(folder, "*.bin", "*.pkl")
+@dataclass(frozen=True)
+class Parts:
+    """What a folder of ``Accelerator.save_state`` consists of: a checkpoint for each engine, and files."""
+
+    tags: tuple[str, ...]
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, accelerator: Any) -> Parts:
+        """As ``accelerator`` saves what it has prepared by now."""
+        stepped = [each for each in accelerator._schedulers if type(each).__name__ != "DeepSpeedSchedulerWrapper"]
+        return cls(
+            tuple(_numbered("pytorch_model", index) for index in range(len(accelerator._models))),
+            tuple(_numbered("scheduler", index) + ".bin" for index in range(len(stepped)))
+            + tuple(f"custom_checkpoint_{index}.pkl" for index in range(len(accelerator._custom_objects))),
+        )
+
+    def trouble(self, folder: Path) -> str:
+        """What is wrong with ``folder``; "" if nothing is seen."""
+        for tag in self.tags:
+            said = engines_part(folder, tag)
+            if said:
+                return said
+        for name in (*(f"random_states_{rank}.pkl" for rank in range(ranks_of(folder / "pytorch_model"))), *self.files):
+            if not (folder / name).exists():
+                return f"{folder / name} is missing; {RESTORE}"
+        return archives(folder, "*.bin", "*.pkl")
+
+
+def ranks_of(checkpoint: Path) -> int:
+    """How many ranks have written ``checkpoint``, a tag's folder."""
+    return len(list(checkpoint.glob(folders.RANK_PATTERN)))
 
 
 def _numbered(name: str, index: int) -> str:

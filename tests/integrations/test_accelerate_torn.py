@@ -35,9 +35,9 @@ class Counter:
 
 
 class Loop:
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(self, folder: Path, limit: int | None = None, **config: Any) -> None:
         settings = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit)
-        self.accelerator: Accelerator = accelerator_with({"zero_optimization": {"stage": 2}}, project_config=settings)
+        self.accelerator: Accelerator = accelerator_with({"zero_optimization": {"stage": 2}, **config}, project_config=settings)
         model = small()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -153,3 +153,23 @@ def test_torn_states_are_not_counted(saved: tuple[Path, list[float]], heard: lis
     loop.accelerator.save_state()
     assert names(folder) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
     assert any("checkpoint_2 is damaged and is neither counted nor removed" in text for text in heard)
+
+
+def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: list[str]) -> None:
+    """Of a whole one Accelerate says that it exists."""
+    folder, losses = saved
+    tear("half a shard", folder / "checkpoints" / "checkpoint_2")
+    (folder / "checkpoints" / "checkpoint_3").mkdir()
+    loop = Loop(folder)
+    loop.accelerator.load_state()
+    loop.accelerator.project_configuration.iteration = 2
+    loop.step()
+    loop.accelerator.save_state()
+    assert names(folder) == [f"checkpoint_{number}" for number in range(5)] and loop.accelerator.save_iteration == 5
+    for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
+        assert any(f"{name} is not whole and is left as it is" in text and why in text for text in heard), heard
+    loop.accelerator.load_state()
+    assert [loop.step() for _ in range(3)] == losses[4:]
+    loop.accelerator.project_configuration.iteration = 1
+    with pytest.raises(ValueError, match="already exists"):
+        loop.accelerator.save_state()
