@@ -12,7 +12,7 @@ from typing import Any
 from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import remove
 from hf_zero.core.engine import Engine
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
@@ -93,25 +93,60 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """``ckpt_path="last"`` is a whole one: torn folders are skipped and named (``ModelCheckpoint._find_last_checkpoints``).
 
-    Where none called last is whole it is the newest checkpoint of the callback that is.
+    Where none called last is whole it is the newest checkpoint of the callback that is. Raises CheckpointError if there is none: a run
+    that was to go on would start anew, and save over what is left.
     """
 
     def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
-        found = original(self, trainer)
-        strategy = trainer.strategy
-        if not (isinstance(strategy, StrategyMethods) or (finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy")):
+        found: set[str] = original(self, trainer)
+        if not _under_zero(trainer.strategy):
             return found
         whole = {path for path in found if not (Path(path).is_dir() and _skipped(Path(path)))}
         if whole or not found:
             return whole
-        beside = sorted(
-            (item for item in Path(next(iter(found))).parent.glob(f"*{self.FILE_EXTENSION}") if item.is_dir() and str(item) not in found),
-            key=lambda item: item.stat().st_mtime,
-            reverse=True,
-        )
-        return {str(item) for item in beside if not _skipped(item)} or set()
+        parent = Path(next(iter(found))).parent
+        whole = {str(item) for item in _beside(parent, self.FILE_EXTENSION) if str(item) not in found and not _skipped(item)}
+        if not whole:
+            raise CheckpointError(
+                f"none of the checkpoints in {parent} is whole ({', '.join(sorted(Path(path).name for path in found))} neither); restore one, or start "
+                "anew without ckpt_path"
+            )
+        return whole
 
     return _find_last_checkpoints
+
+
+def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A folder that is to be loaded, by its name or as the best, is whole (``_CheckpointConnector._parse_ckpt_path``).
+
+    Raises CheckpointError with those beside it that are: another model than the best is nothing to take without asking.
+    """
+
+    def _parse_ckpt_path(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        path = original(self, state_fn, ckpt_path, model_provided, model_connected)
+        if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
+            return path
+        folder = Path(path)
+        said = engines_part(folder)
+        if said:
+            others = [str(item) for item in _beside(folder.parent, folder.suffix) if item != folder and not engines_part(item)]
+            remedy = f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path" if others else "none beside it is whole"
+            raise CheckpointError(
+                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {said}. In {folder.parent}, {remedy}"
+            )
+        return path
+
+    return _parse_ckpt_path
+
+
+def _under_zero(strategy: Any) -> bool:
+    return isinstance(strategy, StrategyMethods) or (finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy")
+
+
+def _beside(parent: Path, extension: str) -> list[Path]:
+    """Folders that Lightning may have saved in ``parent``, the newest first."""
+    found = (item for item in parent.glob(f"*{extension}") if item.is_dir() and not item.name.startswith("."))
+    return sorted(found, key=lambda item: item.stat().st_mtime, reverse=True)
 
 
 def _skipped(folder: Path) -> bool:

@@ -354,6 +354,12 @@ SEAMS: tuple[Seam, ...] = (
                 "ckpt_path='last' takes the newest folder called last, torn or not",
             ),
             (
+                "trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path",
+                "(self, state_fn, ckpt_path, model_provided, model_connected)",
+                "refuse_torn_ones",
+                "a torn folder is met when the model has been made, by an error that knows no other checkpoint of the run",
+            ),
+            (
                 "trainer.connectors.accelerator_connector:_AcceleratorConnector._check_and_init_precision",
                 "(self)",
                 "choose_precision",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hf_zero.checkpoint import folders, retention
+from hf_zero.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
 
@@ -41,13 +43,16 @@ class Net(pl.LightningModule):
 
 def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **callback: Any) -> Net:
     keeping = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_last=True, **{"save_top_k": -1, **callback})
-    trainer = pl.Trainer(
+    module = Net()
+    trainer_of(epochs, keeping).fit(module, ckpt_path=ckpt_path)
+    return module
+
+
+def trainer_of(epochs: int, keeping: ModelCheckpoint) -> pl.Trainer:
+    return pl.Trainer(
         strategy="zero_stage_2", devices=1, accelerator="cpu", max_epochs=epochs, callbacks=[keeping], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Net()
-    trainer.fit(module, ckpt_path=ckpt_path)
-    return module
 
 
 def tear(way: str, folder: Path) -> None:
@@ -76,6 +81,52 @@ def test_a_whole_last_is_taken(tmp_path: Path, heard: list[str]) -> None:
     tear("a shard cut short", tmp_path / "run" / "epoch=2.ckpt")
     assert fit(tmp_path / "run", 4, "last").losses == whole.losses[12:]
     assert not [text for text in heard if "is skipped" in text]
+
+
+def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path: Path, heard: list[str]) -> None:
+    fit(tmp_path, 2)
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"):
+        tear("a shard cut short", tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole \(last.ckpt neither\); restore one, or start anew"):
+        fit(tmp_path, 3, "last")
+    assert sum("is skipped" in text for text in heard) == 3
+
+
+def test_where_there_is_no_last_one_the_run_starts(tmp_path: Path) -> None:
+    assert len(fit(tmp_path, 1, "last").losses) == 4
+
+
+@pytest.mark.parametrize("way", ["in the first save", "a shard cut short"])
+def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_ones(way: str, tmp_path: Path) -> None:
+    fit(tmp_path, 3)
+    tear(way, tmp_path / "epoch=2.ckpt")
+    tear("a shard cut short", tmp_path / "last.ckpt")
+    whole = ", ".join(re.escape(str(tmp_path / f"epoch={epoch}.ckpt")) for epoch in (1, 0))
+    with pytest.raises(CheckpointError, match=rf"epoch=2.ckpt is not whole: .* whole, the newest first: {whole}; pass one of them"):
+        fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
+    for epoch in (0, 1):
+        tear("a shard cut short", tmp_path / f"epoch={epoch}.ckpt")
+    with pytest.raises(CheckpointError, match="none beside it is whole"):
+        fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
+
+
+def test_the_best_is_no_other_model(tmp_path: Path) -> None:
+    class Watched(Net):
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("seen", self.layer(batch).square().mean())
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", monitor="seen", save_top_k=2)
+    trainer = trainer_of(3, keeping)
+    module = Watched()
+    trainer.fit(module)
+    best = trainer.validate(module, ckpt_path="best")[0]["seen"]
+    assert best == pytest.approx(float(keeping.best_model_score or 0), rel=1e-6)
+    tear("a shard cut short", Path(keeping.best_model_path))
+    with pytest.raises(CheckpointError, match=r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt; pass one of them"):
+        trainer.validate(module, ckpt_path="best")
 
 
 def test_those_beyond_the_best_go_by_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

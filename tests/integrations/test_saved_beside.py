@@ -51,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         time.sleep(gate.seconds)
         if any(part in str(path) for part in gate.fails):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, image)
+        return write(path, image)
 
     monkeypatch.setattr(behind, "write_image", waiting)
     yield gate
@@ -207,7 +207,9 @@ def test_the_limit_of_accelerate_waits_for_the_new_one(gate: Gate, tmp_path: Pat
         engine.wait_for_checkpoint()
         assert names(tmp_path) == [f"checkpoint_{number}"]
     gate.fails.append("pytorch_model")
+    gate.open.clear()
     loop.accelerator.save_state()
+    gate.open.set()
     with pytest.raises(CheckpointError, match="Nothing was saved"):
         engine.wait_for_checkpoint()
     assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
