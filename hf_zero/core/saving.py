@@ -13,6 +13,7 @@ from hf_zero.core.agreement import STOP
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.trouble import refuse_half_done
 from hf_zero.errors import PartitionError
+from hf_zero.logs import logger
 
 SAVE_FAILED = STOP - 1  # less the number of the save: what ranks tell each other of it
 
@@ -79,6 +80,13 @@ class Saving(nn.Module):
         refuse_half_done(engine.updater, "save_checkpoint()")
         if keep is None and tag is None:
             keep = engine.config.checkpoint.keep
+        if engine.window_is_open and engine.global_rank == 0:
+            logger.warning(
+                "the save of %s is in the middle of an accumulation window: the gradients of its %d micro-batches so far are not saved, and a "
+                "run that resumes begins the window anew; save after the step that ends a window",
+                save_dir,
+                engine._micro,
+            )
         self.wait_for_checkpoint(f"the save of {save_dir}")
         beside = engine.config.checkpoint.async_save if blocking is None else not blocking
         behind = self._beside_the_training() if beside else None
