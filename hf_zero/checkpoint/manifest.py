@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_zero.checkpoint.hashes import algorithm_of
+from hf_zero.checkpoint.hashes import DEFAULT, algorithm_of, hash_of
 from hf_zero.checkpoint.places import Place, asked
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
@@ -22,6 +22,8 @@ READ = (1, 2)  # version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
+DIGEST = "digest"  # the field that tells whether all others are as they were written
+_BLANK = f"{DEFAULT}:{'0' * 32}"  # stands in its place while the digest is computed
 
 T = TypeVar("T")
 
@@ -193,7 +195,10 @@ class Manifest:
         }
 
     def dumps(self) -> bytes:
-        return json.dumps(self.to_json(), indent=1).encode()
+        """The file's content, its digest last."""
+        blank = json.dumps({**self.to_json(), DIGEST: _BLANK}, indent=1).encode()
+        before, _, after = blank.rpartition(_BLANK.encode())
+        return before + hash_of(blank).encode() + after
 
     def all_files(self) -> list[FileEntry]:
         """Every file that is listed."""
@@ -219,6 +224,11 @@ class Manifest:
             data = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{source} is damaged: no JSON ({error}); restore it, or load another tag of this run") from error
+        if isinstance(data, dict) and DIGEST in data and not _is_as_written(content, data[DIGEST]):
+            raise CheckpointError(
+                f"{source} is damaged: what it holds is not what its field {DIGEST!r} says; restore it, or load another tag of this run (or "
+                "take the field out, if you have changed the file yourself)"
+            )
         return cls.from_json(data, source)
 
     @classmethod
@@ -240,6 +250,14 @@ class Manifest:
             detail = f"field {error} is absent" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{source} is damaged: {detail}; restore it, or load another tag of this run") from error
         return manifest
+
+
+def _is_as_written(content: bytes, digest: Any) -> bool:
+    """Whether ``digest``, which stands last in ``content``, is the hash of it with zeros in its place."""
+    if not isinstance(digest, str) or not digest.isascii():
+        return False
+    before, _, after = content.rpartition(digest.encode())
+    return hash_of(before + _BLANK.encode() + after) == digest
 
 
 def _typed(value: Any, kind: type[T], where: str) -> T:

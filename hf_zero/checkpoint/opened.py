@@ -137,8 +137,11 @@ class Checkpoint:
         return out
 
     def objects(self) -> dict[str, dict[str, Any]]:
-        """What ``objects.pt`` holds; empty without one."""
-        return objects.load_objects(self.folder / self.manifest.objects.name) if self.manifest.objects else {}
+        """What ``objects.pt`` holds; empty without one. Its hash is compared: it is small, and a wrong bit in it would not show."""
+        if self.manifest.objects is None:
+            return {}
+        self.verify([self.manifest.objects])
+        return objects.load_objects(self.folder / self.manifest.objects.name)
 
     def client_state(self) -> dict[str, Any]:
         return objects.join("client_state", self.manifest.client_state, self.objects().get("client_state", {}), self._objects_path())

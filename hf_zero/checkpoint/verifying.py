@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.manifest import FileEntry
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.checkpoint.places import Place, place
 from hf_zero.errors import CheckpointError
@@ -53,7 +53,7 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
     try:
         checkpoint = Checkpoint(folder, sizes=False)
     except CheckpointError as error:
-        return Verdict(folder, 0, 0, 0, 0, (str(error),))
+        return _nothing(folder, str(error))
     problems: list[str] = []
     listed = checkpoint.listed()
     with checkpoint, bar(progress, sum(_there(folder, entry) for entry in listed), f"verifying {folder}") as tick:
@@ -66,12 +66,27 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
-    """:func:`verify_checkpoint` of every tag in ``src``, oldest first. Raises CheckpointError if there is none."""
+    """:func:`verify_checkpoint` of every tag in ``src``, oldest first. Raises CheckpointError if there is none.
+
+    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage too and come last.
+    """
     root = place(src)
     held = folders.tags(root)
     if not held:
         return [verify_checkpoint(root, progress=progress)]
-    return [verify_checkpoint(root, tag, progress) for tag in held]
+    verdicts = [verify_checkpoint(root, tag, progress) for tag in held]
+    for folder in sorted(root.iterdir(), key=lambda item: item.name):
+        if not folder.name.startswith(".") and folder.name not in held and next(iter(folder.glob(folders.RANK_PATTERN)), None):
+            verdicts.append(_nothing(folder, f"{folder / MANIFEST_NAME} is missing; restore it, or load another tag of this run"))
+    if (root / folders.LATEST).exists() or (root / folders.LATEST).is_symlink():
+        problems: list[str] = []
+        _note(problems, lambda: folders.locate(root))
+        verdicts += [_nothing(root / folders.LATEST, said) for said in problems]
+    return verdicts
+
+
+def _nothing(path: Place, problem: str) -> Verdict:
+    return Verdict(path, 0, 0, 0, 0, (problem,))
 
 
 def _check(checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]) -> int:

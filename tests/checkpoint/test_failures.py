@@ -39,6 +39,13 @@ def errors(results) -> list[str]:
     return [str(result) for result in results]
 
 
+def edit(path, old: str, new: str) -> None:
+    """Change a manifest, as somebody does who knows what the digest is for."""
+    document = json.loads(path.read_text().replace(old, new))
+    del document["digest"]
+    path.write_text(json.dumps(document))
+
+
 def weights(engines):
     return {name: kinds["weights"].clone() for name, kinds in state_of(engines).items()}
 
@@ -246,6 +253,28 @@ def test_a_bit_that_flips_in_the_manifest(folder):
     refused(folder, ["manifest.json", "global_step1"])
 
 
+@pytest.mark.parametrize("old, new", [('"global_steps": 1', '"global_steps": 3'), ('"lr": 0.001', '"lr": 0.009'), ("\n ", "\n\t")])
+def test_a_bit_that_flips_in_a_number_of_the_manifest(folder, old, new):
+    """It fits all that the files say."""
+    path = folder / "global_step1" / "manifest.json"
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1))
+    refused(folder, ["manifest.json is damaged", "'digest'", "restore it", "if you have changed the file yourself"])
+    edit(path, "", "")
+    good(load(folder)[1])
+
+
+def test_a_bit_that_flips_in_objects(tmp_path):
+    """In the data of a tensor of the client state, where no reader of the archive would see it."""
+    good(saved(tmp_path, client_state={"seen": torch.full((64,), 7, dtype=torch.uint8)})[1])
+    path = tmp_path / "global_step1" / "objects.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes([7] * 64)) + 5] ^= 1
+    path.write_bytes(content)
+    refused(tmp_path, ["objects.pt is damaged", "restore it"])
+
+
 def test_a_damaged_one_is_told_with_the_whole_ones_beside_it(folder):
     for tag in ("a", "b", "c"):
         good(saved(folder, tag=tag)[1])
@@ -305,19 +334,19 @@ def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
 
 def test_a_tensor_that_the_manifest_promises(folder):
     path = folder / "global_step1" / "manifest.json"
-    path.write_text(path.read_text().replace('"exp_avg"', '"momentum"'))
+    edit(path, '"exp_avg"', '"momentum"')
     refused(folder, ["does not fit manifest.json: tensor 'unit", "momentum' is absent"])
 
 
 def test_a_file_of_rank_0_that_is_not_listed(folder):
     path = folder / "global_step1" / "manifest.json"
-    path.write_text(path.read_text().replace('"rank": 0', '"rank": 5'))
+    edit(path, '"rank": 0', '"rank": 5')
     refused(folder, ["no file of rank 0 is listed"])
 
 
 def test_another_format_version(folder):
     path = folder / "global_step1" / "manifest.json"
-    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 99', 1))
+    edit(path, f'"version": {VERSION}', '"version": 99')
     refused(folder, ["format version 99", "load it with the hf-zero that wrote it"])
 
 
@@ -325,6 +354,7 @@ def as_version_1(folder) -> None:
     """The checkpoint in ``folder`` as version 1 of the format would have it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["version"] = 1
+    del manifest["digest"]
     for entry in [*manifest["files"], *([manifest["objects"]] if manifest["objects"] else [])]:
         del entry["hash"]
         entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
@@ -349,6 +379,7 @@ def test_a_hash_that_nobody_can_compute(folder, hash):
     path = folder / "global_step1" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"][0]["hash"] = hash
+    del manifest["digest"]
     path.write_text(json.dumps(manifest))
     refused(folder, ["manifest.json is damaged", "is no hash; expected xxh3_128 or sha256"])
 

@@ -28,7 +28,10 @@ def written(tmp_path_factory) -> dict:
         return checkpoint.save(engine, folder, client_state={"t": (1, 2)})
 
     path = good(run(job, small, action)[1])[0]
-    return json.loads((path / "manifest.json").read_text())
+    document = json.loads((path / "manifest.json").read_text())
+    assert list(document)[-1] == "digest"
+    del document["digest"]
+    return document
 
 
 def refused(data, match: str) -> None:
@@ -54,7 +57,7 @@ def test_order_and_names(written):
 
 def test_the_format_document_names_every_field(written):
     text = (Path(checkpoint.__file__).parent / "FORMAT.md").read_text()
-    assert [field for field in written if f"`{field}`" not in text] == []
+    assert [field for field in (*written, "digest") if f"`{field}`" not in text] == []
 
 
 FIELDS = [
@@ -186,6 +189,17 @@ def test_unreadable_files(tmp_path):
         file.truncate(2 << 30)
     with pytest.raises(CheckpointError, match="is no manifest"):
         Manifest.read(path)
+
+
+@pytest.mark.parametrize("digest", [None, "", 5, [], "\ud800", "0" * 64, "xxh3_128:" + "0" * 31 + "é"])
+def test_a_digest_that_cannot_be_right(tmp_path, written, digest):
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({**written, "digest": digest}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*'digest' says; restore it"):
+        Manifest.read(path)
+    path.write_text(json.dumps(written))
+    path.write_bytes(Manifest.read(path).dumps())
+    assert Manifest.read(path).to_json() == written
 
 
 def test_dtype_names():

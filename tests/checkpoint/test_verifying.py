@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +43,13 @@ def put(files: dict[str, bytes], folder: Path) -> Path:
     return folder
 
 
+def unsigned(files: dict[str, bytes]) -> dict[str, Any]:
+    """The manifest of ``files`` without its digest, so that what is changed in it is what is found."""
+    document = json.loads(files["manifest.json"])
+    del document["digest"]
+    return document
+
+
 def rank_files(files: dict[str, bytes]) -> list[str]:
     return sorted(name for name in files if name.startswith("rank-"))
 
@@ -75,7 +84,7 @@ def test_a_file_of_another_save(saved, tmp_path):
 
 
 def test_chunks_that_miss_elements(saved, tmp_path):
-    manifest = json.loads(saved["manifest.json"])
+    manifest = unsigned(saved)
     manifest["flats"][0]["chunks"][0]["stop"] -= 1
     verdict = checkpoint.verify_checkpoint(put({**saved, "manifest.json": json.dumps(manifest).encode()}, tmp_path / "a"))
     assert len(verdict.problems) == 1 and "does not continue at" in verdict.problems[0]
@@ -99,6 +108,54 @@ def test_the_command(saved, tmp_path):
     assert both.exit_code == 1 and "damaged" in both.stdout and damaged in both.stderr and "cut short" in both.stderr
     rows = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--all", "--json"]).stdout)
     assert {Path(row["folder"]).name: row["whole"] for row in rows} == {"a": True, "b": False}
+
+
+def test_all_names_what_has_no_manifest_and_a_latest_that_leads_nowhere(saved, tmp_path):
+    put(saved, tmp_path / "a"), put(saved, tmp_path / "b")
+    (tmp_path / "b" / "manifest.json").unlink()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "latest").write_text("b")
+    found = {verdict.folder.name: verdict.problems for verdict in checkpoint.verify_all(tmp_path)}
+    assert found.keys() == {"a", "b", "latest"} and found["a"] == ()
+    assert f"{tmp_path / 'b' / 'manifest.json'} is missing; restore it" in found["b"][0]
+    assert "no checkpoint 'b'" in found["latest"][0] and "pass one of the tags that exist: a" in found["latest"][0]
+    command = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
+    assert command.exit_code == 1 and "manifest.json is missing" in command.stderr
+    (tmp_path / "latest").write_text("a")
+    (tmp_path / "b" / "manifest.json").write_bytes(saved["manifest.json"])
+    assert all(verdict.whole for verdict in checkpoint.verify_all(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["manifest.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "objects.pt"])
+def test_no_bit_can_flip_unseen(saved, tmp_path, where):
+    """In 60 places of each file, the ends included."""
+    content = saved[where]
+    for step in range(60):
+        at = step * (len(content) - 1) // 59
+        changed = bytearray(content)
+        changed[at] ^= 1 << (step % 8)
+        verdict = checkpoint.verify_checkpoint(put({**saved, where: bytes(changed)}, tmp_path / "a"))
+        assert not verdict.whole and where in verdict.problems[0] and re.search("restore|name a folder", verdict.problems[0]), (at, verdict)
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: (path.unlink(), path.mkdir()), "manifest says"),
+        (lambda path: (path.unlink(), path.symlink_to(path)), "is missing"),
+        (lambda path: path.write_bytes(b""), "is cut short: 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is cut short"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is longer than it was"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
+    ],
+    ids=["gone", "a folder", "a link to itself", "empty", "a byte short", "a byte long", "zeros"],
+)
+@pytest.mark.parametrize("where", ["rank-00000-of-00002.safetensors", "objects.pt"])
+def test_each_kind_of_damage(saved, tmp_path, damage, says, where):
+    damage(put(saved, tmp_path / "a") / where)
+    command = CliRunner().invoke(app, ["verify", str(tmp_path / "a")])
+    assert command.exit_code == 1 and f"{where} " in command.stderr and says in command.stderr and "restore" in command.stderr
 
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -129,7 +186,7 @@ def replaced(value, path, new):
 @given(data=st.data())
 def test_any_manifest_is_read_or_refused(saved, tmp_path, data):
     """One field of a manifest replaced by anything: a verdict, never another exception."""
-    document = json.loads(saved["manifest.json"])
+    document = unsigned(saved)
     path = data.draw(st.sampled_from([*places(document)]))
     changed = replaced(document, path, data.draw(JSON))
     folder = put({**saved, "manifest.json": json.dumps(changed).encode()}, tmp_path / "a")
@@ -153,7 +210,7 @@ def test_any_header_is_read_or_refused(saved, tmp_path, data):
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ".hidden", "a\0b", ""])
 def test_a_path_out_of_the_folder_is_refused(saved, tmp_path, name):
-    document = json.loads(saved["manifest.json"])
+    document = unsigned(saved)
     document["files"][0]["name"] = name
     (problem,) = checkpoint.verify_checkpoint(put({**saved, "manifest.json": json.dumps(document).encode()}, tmp_path / "a")).problems
     assert "leads out of the folder" in problem
