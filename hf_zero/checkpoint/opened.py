@@ -62,9 +62,14 @@ class Checkpoint:
             )
 
     def verify(self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None) -> None:
-        """Compare the hashes of ``entries`` with the manifest. Raises CheckpointError for the first that differs."""
+        """Compare the hashes of ``entries`` with the manifest. Raises CheckpointError for the first that differs or cannot be read."""
         for entry in entries:
-            digest = hash_of_file(self.folder / entry.name, algorithm_of(entry.hash), tick)
+            try:
+                digest = hash_of_file(self.folder / entry.name, algorithm_of(entry.hash), tick)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder / entry.name} cannot be read ({error.strerror}); make it readable or restore it, or load another tag of this run"
+                ) from error
             if digest != entry.hash:
                 raise CheckpointError(
                     f"{self.folder / entry.name} is damaged: its hash is {digest}, the manifest says {entry.hash}; "

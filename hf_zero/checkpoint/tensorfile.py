@@ -142,6 +142,9 @@ class TensorFile:
         try:
             self.size = self._file.size
             self.metadata, self.entries, self._data = self._read_header()
+        except OSError as error:
+            self._file.close()
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore the file, or load another tag of this run") from error
         except BaseException:
             self._file.close()
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint import opened
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Job, run, small, train_some
@@ -156,6 +159,28 @@ def test_each_kind_of_damage(saved, tmp_path, damage, says, where):
     damage(put(saved, tmp_path / "a") / where)
     command = CliRunner().invoke(app, ["verify", str(tmp_path / "a")])
     assert command.exit_code == 1 and f"{where} " in command.stderr and says in command.stderr and "restore" in command.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monkeypatch, number):
+    first, second = rank_files(saved)
+    folder = put({**saved, second: saved[second][:-1]}, tmp_path / "a")
+
+    def failing(path, tick=None):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(opened, "sha256_of", failing)
+    problems = checkpoint.verify_checkpoint(folder).problems
+    assert [first in problems[0], second in problems[1], "objects.pt" in problems[2]] == [True] * 3
+    assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0] and "cut short" in problems[1]
+    monkeypatch.undo()
+
+    def broken(fd, length, at):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pread", broken)
+    (problem,) = (text for text in checkpoint.verify_checkpoint(folder).problems if first in text)
+    assert f"cannot be read ({os.strerror(number)}); restore the file" in problem
 
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
