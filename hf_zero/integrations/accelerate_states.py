@@ -15,7 +15,7 @@ from hf_zero.checkpoint.folders import DROPPED
 from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import Parts, by_number, decided, last_whole
+from hf_zero.integrations.written_in_pieces import Parts, by_number, decided, last_whole, tell_lost_random_states
 from hf_zero.logs import logger
 
 PREFIX = "checkpoint_"
@@ -75,12 +75,18 @@ def _keep(newest: Path, limit: int, parts: Parts) -> None:
 
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a folder the last whole state is loaded; torn ones are skipped and named (``Accelerator.load_state``)."""
+    """Without a folder the last whole state is loaded, torn ones are skipped and named; what is lost is said (``Accelerator.load_state``)."""
 
     def load_state(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> Any:
         if input_dir is None and _names_itself(self):
             found = decided(lambda: last_whole(by_number(_states(self), PREFIX), Parts.of(self).trouble))
             input_dir = None if found is None else str(found)
-        return original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        if input_dir is not None and _under_zero(self):
+            # Micro-batches, by which windows are counted: of ranks that are new it is not known, and windows may have another length now.
+            self.step = 0
+            folder, rank = Path(input_dir).expanduser(), self.process_index
+            tell_lost_random_states(folder, folder / "pytorch_model", f"random_states_{rank}.pkl", rank, self.num_processes)
+        return result
 
     return load_state

@@ -17,7 +17,7 @@ from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.core import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import by_number, decided, engines_part, last_whole, trainers
+from hf_zero.integrations.written_in_pieces import STATE, by_number, decided, engines_part, last_whole, tell_lost_random_states, trainers
 from hf_zero.logs import logger
 
 PREFIX = "checkpoint-"
@@ -40,13 +40,16 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         decided(lambda: _refuse_torn(folder))
     if folder is None:
         return wanted  # the Trainer says that there is none
-    _tell_lost_random_states(trainer, folder)
+    if folder.is_dir() and _of_an_engine(folder):
+        rank, ranks = trainer.args.process_index, trainer.args.world_size
+        name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+        tell_lost_random_states(folder, folders.locate(folder), name, rank, ranks)
     return str(folder)
 
 
 def _refuse_torn(folder: Path) -> None:
-    if not (folder.is_dir() and _of_an_engine(folder)):
-        return  # the Trainer says better what a folder is that no engine has written
+    if not (folder.is_dir() and (_of_an_engine(folder) or (folder / STATE).is_file())):
+        return  # the Trainer says better what a folder is that it has not written
     said = trainers(folder)
     if said:
         whole = next((each for each in by_number(folder.parent, PREFIX) if each != folder and not trainers(each)), None)
@@ -58,12 +61,6 @@ def _of_an_engine(folder: Path) -> bool:
     return (folder / folders.LATEST).is_file() or any(
         item.name.startswith(folders.RESERVED) or folders.is_checkpoint(item) for item in folder.iterdir()
     )
-
-
-def _tell_lost_random_states(trainer: Any, folder: Path) -> None:
-    name = f"rng_state_{trainer.args.process_index}.pth" if trainer.args.world_size > 1 else "rng_state.pth"
-    if folder.is_dir() and not (folder / name).exists():
-        logger.warning("%s has no %s: the random numbers of this rank do not go on from there (dropout, data augmentation)", folder, name)
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
-from hf_zero.logs import logger
+from hf_zero.logs import log_rank0, logger
 
 GIVEN = "_hf_zero_given"
 
@@ -74,6 +74,8 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 
                 hand_back(self.deepspeed)
                 self.model_wrapped, self.deepspeed = self.model, None
+                if resume_from_checkpoint in (None, False):
+                    log_rank0("another train() goes on with the weights and with a new optimizer, as the Trainer has it under ZeRO")
             resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 

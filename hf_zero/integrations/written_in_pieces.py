@@ -76,6 +76,17 @@ def ranks_of(checkpoint: Path) -> int:
     return len(list(checkpoint.glob(folders.RANK_PATTERN)))
 
 
+def tell_lost_random_states(folder: Path, checkpoint: Path, name: str, rank: int, ranks: int) -> None:
+    """Say which random states do not carry over from ``folder``, saved with the engine's ``checkpoint``. This rank's would be ``name``."""
+    saved = ranks_of(checkpoint)
+    if saved and saved != ranks:
+        if rank == 0:
+            text = "%s was saved by %d rank(s), this run has %d: random states of ranks that are gone or new do not carry over (dropout, data augmentation)"
+            logger.warning(text, folder, saved, ranks)
+    elif not (folder / name).exists():
+        logger.warning("%s has no %s: the random numbers of this rank do not go on from there (dropout, data augmentation)", folder, name)
+
+
 def _numbered(name: str, index: int) -> str:
     return name if index == 0 else f"{name}_{index}"
 

@@ -129,6 +129,14 @@ def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_one(whole: Any, 
         run.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_checkpoints_of_the_model_alone_are_nothing_to_resume_from(named: bool, tmp_path: Path) -> None:
+    routed("ours", 3, tmp_path, **EVERY_STEP, save_only_model=True).train()
+    run = routed("ours", 3, tmp_path, max_steps=6)
+    with pytest.raises(CheckpointError, match="whole weights and nothing that training resumes from"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if named else True)
+
+
 def test_missing_random_states_are_said(whole: Any, tmp_path: Path, heard: list[str]) -> None:
     folder = copied(whole, tmp_path)
     (folder / "checkpoint-4" / "rng_state.pth").unlink()

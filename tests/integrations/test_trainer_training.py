@@ -19,6 +19,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.logs import logger
+from tests.integrations.conftest import forget
 from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
@@ -311,3 +312,21 @@ def test_generation_in_evaluation(stage: int, tmp_path: Path) -> None:
         losses.append((logged(run), logged(run, "eval_loss"), before.tolist(), run.predict(data[:3]).predictions.tolist()))
     for found, expected in zip(losses[1], losses[0], strict=True):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_training_has_a_new_optimizer(stage: int, tmp_path: Path, heard_in_full: list[str]) -> None:
+    """Under ZeRO Transformers begins each train() with one; a plain Trainer keeps that of the first, and otherwise does the same."""
+    kept, oracle = (routed("plain", 0, tmp_path) for _ in range(2))
+    for each in (kept, kept, oracle):
+        each.train()
+    oracle.optimizer = None
+    oracle.train()
+    forget()
+    run = routed("ours", stage, tmp_path)
+    for _ in range(2):
+        run.train()
+    assert_same_training(run, oracle)
+    assert logged(kept)[:2] == pytest.approx(logged(oracle)[:2], rel=1e-6)
+    assert abs(logged(kept)[2] - logged(oracle)[2]) > 1e-3
+    assert sum("another train() goes on with the weights and with a new optimizer" in text for text in heard_in_full) == 1
