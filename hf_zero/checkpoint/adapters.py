@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from hf_zero.checkpoint.card import json_object, places
 from hf_zero.checkpoint.manifest import Adapter, Manifest, is_plain
+from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.outputs import Output
 from hf_zero.checkpoint.places import Place
 from hf_zero.errors import CheckpointError
@@ -53,7 +54,7 @@ def adapters_in(manifest: Manifest, folder: Place, held: Iterable[str], needed: 
         return manifest.export.adapters
     found: dict[str, dict[str, str]] = {}
     for name in held:
-        if (place := written_name(name)) is not None and is_plain(place[0]):
+        if (place := written_name(bare(name))) is not None and is_plain(place[0]):
             found.setdefault(place[0], {})[place[1]] = name
     config, source = _beside(folder, found) if found else ({}, None)
     trouble = None

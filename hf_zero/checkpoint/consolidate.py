@@ -11,6 +11,7 @@ import torch
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.matching import listed
+from hf_zero.checkpoint.naming import bare, pairing
 from hf_zero.checkpoint.opened import open_checkpoint
 from hf_zero.checkpoint.outputs import dtype_option, outputs
 from hf_zero.errors import CheckpointError
@@ -41,7 +42,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The consolidated float32 state dict on the CPU; tied names share a tensor. Needs memory for the whole model."""
     state = dict(iterate_state_dict(checkpoint_dir, tag, "float32", exclude_frozen_parameters))
     with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
-        state |= {tied: state[held] for tied, held in checkpoint.manifest.aliases.items() if held in state}
+        state |= {bare(tied): state[bare(held)] for tied, held in checkpoint.manifest.aliases.items() if bare(held) in state}
     return state
 
 
@@ -55,19 +56,23 @@ def load_state_dict_from_zero_checkpoint(
     with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
-        given |= {tied: given[held] for tied, held in manifest.aliases.items() if held in given}
+        given |= {bare(tied): given[bare(held)] for tied, held in manifest.aliases.items() if bare(held) in given}
         wanted = model.state_dict()
-        excluded = set(manifest.excluded) | {tied for tied, held in manifest.aliases.items() if held in manifest.excluded}
-        missing = [name for name in wanted if name not in given and name not in excluded]
-        unexpected = [name for name in given if name not in wanted]
-        wrong = [name for name in wanted if name in given and tuple(wanted[name].shape) != given[name].shape]
+        there = pairing(wanted, given)
+        excluded = {bare(name) for name in manifest.excluded}
+        excluded |= {bare(tied) for tied, held in manifest.aliases.items() if bare(held) in excluded}
+        missing = [name for name in wanted if name not in there and bare(name) not in excluded]
+        used = {*there.values()}
+        unexpected = [name for name in given if name not in used]
+        wrong = [name for name, held in there.items() if tuple(wanted[name].shape) != given[held].shape]
         for what, names in (("lacks", missing), ("has in excess", unexpected), ("has in another shape", wrong)):
             if names:
                 raise CheckpointError(
                     f"{checkpoint.folder} {what} {listed(names)}; build the model with the configuration it was saved with"
                 )
         with torch.no_grad():
-            for name, output in given.items():
+            for name, held in there.items():
+                output = given[held]
                 # A tensor that is not contiguous is filled by way of one that is; an expanded constant need not be.
                 contiguous = wanted[name].is_contiguous()
                 tensor = wanted[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)

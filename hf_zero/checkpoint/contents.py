@@ -14,6 +14,7 @@ import torch
 
 from hf_zero.checkpoint.contract import Bound, Engine, Flat
 from hf_zero.checkpoint.manifest import MASTER, SHARD, Adapter, Export
+from hf_zero.checkpoint.naming import bare
 from hf_zero.core.consolidate import belongs, written
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
@@ -108,18 +109,26 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         if sources and held not in sources:
             names[held] = min(sources)
     skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-    return Export(names, skip, type(module).__name__, adapters_of(module, aliases))
+    return Export(names, skip, type(within(module)).__name__, adapters_of(module, aliases))
 
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
     """How PEFT would write the adapters of ``module``, by held names; empty for a model without."""
     if not getattr(module, "peft_config", None):
         return {}
-    described = importlib.import_module("hf_zero.integrations.adapter_files").described(module, set(persistent_buffers(module)))
+    inner = within(module)
+    described = importlib.import_module("hf_zero.integrations.adapter_files").described(inner, set(persistent_buffers(inner)))
+    outer = "" if inner is module else "_orig_mod."
     return {
-        adapter: Adapter(config, {written: aliases.get(name, name) for written, name in tensors.items()})
+        adapter: Adapter(config, {bare(written): aliases.get(outer + name, outer + name) for written, name in tensors.items()})
         for adapter, (config, tensors) in described.items()
     }
+
+
+def within(module: torch.nn.Module) -> torch.nn.Module:
+    """The model that ``torch.compile`` has wrapped, else ``module``."""
+    inner: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return inner
 
 
 def companions(module: torch.nn.Module) -> dict[str, bytes]:
@@ -129,7 +138,7 @@ def companions(module: torch.nn.Module) -> dict[str, bytes]:
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
         # save_pretrained writes the class here; a model that was built from a bare configuration has not been asked yet.
-        content["architectures"] = content.get("architectures") or [type(module).__name__]
+        content["architectures"] = content.get("architectures") or [type(within(module)).__name__]
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     generation: Any = getattr(module, "generation_config", None)
     if hasattr(generation, "to_json_string"):

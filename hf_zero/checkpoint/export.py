@@ -21,6 +21,7 @@ from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.filling import write_part
 from hf_zero.checkpoint.journal import Journal, temporary
 from hf_zero.checkpoint.manifest import Manifest, dtype_name
+from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
 from hf_zero.checkpoint.places import on_this_machine
@@ -188,7 +189,7 @@ def _identity(checkpoint: Checkpoint, plans: dict[str, Plan]) -> str:
 def _exported(manifest: Manifest, held: list[Output]) -> list[Output]:
     """Under the names, and without the ones, that ``save_pretrained`` would use."""
     skip, names = set(manifest.export.skip), manifest.export.names
-    renamed = [replace(output, name=names.get(output.held, output.name)) for output in held]
+    renamed = [replace(output, name=bare(names.get(output.held, output.name))) for output in held]
     return [output for output in renamed if output.name not in skip]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.places import Place, asked, is_remote, modified, place
+from hf_zero.checkpoint.places import Place, is_remote, modified, place, store_errors
 from hf_zero.checkpoint.tensorfile import write_all
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -87,7 +87,7 @@ def latest_tag(root: Place) -> str:
     """The tag that ``latest`` in ``root`` names. Raises CheckpointError where there is none."""
     path = root / LATEST
     try:
-        with asked(path), path.open("rb") as file:
+        with store_errors(path), path.open("rb") as file:
             content = file.read(LONGEST_LATEST)
         name = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint import folders, objectstore
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.places import Place, asked, is_remote
+from hf_zero.checkpoint.places import Place, is_remote, store_errors
 from hf_zero.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ class Landing(ABC):
         """Raises CheckpointError or OSError if what the ranks have written is not all there."""
         for entry in manifest.all_files():
             path = self.file(entry.name)
-            with asked(path):
+            with store_errors(path):
                 found = path.stat().st_size
             if found != entry.size:
                 raise CheckpointError(

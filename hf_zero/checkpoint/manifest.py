@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from hf_zero.checkpoint.hashes import DEFAULT, algorithm_of, hash_of
-from hf_zero.checkpoint.places import Place, asked
+from hf_zero.checkpoint.places import Place, store_errors
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
 
@@ -208,7 +208,7 @@ class Manifest:
     def read(cls, path: Place) -> Manifest:
         """Read and check ``path``. Raises CheckpointError naming the file and the field that is wrong."""
         try:
-            with asked(path):
+            with store_errors(path):
                 size = path.stat().st_size
                 if size > MAX_MANIFEST:
                     raise CheckpointError(f"{path} has {size} bytes and is no manifest; restore it, or load another tag")

@@ -10,6 +10,7 @@ from hf_zero.checkpoint.contents import class_name, persistent_buffers
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.grouping import pair
 from hf_zero.checkpoint.manifest import Manifest, OptimizerEntry
+from hf_zero.checkpoint.naming import bare, pairing
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
 
@@ -25,10 +26,10 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Match:
-    """``held``: the engine's parameter names that can be loaded -> names in the checkpoint; ``buffers``: those of both."""
+    """Names in the engine -> names in the checkpoint: ``held`` of parameters that can be loaded, ``buffers`` of buffers."""
 
     held: dict[str, str]
-    buffers: tuple[str, ...]
+    buffers: dict[str, str]
 
 
 def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match:
@@ -41,12 +42,14 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     also: dict[str, list[str]] = {}
     for tied, own in engine.aliases.items():
         also.setdefault(own, []).append(tied)
+    live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
+    there = pairing((*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded))
     for flat in engine.flats:
         for slot in flat.layout.slots:
-            candidates = [manifest.aliases.get(name, name) for name in (slot.name, *also.get(slot.name, []))]
-            name = next((c for c in candidates if c in manifest.slots), None)
+            known = [there[name] for name in (slot.name, *also.get(slot.name, [])) if name in there]
+            name = next((c for c in (manifest.aliases.get(name, name) for name in known) if c in manifest.slots), None)
             if name is None:
-                if flat.trainable or slot.name not in manifest.excluded:
+                if flat.trainable or there.get(slot.name) not in manifest.excluded:
                     missing.append(slot.name)
             elif manifest.slots[name][1].shape != slot.shape:
                 wrong.append(f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, model {list(slot.shape)})")
@@ -55,9 +58,11 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             else:
                 held[slot.name] = name
     buffers = persistent_buffers(engine.module)
-    for own, buffer in buffers.items():
-        if own in manifest.buffers and manifest.buffers[own][1] != tuple(buffer.shape):
-            wrong.append(f"{own} (checkpoint {list(manifest.buffers[own][1])}, model {list(buffer.shape)})")
+    # Some writers do not tell buffers from parameters, and write tied weights under both names.
+    kept = pairing(buffers, (*manifest.buffers, *manifest.slots))
+    for own, name in kept.items():
+        if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
+            wrong.append(f"{own} (checkpoint {list(manifest.buffers[name][1])}, model {list(buffers[own].shape)})")
     if wrong:
         raise CheckpointError(
             f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with the configuration it was saved with"
@@ -66,12 +71,10 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
         raise CheckpointError(
             f"{where} has quantised weights of another kind, which are bytes and are not cast: {listed(cast)}; quantise the model as it was at the save"
         )
-    excluded = frozenset(manifest.excluded)
-    # Some writers do not tell buffers from parameters, and write tied weights under both names.
-    saved = {*manifest.buffers} | ({*buffers} & {*manifest.slots})
-    missing += [name for name in buffers if name not in saved and not belongs(name, excluded)]
-    used = {*held.values(), *(tied for tied, own in engine.aliases.items() if own in held)} | saved
-    unexpected = [name for name in manifest.parameters if name not in used] + [name for name in manifest.buffers if name not in buffers]
+    excluded = frozenset(bare(name) for name in manifest.excluded)
+    missing += [name for name in buffers if name not in kept and not belongs(bare(name), excluded)]
+    used = {*held.values(), *(there[tied] for tied, own in engine.aliases.items() if own in held and tied in there), *kept.values()}
+    unexpected = [name for name in (*manifest.parameters, *manifest.buffers) if name not in used]
     if strict and (missing or unexpected):
         said = [f"it lacks {listed(missing)}"] if missing else []
         said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
@@ -79,7 +82,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
-    return Match(held, tuple(name for name in buffers if name in saved))
+    return Match(held, kept)
 
 
 def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.places import Place, asked
+from hf_zero.checkpoint.places import Place, store_errors
 from hf_zero.errors import CheckpointError
 
 
@@ -59,7 +59,7 @@ def _check_loadable(what: str, value: Any) -> None:
 def load_objects(path: Place) -> dict[str, dict[str, Any]]:
     """The content of ``objects.pt``. Raises CheckpointError where it is damaged or would execute code."""
     try:
-        with asked(path), path.open("rb") as file:
+        with store_errors(path), path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(

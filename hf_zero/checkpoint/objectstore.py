@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.places import PART, Place, asked
+from hf_zero.checkpoint.places import PART, Place, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -19,7 +19,7 @@ PARTS = 9_000  # of an object at most; S3 takes 10,000
 
 def put(where: Place, content: bytes) -> None:
     """Put a small object, whole or not at all. Raises OSError."""
-    with asked(where):
+    with store_errors(where):
         where.fs.pipe_file(where.path, content)
 
 
@@ -28,15 +28,15 @@ class Upload:
 
     def __init__(self, where: Place, size: int) -> None:
         self._where, self._sent = where, False
-        with asked(where):
+        with store_errors(where):
             self._file: Any = where.fs.open(where.path, "wb", block_size=max(2 * PART, -(-size // PARTS)))
 
     def write(self, data: memoryview) -> None:
-        with asked(self._where):
+        with store_errors(self._where):
             self._file.write(data)
 
     def flush(self) -> None:
-        with asked(self._where):
+        with store_errors(self._where):
             self._file.close()
         self._sent = True
 
@@ -91,13 +91,13 @@ def drop(folder: Place) -> None:
 
 def remove(chosen: Iterable[Place]) -> None:
     for item in chosen:
-        with asked(item):
+        with store_errors(item):
             item.fs.rm_file(item.path)
 
 
 def _held(folder: Place) -> list[Place]:
     """The objects directly in ``folder``."""
-    with asked(folder):
+    with store_errors(folder):
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted((item for item in found if item.is_file()), key=lambda item: item.name)
 

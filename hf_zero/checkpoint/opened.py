@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.hashes import algorithm_of
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
-from hf_zero.checkpoint.places import Place, asked, modified
+from hf_zero.checkpoint.places import Place, modified, store_errors
 from hf_zero.checkpoint.reshard import Run, parameter_runs
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, hash_of_file
 from hf_zero.errors import CheckpointError
@@ -51,7 +51,7 @@ class Checkpoint:
         """Raises CheckpointError for a file that is missing or of another size."""
         path = self.folder / entry.name
         try:
-            with asked(path):
+            with store_errors(path):
                 size = path.stat().st_size
         except OSError as error:
             raise CheckpointError(f"{path} is missing ({error.strerror}); restore it, or load another tag of this run") from error
@@ -170,10 +170,10 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(folder: Place) -> Checkpoint:
-    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads. Raises CheckpointError."""
+def open_checkpoint(folder: Place, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads (``asked`` is for those). Raises CheckpointError."""
     if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
-        return open_foreign(folder)
+        return open_foreign(folder, asked)
     return Checkpoint(folder)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.checkpoint.reshard import parameter_runs
 from hf_zero.checkpoint.tensorfile import TensorFile
@@ -104,7 +105,7 @@ def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def outputs(manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Output]:
-    """Parameters in the model's order, then buffers, under the names by which the checkpoint holds them.
+    """Parameters in the model's order, then buffers, under the names by which the checkpoint holds them, less what wrappers put into them.
 
     ``dtype`` None gives each parameter the dtype it had when it was handed to training. Only floating-point parameters
     that are not raw are cast; buffers keep theirs, as they do in training.
@@ -115,5 +116,5 @@ def outputs(manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen
         if exclude_frozen and not flat.trainable:
             continue
         given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
-        made.append(Output(name, name, given, slot.shape, raw=flat.raw))
-    return made + [Output(name, name, own, shape, is_buffer=True) for name, (own, shape) in manifest.buffers.items()]
+        made.append(Output(bare(name), name, given, slot.shape, raw=flat.raw))
+    return made + [Output(bare(name), name, own, shape, is_buffer=True) for name, (own, shape) in manifest.buffers.items()]

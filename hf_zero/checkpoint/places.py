@@ -71,12 +71,12 @@ def modified(where: Place) -> int:
     """When a file was written, in nanoseconds."""
     if not is_remote(where):
         return int(where.stat().st_mtime_ns)
-    with asked(where):
+    with store_errors(where):
         return int(where.fs.modified(where.path).timestamp() * 1e9)
 
 
 @contextmanager
-def asked(where: Place) -> Iterator[None]:
+def store_errors(where: Place) -> Iterator[None]:
     """What a store's package raises in it, whatever its class, is an OSError that names ``where``."""
     try:
         yield
@@ -135,7 +135,7 @@ class _File:
 class _Object:
     def __init__(self, where: Place) -> None:
         self._where = where
-        with asked(where):
+        with store_errors(where):
             self.size = int(where.stat().st_size)
 
     def read(self, view: memoryview, at: int) -> int:
@@ -144,7 +144,7 @@ class _Object:
         while taken < wanted:
             starts = range(at + taken, at + min(wanted, taken + PART * REQUESTS), PART)
             ends = [min(start + PART, at + wanted) for start in starts]
-            with asked(self._where):
+            with store_errors(self._where):
                 parts = self._where.fs.cat_ranges([self._where.path] * len(starts), list(starts), ends, on_error="raise")
             for part, start, end in zip(parts, starts, ends):
                 view[taken : taken + len(part)] = part

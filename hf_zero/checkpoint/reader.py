@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.contents import RNG, persistent_buffers, weights_of
+from hf_zero.checkpoint.contents import RNG, model_order, persistent_buffers, weights_of
 from hf_zero.checkpoint.contract import Engine, Flat
 from hf_zero.checkpoint.grouping import reordered
 from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
@@ -55,7 +55,7 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def look() -> tuple[str, str]:
-        checkpoint = _open(folders.locate(directory, tag))
+        checkpoint = _open(folders.locate(directory, tag), engine)
         try:
             found.append(
                 _Load(
@@ -92,9 +92,12 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
-def _open(folder: Place) -> Checkpoint:
+def _open(folder: Place, engine: Engine) -> Checkpoint:
+    asked: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
+    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if asked else ():
+        asked[engine.bound.group_of[name]].append(name)
     try:
-        return open_checkpoint(folder)
+        return open_checkpoint(folder, asked)
     except CheckpointError as error:
         whole = whole_beside(folder)
         if not whole:
@@ -125,9 +128,7 @@ class _Load:
             self.runs.append((flat, found))
             for run in found:
                 checkpoint.file(run.flat.chunks[run.chunk].file)
-        if self.match.buffers:
-            checkpoint.file(checkpoint.buffer_file())
-        if any(name in self.manifest.buffers for name in self.match.buffers):
+        if any(name in self.manifest.buffers for name in self.match.buffers.values()):
             checkpoint.file(checkpoint.buffer_file())
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
@@ -186,8 +187,8 @@ class _Load:
         """Give buffers their saved values, in the dtypes that they have here."""
         buffers = persistent_buffers(self.engine.module)
         changed, kept = {}, []
-        for name in self.match.buffers:
-            saved = self.checkpoint.buffer(name)
+        for name, held in self.match.buffers.items():
+            saved = self.checkpoint.buffer(held)
             value = saved.to(buffers[name].dtype)
             if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(value.to(saved.dtype), saved):
                 kept.append(name)

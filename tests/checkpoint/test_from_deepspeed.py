@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from hf_zero.checkpoint.foreign import open_foreign, recognise
+from hf_zero.checkpoint.foreign.deepspeed import CLASSES
+from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of, schedule_of
 from tests.checkpoint.deepspeed_inputs.write import CASES as WRITTEN
@@ -100,6 +106,152 @@ def test_stage_0_without_names(heard):
     assert recognise(folder) == "deepspeed" and model["param_shapes"] is None
 
 
+def test_masters_at_stage_0_are_found_by_their_values():
+    """A fused optimizer keeps a group end to end, and names nothing: float32 values round to those of the module."""
+    folder = INPUTS / "stage0-bf16-fused" / "global_step3"
+    module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)["module"]
+    found = get_fp32_state_dict_from_zero_checkpoint(INPUTS / "stage0-bf16-fused")
+    trained = [name for name in found if not name.startswith("frozen") and module[name].dtype == torch.bfloat16]
+    assert all(torch.equal(found[name].bfloat16(), module[name]) for name in trained)
+    assert any(not torch.equal(found[name], module[name].float()) for name in trained)
+
+
+def test_masters_that_no_parameter_rounds_to(tmp_path, heard):
+    folder = damaged(tmp_path, "stage0-bf16-fused") / "global_step3"
+    path = folder / "mp_rank_00_model_states.pt"
+    data = torch.load(path, weights_only=True)
+    data["module"]["norm.weight"] += 1
+    torch.save(data, path)
+    with open_foreign(folder) as opened:
+        assert opened.manifest.optimizer is None and "norm.weight" in opened.manifest.parameters
+    assert "its master weights do not tell: the weights are read in 16 bits" in heard[0]
+
+
+def rewritten(path: Path, change) -> None:
+    """The pickled file at ``path`` with what ``change`` does to it."""
+    data = torch.load(path, weights_only=False)
+    change(data)
+    torch.save(data, path)
+
+
+def test_the_client_state_may_hold_numbers_of_numpy(tmp_path):
+    folder = damaged(tmp_path)
+    given = {"best": np.float64(1.5), "seen": np.int64(7), "curve": np.arange(3.0), "of": np.dtype("float32"), "pair": (1, {2})}
+    add = given.items()
+    data = load_pickle(folder / "global_step3" / "mp_rank_00_model_states.pt", CLASSES)
+    torch.save({**data, **dict(add)}, folder / "new")
+    (folder / "new").replace(folder / "global_step3" / "mp_rank_00_model_states.pt")
+    with open_foreign(folder / "global_step3") as opened:
+        read = opened.client_state()
+    assert (read["curve"] == given["curve"]).all() and {key: read[key] for key in given if key != "curve"} == {
+        key: value for key, value in given.items() if key != "curve"
+    }
+    assert type(read["best"]) is np.float64
+
+
+def test_threads_that_read_at_the_same_time(monkeypatch):
+    """torch keeps what may be unpickled in one set for the whole process: two threads that change it lose each other's classes."""
+    both, within = threading.Barrier(2), []
+
+    class Allowing(torch.serialization.safe_globals):
+        def __enter__(self):
+            within.append(threading.current_thread())
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+            assert len(within) == 1
+            super().__enter__()
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            within.pop()
+
+    monkeypatch.setattr(torch.serialization, "safe_globals", Allowing)
+    path = INPUTS / "stage1" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with ThreadPoolExecutor(2) as pool:
+        for read in [pool.submit(load_pickle, path, CLASSES) for _ in range(2)]:
+            assert "optimizer_state_dict" in read.result()
+
+
+def test_frozen_weights_that_are_tied_at_stage_3(tmp_path):
+    folder = damaged(tmp_path, "stage3")
+    path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    rewritten(path, lambda data: data["shared_params"].update({"again.weight": "frozen.weight"}))
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert torch.equal(state["again.weight"], state["frozen.weight"])
+
+
+def test_frozen_weights_that_are_tied_are_written_once(tmp_path):
+    folder = damaged(tmp_path)
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    data = load_pickle(path, CLASSES)
+    data["module"]["again.weight"] = data["module"]["frozen.weight"]
+    torch.save(data, folder / "new")
+    (folder / "new").replace(path)
+    with open_foreign(folder / "global_step3") as opened:
+        assert opened.manifest.aliases["again.weight"] == "frozen.weight"
+        assert "again.weight" not in opened.manifest.parameters
+
+
+def test_a_file_of_another_save(tmp_path):
+    folder = damaged(tmp_path, "stage3")
+    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = load_pickle(path, CLASSES)
+    for state in data["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        state["step"] = state["step"] + 4
+    slim = {key: data["optimizer_state_dict"][key] for key in ("fp32_flat_groups", "optimizer_state_dict")}
+    torch.save({"optimizer_state_dict": slim}, folder / "new")
+    (folder / "new").replace(path)
+    with pytest.raises(
+        CheckpointError, match=r"rank_1_mp_rank_00_optim_states.pt belongs to another save .*took 7.0 steps, not 3.0; restore"
+    ):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "file", ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "layer_00-model_states.pt"]
+)
+def test_experts_and_pipelines_are_refused(tmp_path, file):
+    folder = damaged(tmp_path)
+    (folder / "global_step3" / file).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=rf"model-parallel DeepSpeed run.*\({file}\)"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", [{"module": None}, {"mp_world_size": 2}])
+def test_parts_of_a_model_are_refused(tmp_path, change):
+    folder = damaged(tmp_path)
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    data = load_pickle(path, CLASSES)
+    torch.save({**data, **change}, folder / "new")
+    (folder / "new").replace(path)
+    with pytest.raises(CheckpointError, match="model-parallel DeepSpeed run"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+def test_names_of_a_compiled_model(tmp_path):
+    """What DeepSpeed wrote of a compiled model goes into the model itself, and into a folder that it loads."""
+    folder = damaged(tmp_path)
+
+    def wrapped(names):
+        return {f"_orig_mod.{name}": value for name, value in names.items()}
+
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    data = load_pickle(path, CLASSES)
+    data["module"] = wrapped(data["module"])
+    data["param_shapes"] = [wrapped(group) for group in data["param_shapes"]]
+    data["buffer_names"] = [f"_orig_mod.{name}" for name in data["buffer_names"]]
+    data["shared_params"] = {f"_orig_mod.{tied}": f"_orig_mod.{own}" for tied, own in data["shared_params"].items()}
+    torch.save(data, folder / "new")
+    (folder / "new").replace(path)
+    results = run_ranks(2, go_on, folder, [build(True) for _ in range(2)], 3, "fp32")
+    want = json.loads((INPUTS / "stage1" / "losses.json").read_text())[SAVED_AFTER:]
+    assert torch.stack([losses for losses, *_ in results]).mean(0).tolist() == pytest.approx(want, rel=2e-6)
+    done = hf_zero.convert_checkpoint(folder, tmp_path / "model")
+    assert build(True).load_state_dict(load_file(tmp_path / "model" / done.files[0]), strict=False) == (["head.weight"], [])
+    load_state_dict_from_zero_checkpoint(build(True), folder)
+    assert {*build(True).state_dict()} == {*get_fp32_state_dict_from_zero_checkpoint(folder)}
+
+
 def damaged(tmp_path: Path, name: str = "stage1") -> Path:
     return Path(shutil.copytree(INPUTS / name, tmp_path / name))
 
@@ -160,9 +312,6 @@ def test_stage_3_buffers_that_end_too_early(tmp_path):
 def test_states_of_other_lengths(tmp_path):
     folder = damaged(tmp_path)
     path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    from hf_zero.checkpoint.foreign.deepspeed import CLASSES
-    from hf_zero.checkpoint.foreign.pickles import load_pickle
-
     data = load_pickle(path, CLASSES)["optimizer_state_dict"]
     groups = data["single_partition_of_fp32_groups"]
     groups[0] = groups[0][:-10].clone()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
+from hf_zero.checkpoint.foreign import open_foreign
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
 from tests.helpers.processes import run_processes
@@ -21,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 def write(rank: int, folder: str) -> list[float]:
     """Train under FSDP2, save on the way in torch's two forms, and go on: the losses."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
 
     model, ranks, losses = build(True), dist.get_world_size(), []
@@ -36,6 +37,13 @@ def write(rank: int, folder: str) -> list[float]:
             dcp.save({"model": weights, "optimizer": states, "extra": {"epoch": 3}}, checkpoint_id=f"{folder}/one")
             dcp.save({"model": weights}, checkpoint_id=f"{folder}/two/pytorch_model_fsdp_0")  # as Accelerate lays them
             dcp.save({"optimizer": states}, checkpoint_id=f"{folder}/two/optimizer_0")
+            dcp.save({"app": Application(weights, states)}, checkpoint_id=f"{folder}/stateful")
+            flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+            dcp.async_save({"model": weights, "optimizer": flat}, checkpoint_id=f"{folder}/flattened").result()
+            dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/unnamed")
+            dcp.save(weights, checkpoint_id=f"{folder}/bare")
+            beside = {"runs": {"a": {"step": 1}, "b": {"step": 2}}, "seen": [torch.ones(2), 5]}
+            dcp.save({"model": weights, **beside}, checkpoint_id=f"{folder}/beside")
         loss = model(*batch(step, rank, ranks))
         losses.append(loss.item())
         loss.backward()
@@ -43,6 +51,19 @@ def write(rank: int, folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+class Application:
+    """What torch's recipe for checkpoints saves: one object that has the model and the optimizer."""
+
+    def __init__(self, weights, states) -> None:
+        self.held = {"model": weights, "optim": states}
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state) -> None:
+        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +87,12 @@ def go_on(rank: int, folder: Path, models, stage: int):
 
 
 @pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 3), (3, 1), (3, 3)])
-@pytest.mark.parametrize("form", ["one", "two"])
+@pytest.mark.parametrize("form", ["one", "two", "stateful", "flattened", "unnamed"])
 def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):
     folder, want = written
     results = run_ranks(ranks, go_on, folder / form, [build(True) for _ in range(ranks)], stage)
     assert torch.tensor([losses for losses, _ in results]).mean(0).tolist() == pytest.approx(want[SAVED_AFTER:], rel=2e-6)
-    assert results[0][1] == ({"epoch": 3} if form == "one" else {})
+    assert results[0][1] == ({"extra": {"epoch": 3}} if form == "one" else {})
 
 
 def test_it_converts(written, tmp_path):
@@ -83,6 +104,32 @@ def test_it_converts(written, tmp_path):
     dcp.load(want, checkpoint_id=str(folder / "one"), no_dist=True)
     for name, tensor in load_file(tmp_path / "model" / done.files[0]).items():
         assert torch.equal(tensor, want["model"][name]), name
+
+
+@pytest.mark.parametrize("form", ["bare", "stateful", "unnamed"])
+def test_every_form_converts_to_the_same(written, form, tmp_path):
+    folder, _ = written
+    done = hf_zero.convert_checkpoint(folder / form, tmp_path / form)
+    want = hf_zero.convert_checkpoint(folder / "one", tmp_path / "one")
+    got, want = load_file(tmp_path / form / done.files[0]), load_file(tmp_path / "one" / want.files[0])
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
+    with open_foreign(written[0] / "beside") as opened:
+        assert opened.client_state() == {"runs": {"a": {"step": 1}, "b": {"step": 2}}, "seen": [None, 5]}
+    assert "holds tensors beside the model, which the client state is without: seen.0" in heard[0]
+
+
+def test_states_that_no_engine_names_are_left_out(written, heard):
+    """By their places alone they would go to the wrong parameters."""
+    with open_foreign(written[0] / "unnamed") as opened:
+        assert opened.manifest.optimizer is None and {name for flat in opened.manifest.flats for name in flat.states} == set()
+    assert "does not say which parameters its optimizer's state belongs to" in heard[0]
+    model = build(True)
+    other = [[name for name, p in model.named_parameters() if p.requires_grad and p.ndim == ndim] for ndim in (1, 2)]
+    with open_foreign(written[0] / "unnamed", other) as opened:
+        assert opened.manifest.optimizer is None
 
 
 def damaged(written, tmp_path: Path) -> Path:

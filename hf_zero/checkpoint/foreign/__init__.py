@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.places import Place, is_remote
@@ -30,8 +31,11 @@ def recognise(folder: Place) -> str:
     return next((module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), "")
 
 
-def open_foreign(folder: Place) -> Checkpoint:
-    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is damaged or of a kind that is not read."""
+def open_foreign(folder: Place, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
+    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is damaged or of a kind that is not read.
+
+    ``asked`` are the trained parameters of the model that loads, by optimizer group, for writers that keep no names.
+    """
     module = importlib.import_module(f"{__name__}.{recognise(folder)}")
-    opened: Checkpoint = module.open_checkpoint(folder)
+    opened: Checkpoint = module.open_checkpoint(folder, asked)
     return opened

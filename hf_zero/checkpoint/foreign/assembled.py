@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -43,6 +43,8 @@ class Ranged:
 
 
 CAST_AT_ONCE = 1 << 20  # elements
+# Of the model that loads: the names of its trained parameters by optimizer group, in its own order. Of use where a writer keeps no names.
+Asked = Sequence[Sequence[str]]
 Held = torch.Tensor | Widened | Ranged
 
 
@@ -227,4 +229,4 @@ def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, 
     return {name: tensor.reshape(-1)[:numel] for name, tensor in kept}
 
 
-__all__ = ["MASTER", "SHARD", "Assembled", "Found", "Group", "Parameter", "Piece", "Ranged", "Widened", "states"]
+__all__ = ["MASTER", "SHARD", "Asked", "Assembled", "Found", "Group", "Parameter", "Piece", "Ranged", "Widened", "states"]

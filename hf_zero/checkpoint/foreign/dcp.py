@@ -11,18 +11,23 @@ may stand under both names: the model that loads them knows.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, Ranged
+from hf_zero.checkpoint.foreign import unnamed
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Asked, Assembled, Found, Group, Parameter, Piece, Ranged
 from hf_zero.checkpoint.foreign.pickles import Opaque
 from hf_zero.checkpoint.foreign.stretches import SavedTensor, damaged, load
+from hf_zero.checkpoint.foreign.unnamed import Shape
 from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
 from hf_zero.optim import hyperparameters
 
+Record = tuple[str, Any]  # the name under which it is stored, and torch's record of it
+States = Mapping[Any, Mapping[str, Record]]
 METADATA = ".metadata"
 PARTS = ("pytorch_model_fsdp*", "optimizer_*")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
@@ -40,10 +45,10 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def open_checkpoint(folder: Path) -> Assembled:
+def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """``folder`` as a checkpoint. Raises CheckpointError for a damaged one, and for one that holds no model."""
     found = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
-    return Assembled(_Reading(folder, found or [folder / METADATA]).found())
+    return Assembled(_Reading(folder, found or [folder / METADATA], asked).found())
 
 
 class _Unpickler(pickle.Unpickler):
@@ -57,13 +62,14 @@ class _Unpickler(pickle.Unpickler):
 class _Reading:
     """The records of one or two folders, by path into the dict that was saved."""
 
-    def __init__(self, folder: Path, metadata: list[Path]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, metadata: list[Path], asked: Asked = ()) -> None:
+        self.folder, self.asked = folder, asked
         self.files: list[Path] = []
         self.entries: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self.places: dict[str, list[tuple[Any, Path, int, int]]] = {}
         for path in metadata:
             self._take(path)
+        self._lift()
 
     def _take(self, path: Path) -> None:
         try:
@@ -87,40 +93,61 @@ class _Reading:
                 f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); restore it, or name another checkpoint"
             ) from error
 
+    def _lift(self) -> None:
+        """Take the model and all beside it out of the object that was saved as one, as in torch's own recipe: ``{"app": Stateful}``."""
+        tops = {keys[0] for keys in self.entries}
+        while len(tops) == 1 and not tops & {*MODEL} and all(len(keys) > 1 for keys in self.entries):
+            lifted = {keys[1:]: record for keys, record in self.entries.items()}
+            if not any(keys[0] in MODEL for keys in lifted):
+                return
+            self.entries, tops = lifted, {keys[0] for keys in lifted}
+
     def found(self) -> Found:
         model = self._under(MODEL)
+        if not model and all(hasattr(entry, "chunks") for _, entry in self.entries.values()):
+            model = self.entries  # a model's state dict and nothing else
         if not model:
             raise CheckpointError(
                 f"{self.folder} holds no model: its names begin with {sorted({str(keys[0]) for keys in self.entries})[:5]}, none of {', '.join(MODEL)}; "
                 'save it as {"model": ..., "optimizer": ...}'
             )
-        optimizer = self._under(OPTIMIZER)
-        states: dict[str, dict[str, tuple[str, Any]]] = {}
-        for keys, record in optimizer.items():
-            if keys[0] == "state" and len(keys) == 3:
-                states.setdefault(keys[1], {})[keys[2]] = record
+        shapes = {".".join(map(str, keys)): tuple(record[1].size) for keys, record in model.items() if hasattr(record[1], "chunks")}
+        groups, states = self._optimizer(shapes)
         parameters = tuple(
             self._parameter(".".join(map(str, keys)), record, states) for keys, record in model.items() if hasattr(record[1], "chunks")
         )
-        extra = {
-            keys: record
-            for keys, record in self.entries.items()
-            if keys[0] not in (*MODEL, *OPTIMIZER) and not hasattr(record[1], "chunks")
-        }
         return Found(
             folder=self.folder,
             writer="torch.distributed.checkpoint",
             files=tuple(str(path.relative_to(self.folder)) for path in self.files) or (METADATA,),
             parameters=parameters,
-            groups=tuple(self._groups(optimizer, states)) or None,
-            client_state={str(keys[-1]): self._value(record[0]) for keys, record in extra.items()},
+            groups=groups,
+            client_state={} if model is self.entries else self._beside(),
             world=len({path for places in self.places.values() for _, path, _, _ in places}) or 1,
-        )  # fmt: skip
+        )
+
+    def _beside(self) -> dict[str, Any]:
+        """What was saved beside the model and the optimizer, nested as it was; a tensor that lies there alone is not read."""
+        made: dict[str, Any] = {}
+        left = []
+        for keys, (fqn, entry) in self.entries.items():
+            if keys[0] in (*MODEL, *OPTIMIZER):
+                continue
+            if hasattr(entry, "chunks"):
+                left.append(".".join(map(str, keys)))
+            else:
+                inner = made
+                for key in keys[:-1]:
+                    inner = inner.setdefault(key, {})
+                inner[keys[-1]] = self._value(fqn)
+        if left:
+            logger.warning("%s holds tensors beside the model, which the client state is without: %s", self.folder, ", ".join(left[:8]))
+        return {str(key): _with_lists(value) for key, value in made.items()}
 
     def _under(self, names: tuple[str, ...]) -> dict[tuple[Any, ...], tuple[str, Any]]:
         return {keys[1:]: record for keys, record in self.entries.items() if keys[0] in names and len(keys) > 1}
 
-    def _parameter(self, name: str, record: tuple[str, Any], states: dict[str, dict[str, tuple[str, Any]]]) -> Parameter:
+    def _parameter(self, name: str, record: Record, states: States) -> Parameter:
         fqn, entry = record
         dtype, shape, kept = entry.properties.dtype, tuple(entry.size), states.get(name)
         main = MASTER if kept is not None else SHARD
@@ -153,20 +180,64 @@ class _Reading:
             made.append((start, start + numel, self.files.index(path), Ranged(values.dtype, numel, values.read)))
         return sorted(made, key=lambda each: each[:2])
 
-    def _groups(self, optimizer: dict[tuple[Any, ...], tuple[str, Any]], states: dict[str, dict[str, tuple[str, Any]]]) -> Iterator[Group]:
+    def _optimizer(self, shapes: Mapping[str, Shape]) -> tuple[tuple[Group, ...] | None, States]:
+        """The optimizer's groups and, by parameter, the records of its states. ``shapes`` are those of the model's parameters."""
         settings: dict[Any, dict[str, Any]] = {}
-        for keys, (fqn, _) in optimizer.items():
-            if keys[0] == "param_groups" and len(keys) == 3:
-                settings.setdefault(keys[1], {})[keys[2]] = self._value(fqn)
-        for values in settings.values():
-            names = tuple(values.get("params") or ())
-            kept = states.get(names[0], {}) if names else {}
+        states: dict[Any, dict[str, Record]] = {}
+        apart: dict[str, dict[str, Any]] = {}
+        for keys, record in self._under(OPTIMIZER).items():
+            part, _, rest = str(keys[0]).partition(".")
+            if len(keys) == 3 and part == "state":
+                states.setdefault(keys[1], {})[keys[2]] = record
+            elif len(keys) == 3 and part == "param_groups":
+                settings.setdefault(keys[1], {})[keys[2]] = self._value(record[0])
+            elif len(keys) == 1 and part in ("state", "param_groups"):  # flatten_optimizer_state_dict: a path in one name
+                name, _, last = rest.rpartition(".")
+                if part == "state":
+                    states.setdefault(name, {})[last] = record
+                else:
+                    apart.setdefault(name, {})[last] = self._value(record[0])
+        for name, values in apart.items():  # groups are not told then: those of equal settings are taken for one
+            settings.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
+        groups = list(settings.values())
+        if any(not isinstance(place, str) for group in groups for place in group.get("params") or ()):
+            places = [[str(place) for place in group.get("params") or ()] for group in groups]
+            wanted = [[_shape_of(states.get(place, {})) for place in each] for each in places]
+            found = unnamed.named(groups, shapes) or unnamed.as_asked(wanted, self.asked, shapes) or []
+            states = {name: states[place] for each, names in zip(places, found) for place, name in zip(each, names) if place in states}
+            groups = [{**group, "params": names} for group, names in zip(groups, found)]
+        if settings and (not groups or not states.keys() <= shapes.keys()):
+            logger.warning(
+                "%s does not say which parameters its optimizer's state belongs to: the weights are read, the optimizer's state is not; load it "
+                "into an engine with the same model and optimizer groups, or save it with torch's get_optimizer_state_dict",
+                self.folder,
+            )
+            return None, {}
+        made = []
+        for values in groups:
+            names_of = tuple(values.get("params") or ())
+            kept = states.get(names_of[0], {}) if names_of else {}
             scalars = {key: float(self._value(fqn)) for key, (fqn, entry) in kept.items() if not len(getattr(entry, "size", ()))}
-            yield Group(hyperparameters.plain(values), scalars, names)
+            made.append(Group(hyperparameters.plain(values), scalars, names_of))
+        return tuple(made) or None, states
 
     def _value(self, fqn: str) -> Any:
         _, path, offset, length = self.places[fqn][0]
         return load(path, offset, length)
+
+
+def _with_lists(tree: Any) -> Any:
+    """``tree`` with a list in place of each dictionary of places; what is not there is None."""
+    if not isinstance(tree, dict):
+        return tree
+    made = {key: _with_lists(value) for key, value in tree.items()}
+    if made and all(isinstance(key, int) for key in made):
+        return [made.get(place) for place in range(max(made) + 1)]
+    return made
+
+
+def _shape_of(states: Mapping[str, Record]) -> Shape | None:
+    return next((tuple(entry.size) for _, entry in states.values() if len(getattr(entry, "size", ()))), None)
 
 
 def _size(path: Path) -> int:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Assembled, Found, Group, Parameter, Piece, Widened, states
+from hf_zero.checkpoint.foreign import unnamed
+from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Asked, Assembled, Found, Group, Parameter, Piece, Widened, states
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -60,29 +62,32 @@ OWN_KEYS = frozenset(
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
-def open_checkpoint(folder: Path) -> Assembled:
+def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """``folder``, one tag of a DeepSpeed run, as a checkpoint.
 
     Raises CheckpointError for a damaged one and for tensor- or pipeline-parallel ones, whose files each hold a part of the model.
     """
     from hf_zero.checkpoint.foreign.universal import FOLDER, Universal
 
-    return Assembled((Universal if (folder / FOLDER).is_dir() else Reading)(folder).found())
+    return Assembled((Universal if (folder / FOLDER).is_dir() else Reading)(folder, asked).found())
 
 
 class Reading:
     """One folder while it is read: the model's file, and the optimizer's files by rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, asked: Asked = ()) -> None:
+        self.folder, self.asked = folder, asked
         models = _by_rank(folder, "model_states.pt")
         plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
-        if len(plain) > 1:
-            raise _model_parallel(folder, plain[1])
+        # Of tensor parallelism a file a rank, of experts a file each, of pipelines a file a layer.
+        for part in (*plain[1:], *sorted(folder.glob("*expert_*")), *sorted(folder.glob("expp_rank_*")), *sorted(folder.glob("layer_*"))):
+            raise _model_parallel(folder, part)
         self.model_paths = [path for _, path in sorted(models.items())] or plain
         self.optim_paths = self._optimizer_files()
         self.model = self._load(self.model_paths[0])
-        self.module: dict[str, torch.Tensor] = self.model["module"]
+        if not isinstance(self.model["module"], Mapping) or int(self.model.get("mp_world_size") or 1) > 1:
+            raise _model_parallel(folder, self.model_paths[0])
+        self.module: Mapping[str, torch.Tensor] = self.model["module"]
         self.optims = [self._load(path)["optimizer_state_dict"] for path in self.optim_paths]
         self.stage = 0 if not self.optims else 3 if "fp32_flat_groups" in self.optims[0] else 1
         self.stage = int(_at(self.model, "ds_config", "zero_optimization", "stage") or self.stage)
@@ -91,6 +96,13 @@ class Reading:
             if paths and len(paths) != world:
                 raise CheckpointError(
                     f"{folder} lacks files: {world} ranks wrote it, {len(paths)} of their {what} files are there; restore them"
+                )
+        steps = [_steps(saved) for saved in self.optims]
+        for path, step in zip(self.optim_paths, steps):
+            if step != steps[0]:
+                raise CheckpointError(
+                    f"{path} belongs to another save than {self.optim_paths[0].name} beside it: its optimizer took {step} steps, not {steps[0]}; "
+                    "restore the file, or name another checkpoint"
                 )
         self.world = world
         self._listed: list[dict[str, tuple[int, ...]]] | None = None
@@ -150,40 +162,36 @@ class Reading:
         return self._listed
 
     def _matched(self) -> list[dict[str, tuple[int, ...]]]:
-        """Stage 0 writes no names beside the optimizer's state: they are those of the module, in its order, by shape.
+        """Stage 0 writes no names beside the optimizer's state: float32 masters tell them, or the model that loads, or shapes.
 
-        Where shapes alone do not tell which parameter stands in which group, or which is trained, all of the optimizer is left out.
+        Where nothing tells, all of the optimizer is left out.
         """
-        base = self._base()
-        wanted = [
-            [tuple(base["state"][i]["exp_avg"].shape) if "exp_avg" in base["state"].get(i, {}) else None for i in group["params"]]
-            for group in base.get("param_groups", ())
-        ]  # fmt: skip
-        if not wanted or any(shape is None for shapes in wanted for shape in shapes):
-            return self._untold(wanted)
-        made: list[dict[str, tuple[int, ...]]] = [{} for _ in wanted]
-        left = set()
-        for name, tensor in self._own():
-            shape = tuple(tensor.shape)
-            takers = [index for index, shapes in enumerate(wanted) if len(made[index]) < len(shapes) and shapes[len(made[index])] == shape]
-            if len(takers) > 1:
-                return self._untold(wanted)
-            if takers:
-                made[takers[0]][name] = shape
-            else:
-                left.add(shape)
-        complete = all(len(group) == len(shapes) for group, shapes in zip(made, wanted))
-        return made if complete and not left & {shape for group in made for shape in group.values()} else self._untold(wanted)
+        own, base, masters = dict(self._own()), self._base(), self._masters()
+        held = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        settings = base.get("param_groups", ())
+        found = unnamed.named(settings, held)
+        if found is None and masters:
+            found = unnamed.by_contents(masters, own)
+        elif found is None:
+            wanted = unnamed.shapes_in(base)
+            found = unnamed.as_asked(wanted, self.asked, held) or unnamed.by_shapes(wanted, held)
+        if found is None:
+            self._nameless = bool(settings)
+            if settings:
+                logger.warning(
+                    "%s, written by DeepSpeed at stage 0, does not say which parameters its optimizer's state belongs to, and %s do not tell: "
+                    "the weights are read%s, the optimizer's state is not",
+                    self.folder,
+                    "its master weights" if masters else "their shapes",
+                    " in 16 bits" if masters else "",
+                )
+            return [held]
+        return [{name: held[name] for name in names} for names in found]
 
-    def _untold(self, wanted: list[Any]) -> list[dict[str, tuple[int, ...]]]:
-        self._nameless = bool(wanted)
-        if wanted:
-            logger.warning(
-                "%s, written by DeepSpeed at stage 0, does not say which parameters its optimizer's state belongs to, and their shapes do not tell: "
-                "the weights are read, the optimizer's state is not",
-                self.folder,
-            )
-        return [{name: tuple(tensor.shape) for name, tensor in self._own()}]
+    def _masters(self) -> list[list[torch.Tensor]]:
+        """Stage 0 in 16 bits: the float32 weights by group, one tensor a parameter, or one of all end to end (a fused optimizer's)."""
+        saved = self.model.get("optimizer") or {}
+        return [list(group) for group in saved.get("fp32_groups", ())] or [[flat] for flat in saved.get("fp32_groups_flat", ())]
 
     def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's parameters, a tied one once."""
@@ -196,12 +204,7 @@ class Reading:
 
     def _base(self) -> Mapping[str, Any]:
         """torch's state dict of the optimizer; of rank 0 where each rank has one."""
-        if self.optims:
-            found = self.optims[0].get("base_optimizer_state") or self.optims[0].get("optimizer_state_dict")
-        else:
-            found = self.model.get("optimizer") or {}
-            found = found.get("optimizer_state_dict", found)
-        return found if isinstance(found, Mapping) else {}
+        return _torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.module[name].dtype if name in self.module else torch.float32
@@ -213,16 +216,25 @@ class Reading:
                 yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
 
     def _whole(self) -> dict[str, list[Piece]]:
-        """Stage 0: whole parameters, and the state that torch's optimizer keeps of each."""
+        """Stage 0: whole parameters, and the state that torch's optimizer keeps of each, or of all of a group end to end."""
         shapes = self.shapes()
-        saved = self.model.get("optimizer") or {}
-        masters = [] if self._nameless else [tensor for group in saved.get("fp32_groups", ()) for tensor in group]
-        base = {} if self._nameless else self._base()
+        masters = [] if self._nameless else self._masters()
+        base: Mapping[str, Any] = {} if self._nameless else self._base()
         made: dict[str, list[Piece]] = {}
-        for index, name in enumerate(name for group in shapes for name in group):
-            weights = masters[index] if masters else self.module[name]
-            state = {key: tensor.reshape(-1) for key, tensor in states(_state(base, index).items(), weights.numel()).items()}
-            made[name] = [Piece(0, {MASTER: _as_float(weights.reshape(-1)), **state})]
+        index = 0
+        for number, names in enumerate(shapes):
+            joined = bool(masters) and len(masters[number]) < len(names)
+            at = 0
+            for place, name in enumerate(names):
+                weights = self.module[name] if not masters else masters[number][0 if joined else place]
+                numel = self.module[name].numel()
+                state = states(_state(base, number if joined else index).items(), weights.numel())
+                cut = {MASTER: weights.reshape(-1), **state}
+                if joined:
+                    cut = {key: tensor[at : at + numel] for key, tensor in cut.items()}
+                    at += numel
+                made[name] = [Piece(0, {**cut, MASTER: _as_float(cut[MASTER])})]
+                index += 1
         return made
 
     def _cut_groups(self) -> dict[str, list[Piece]]:
@@ -237,7 +249,7 @@ class Reading:
             start = 0
             for rank, saved in enumerate(self.optims):
                 weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
-                held = {MASTER: weights, **states(_state(saved["base_optimizer_state"], group).items(), weights.numel())}
+                held = {MASTER: weights, **states(_state(_torch_state(saved), group).items(), weights.numel())}
                 for name in numels:
                     first, last = max(places[name], start), min(places[name] + numels[name], start + weights.numel())
                     if first < last:
@@ -251,7 +263,7 @@ class Reading:
         made: dict[str, list[Piece]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
-            base = saved["optimizer_state_dict"]
+            base = _torch_state(saved)
             parts = [{MASTER: flat, **states(_state(base, index).items(), flat.numel())} for index, flat in enumerate(flats)]
             index, at = 0, 0
             for name, shape in ((name, shape) for group in self.shapes() for name, shape in group.items()):
@@ -268,13 +280,19 @@ class Reading:
                 at += each
         return made
 
-    def _tied(self, known: set[str]) -> dict[str, str]:
-        """Tied name -> the name that is trained: as the file lists them, and those that are one tensor in it."""
-        made = {tied: own for tied, own in (self.model.get("shared_params") or {}).items() if own in known}
-        at = {(t.data_ptr(), t.shape): name for name, t in self.module.items() if name in known and t.numel()}
-        for name, tensor in self.module.items():
-            own = at.get((tensor.data_ptr(), tensor.shape)) if isinstance(tensor, torch.Tensor) and name not in known else None
-            if own is not None:
+    def _tied(self, trained: set[str]) -> dict[str, str]:
+        """Tied name -> the name that is held: as the file lists them, and those that are one tensor in it. A trained one is never the tied one."""
+        buffers = {*(self.model.get("buffer_names") or ())}
+        whole = {name: tensor for name, tensor in self.module.items() if isinstance(tensor, torch.Tensor) and name not in buffers}
+        held = trained | {*(self.model.get("frozen_param_shapes") or ())} | ({*whole} if len(self.model_paths) == 1 else set())
+        made = {tied: own for tied, own in (self.model.get("shared_params") or {}).items() if own in held and tied not in trained}
+        at: dict[Any, str] = {}
+        for name in sorted((name for name in whole if name in held and name not in made), key=lambda name: name not in trained):
+            if whole[name].numel():
+                at.setdefault((whole[name].data_ptr(), whole[name].shape), name)
+        for name, tensor in whole.items():
+            own = at.get((tensor.data_ptr(), tensor.shape))
+            if own not in (None, name) and name not in trained:
                 made.setdefault(name, own)
         return made
 
@@ -299,8 +317,12 @@ class Reading:
     # ---- the optimizer's settings ----
 
     def _groups(self) -> tuple[Group, ...] | None:
-        shapes, base = self.shapes(), self._base()
-        return None if self._nameless else groups_of(base, shapes)
+        groups = None if self._nameless else groups_of(self._base(), self.shapes())
+        rates = _at(self.model.get("lr_scheduler"), "_last_lr") or ()
+        if groups is None or len(rates) != len(groups):
+            return groups
+        # Where the optimizer's settings are not written, the schedule still says which rate comes next.
+        return tuple(replace(group, hyperparameters={"lr": float(rate), **group.hyperparameters}) for group, rate in zip(groups, rates))
 
     def _scaler(self) -> dict[str, Any] | None:
         """The fp16 loss scale; its counters start anew."""
@@ -331,6 +353,13 @@ def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step
     return tuple(made)
 
 
+def _steps(saved: Mapping[str, Any]) -> float | None:
+    """How often the optimizer in a rank's file has stepped, if it counts."""
+    base = _torch_state(saved)
+    counts = [kept["step"] for kept in (*base.get("state", {}).values(), *base.get("param_groups", ())) if "step" in kept]
+    return float(counts[0]) if counts else None
+
+
 def _by_rank(folder: Path, suffix: str) -> dict[int, Path]:
     """Files of one kind by data-parallel rank. Raises CheckpointError for those of several model-parallel ranks."""
     made: dict[int, Path] = {}
@@ -352,6 +381,15 @@ def _model_parallel(folder: Path, path: Path) -> CheckpointError:
 def _without_padding(numel: int, rank: int, each: int) -> int:
     """How many of the ``each`` elements in the part of ``rank`` are elements of the parameter."""
     return max(0, min(numel - rank * each, each))
+
+
+def _torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torch's state dict of the optimizer in ``saved``. With ``elastic_checkpoint`` DeepSpeed writes a list of states instead, without settings."""
+    found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+    if isinstance(found, list):
+        step = {key: saved[name] for key, name in (("step", "base_optimizer_state_step"),) if name in saved}
+        return {"state": dict(enumerate(found)), "param_groups": [{"params": [index], **step} for index in range(len(found))]}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _state(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -6,14 +6,14 @@ import json
 from functools import partial
 from pathlib import Path
 
-from hf_zero.checkpoint.foreign.assembled import SHARD, Assembled, Found, Parameter, Piece, Ranged
+from hf_zero.checkpoint.foreign.assembled import SHARD, Asked, Assembled, Found, Parameter, Piece, Ranged
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def open_checkpoint(folder: Path) -> Assembled:
+def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """``folder`` as a checkpoint without an optimizer. Raises CheckpointError for a file that is missing or damaged."""
     names = _files(folder)
     parameters, opened = [], []

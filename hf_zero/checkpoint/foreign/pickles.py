@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_zero.errors import CheckpointError
+
+_ALLOWING = threading.Lock()  # torch keeps what is allowed for the whole process: one thread's end would take it from another
 
 
 class Opaque:
@@ -29,7 +34,7 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
     # A class each: the unpickler finds a stand-in by its name.
     allowed: list[Any] = [(type(name.rpartition(".")[2], (Opaque,), {}), name) for name in classes]
     try:
-        with torch.serialization.safe_globals(allowed):
+        with _ALLOWING, torch.serialization.safe_globals([*allowed, *_of_numpy()]):
             return torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -38,6 +43,15 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({_cause(error)}); restore it, or name another checkpoint") from error
+
+
+@cache
+def _of_numpy() -> tuple[Any, ...]:
+    """What arrays and scalars of numpy are made of, under its names before and after version 2: they hold bytes, and run nothing."""
+    core = np.core if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core  # type: ignore[attr-defined]
+    makers = (core.multiarray._reconstruct, core.multiarray.scalar)
+    made = [(maker, f"numpy.{place}.multiarray.{maker.__name__}") for maker in makers for place in ("core", "_core")]
+    return (*made, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in np.typecodes["All"]})
 
 
 def _is_zip(path: Path) -> bool:

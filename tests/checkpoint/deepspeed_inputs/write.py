@@ -19,8 +19,11 @@ HERE = Path(__file__).resolve().parent
 # name -> ranks, stage, precision, whether some parameters are frozen, further keys of zero_optimization
 CASES = {
     "stage0": (2, 0, "fp32", False, {}),
+    "stage0-frozen": (2, 0, "fp32", True, {}),
     "stage0-bf16": (2, 0, "bf16", False, {}),
+    "stage0-bf16-fused": (2, 0, "bf16", True, {}),
     "stage1": (2, 1, "fp32", True, {}),
+    "stage1-elastic": (2, 1, "fp32", True, {"elastic_checkpoint": True}),
     "stage2-bf16-round-robin": (2, 2, "bf16", True, {"round_robin_gradients": True}),
     "stage3": (3, 3, "fp32", True, {"sub_group_size": 60}),
     "stage3-bf16": (2, 3, "bf16", True, {}),
@@ -34,6 +37,10 @@ def write(name: str) -> None:
 
     assert "hf_zero" not in deepspeed.__file__
     _, stage, precision, frozen, more = CASES[name]
+    if name.endswith(
+        "-fused"
+    ):  # DeepSpeed's own fused class needs a GPU: its way of keeping a group end to end is chosen by the class alone
+        sys.modules["deepspeed.runtime.engine"].FusedAdam = torch.optim.AdamW
     model = build(frozen)
     optimizer = optimizer_of(model)
     config = {
