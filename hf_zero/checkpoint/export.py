@@ -15,7 +15,9 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import card, folders
+from hf_zero.checkpoint.adapters import CONFIG as ADAPTER
 from hf_zero.checkpoint.adapters import adapter_parts, adapters_in
+from hf_zero.checkpoint.alone import alone_in
 from hf_zero.checkpoint.bar import bar
 from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.filling import write_part
@@ -101,8 +103,8 @@ def convert_checkpoint(
         workers: threads that read, cast and write; the bytes that are written do not depend on it.
 
     Raises:
-        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written, a disk without room,
-            adapters that are wanted and are not there.
+        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written, that another conversion is
+            writing, or that holds what is read, a disk without room, adapters that are wanted and are not there.
         ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits no tensor.
     """
     wanted, target = dtype_option(dtype), on_this_machine(dst, "a converted model")
@@ -117,33 +119,42 @@ def convert_checkpoint(
             for name, part in layout.parts.items()
         }
         total = sum(output.nbytes for output in layout.chosen)
-        journal = None
         try:
-            _make(target, layout)
-            journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
-            kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
-            _check_room(target, list(plans), total)
-            if kept:
-                logger.info("%s: going on with a conversion that was interrupted after %s of %s", target, in_units(kept), in_units(total))
-            with bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), f"writing {target}") as tick:
-                if verify:
-                    checkpoint.verify(checkpoint.listed(), tick)
-                for name, part in layout.parts.items():
-                    named = {output.name: output for output in part}
-                    write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
-            without = card.OF_BASE if layout.of_adapters else ()
-            carried = card.carry(checkpoint.folder, manifest, target, _dominant(layout.chosen), without)
-            _publish(layout, target)
-        except Exception as error:
-            if journal is not None:
-                journal.clear()
-            if isinstance(error, OSError):
-                raise CheckpointError(told(error, target)) from error
-            raise
-        journal.clear()
+            _make(target, layout, checkpoint)
+            with alone_in(target):
+                kept, carried = _write(checkpoint, target, layout, plans, verify, workers, progress)
+        except OSError as error:
+            raise CheckpointError(told(error, target)) from error
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
     configs = [name for name in layout.beside if name != INDEX]
     return Conversion(target, tuple(plans), (*carried, *configs), len(layout.chosen), parameters, total, kept)
+
+
+def _write(
+    checkpoint: Checkpoint, target: Path, layout: _Layout, plans: dict[str, Plan], verify: bool, workers: int, progress: bool | None
+) -> tuple[int, list[str]]:
+    """Fill and publish ``target``; the bytes that an earlier conversion had written, and the names of the files carried along."""
+    total = sum(output.nbytes for output in layout.chosen)
+    journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
+    try:
+        kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
+        _check_room(target, list(plans), total)
+        if kept:
+            logger.info("%s: going on with a conversion that was interrupted after %s of %s", target, in_units(kept), in_units(total))
+        with bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), f"writing {target}") as tick:
+            if verify:
+                checkpoint.verify(checkpoint.listed(), tick)
+            for name, part in layout.parts.items():
+                named = {output.name: output for output in part}
+                write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
+        without = card.OF_BASE if layout.of_adapters else ()
+        carried = card.carry(checkpoint.folder, checkpoint.manifest, target, _dominant(layout.chosen), without)
+        _publish(layout, target)
+    except Exception:
+        journal.clear()
+        raise
+    journal.clear()
+    return kept, carried
 
 
 def _of_adapters(checkpoint: Checkpoint, held: list[Output], only: str | Sequence[str] | None, wanted: bool | None) -> _Layout | None:
@@ -212,11 +223,32 @@ def _split(chosen: list[Output], max_shard_size: str | int) -> dict[str, list[Ou
     return files or {WEIGHTS.format(suffix=""): []}
 
 
-def _make(target: Path, layout: _Layout) -> None:
+def _make(target: Path, layout: _Layout, checkpoint: Checkpoint) -> None:
     if target.suffix in (".bin", ".pt", ".safetensors") or target.is_file():
         raise CheckpointError(f"{target} names a file; pass a folder, the weights are written into it as model.safetensors")
+    read = {_place(checkpoint.folder / entry.name) for entry in checkpoint.manifest.files}
+    if lost := sorted({path.name for path in _replaced(layout, target) if _place(path) in read}):
+        raise CheckpointError(
+            f"{target} is the folder that is read: {', '.join(lost[:3])} would be lost to what is written; choose another folder"
+        )
+    if not layout.of_adapters and (target / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{target / ADAPTER} would make from_pretrained load an adapter in place of the model that is written; remove it, or choose another folder"
+        )
     for name in layout.parts:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _place(path: Path) -> Path:
+    return path.parent.resolve() / path.name
+
+
+def _replaced(layout: _Layout, target: Path) -> list[Path]:
+    """What is in ``target`` and will not be any more, or will be another file."""
+    old = [target / name for name in (*layout.parts, *layout.beside)]
+    if not layout.of_adapters and target.is_dir():
+        old += [target / INDEX, *(path for path in target.iterdir() if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name))]
+    return [path for path in old if path.exists()]
 
 
 def _check_room(target: Path, names: list[str], total: int) -> None:
@@ -241,8 +273,8 @@ def _publish(layout: _Layout, target: Path) -> None:
         folders.write_file(temporary(target, name), content)
     if not layout.of_adapters:
         (target / INDEX).unlink(missing_ok=True)
-        for old in list(target.iterdir()):
-            if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name) and old.name not in layout.parts:
+        for old in _replaced(layout, target):
+            if old.name not in (*layout.parts, *layout.beside):
                 old.unlink()
     for name in (*layout.parts, *layout.beside):
         os.replace(temporary(target, name), target / name)

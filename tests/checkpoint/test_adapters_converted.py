@@ -85,6 +85,15 @@ def test_peft_loads_them(tmp_path: Path, base: Path, kind: str) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+def test_of_a_compiled_model(tmp_path: Path, base: Path) -> None:
+    model = adapted(base, KINDS["LoRA"]())
+    saved(tmp_path / "run", torch.compile(model, backend="eager"))
+    done = convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert done.files == ("adapter_model.safetensors",)
+    model.save_pretrained(tmp_path / "peft")
+    same_folders(tmp_path / "out", tmp_path / "peft")
+
+
 def test_prompts(tmp_path: Path, base: Path) -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = saved(tmp_path / "run", adapted(base, config))

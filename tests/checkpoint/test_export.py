@@ -252,6 +252,37 @@ def test_into_the_folder_of_the_checkpoint_itself(tmp_path):
 # ---- what goes wrong ----
 
 
+@pytest.mark.parametrize("options", [{}, {"only": "*.bias"}, {"max_shard_size": "20KB"}, {"dtype": "bfloat16"}])
+def test_a_model_folder_is_not_written_over_itself(tmp_path, options):
+    bert().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"link is the folder that is read: model-00001-of-\d+.safetensors, .* choose another folder"):
+        convert_checkpoint(tmp_path / "model", tmp_path / "link", **options)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_an_adapter_in_the_target_would_hide_the_model(tmp_path):
+    saved(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json would make from_pretrained load an adapter .*remove it, or choose"):
+        convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+
+
+@pytest.mark.parametrize("make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"])
+def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
+    weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))
+    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    model, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and type(model) is type(make())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[f"_orig_mod.{name}"]), name
+    checkpoint.load_state_dict_from_zero_checkpoint(plain := make(), tmp_path / "run")
+    assert all(torch.equal(parameter, weights[f"_orig_mod.{name}"]) for name, parameter in plain.named_parameters())
+
+
 def test_old_weights_in_the_target_are_replaced(tmp_path):
     saved(tmp_path / "run")
     out = tmp_path / "out"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import convert_checkpoint, filling, iterate_state_dict, journal, outputs
+from hf_zero.checkpoint import alone, convert_checkpoint, filling, iterate_state_dict, journal, outputs
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.fakes import Job, small
 from tests.checkpoint.test_export import saved
@@ -289,3 +289,61 @@ def test_a_refusal_of_another_kind_is_told(tmp_path, monkeypatch, refused):
         patch.setattr(os, refused, refusing)
         with pytest.raises(CheckpointError, match="Permission denied; make the folder writable"):
             convert_checkpoint(tmp_path / "run", tmp_path / "out")
+
+
+def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
+    """The second is refused and changes nothing; the first goes on to its end."""
+    saved(tmp_path / "run")
+    want = convert_checkpoint(tmp_path / "run", tmp_path / "want")
+    fill, refused = filling._File.fill, []
+
+    def meanwhile(self, *args):
+        if not refused:
+            before = content(tmp_path / "out")
+            with pytest.raises(CheckpointError, match="out is being written by another conversion; wait until it ends, or choose") as told:
+                convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+            refused.append(told)
+            assert content(tmp_path / "out") == before
+        return fill(self, *args)
+
+    monkeypatch.setattr(filling._File, "fill", meanwhile)
+    assert convert_checkpoint(tmp_path / "run", tmp_path / "out", workers=1).files == want.files
+    assert refused and content(tmp_path / "out") == content(tmp_path / "want")
+
+
+def test_a_lock_without_a_holder(tmp_path):
+    """What a process that was killed left is no lock."""
+    saved(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / alone.LOCK).write_bytes(b"")
+    assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files
+    assert not (tmp_path / "out" / alone.LOCK).exists()
+
+
+@pytest.mark.parametrize("code", alone.WITHOUT)
+def test_a_file_system_without_locks(tmp_path, monkeypatch, code):
+    saved(tmp_path / "run")
+
+    def none(*args):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(alone.fcntl, "flock", none)
+    assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files
+
+
+def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):
+    """The holder removes its file when it ends: a lock on that file, taken after that, keeps nobody out."""
+    flock, seen = fcntl.flock, []
+
+    def late(descriptor, how):
+        if not seen:
+            (tmp_path / alone.LOCK).unlink()
+        seen.append(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(alone.fcntl, "flock", late)
+    with alone.alone_in(tmp_path):
+        monkeypatch.undo()
+        assert len(seen) == 2 and (tmp_path / alone.LOCK).exists()
+        with pytest.raises(CheckpointError, match="is being written by another conversion"), alone.alone_in(tmp_path):
+            pass
