@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (put_off if item.get_closest_marker("long") else chosen).append(item)
     config.hook.pytest_deselected(items=put_off)
     items[:] = chosen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_look_at_what_tests_make() -> None:
+    """What is imported by now is half a million objects, which every ``gc.collect()`` of a test or a library would go through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.engines import config_of, start
+from tests.helpers.cells import fast
+from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import squared
@@ -74,12 +76,10 @@ def forgotten(engine: Any) -> None:
 
 
 @pytest.fixture
-def collecting() -> Iterator[None]:
+def collecting() -> None:
     """Collections look at what a test makes alone."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def grown(stage: int, ending: Ending, precision: str = "fp32") -> tuple[int, int, int]:
@@ -112,8 +112,10 @@ def grown(stage: int, ending: Ending, precision: str = "fp32") -> tuple[int, int
     return tuple(b - a for a, b in zip(before, after))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("ending", [gathered, sharded, forgotten], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "ending, stage",
+    fast(itertools.product((gathered, sharded, forgotten), STAGES), lambda ending, stage: stage == 3 or (stage, ending) == (0, sharded)),
+)
 @pytest.mark.usefixtures("collecting")
 def test_nothing_is_left(stage: int, ending: Ending) -> None:
     found = grown(stage, ending)

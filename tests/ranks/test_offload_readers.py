@@ -146,7 +146,7 @@ def test_readers_see_the_step(held_up: None, stage: int, what: str, read: Any, w
 @pytest.mark.parametrize(
     "what", ["get state", "set state", "set master", "set gradient", "gathered", "loaded", "destroyed", "zero_grad", "evaluated"]
 )
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_what_else_may_come_after_a_step(held_up: None, stage: int, what: str, tmp_path: Path) -> None:
     """The same as in an engine that keeps everything on the device, where an update is over when ``step`` returns."""
 
