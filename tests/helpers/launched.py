@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ KEYS: Report = {
 def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Report:
     """The report of ``python script --out out``, with hf-zero installed and no launcher and no configuration."""
     return _reports([sys.executable, str(script)], out, arguments, 1, timeout)[0]
+
+
+@contextmanager
+def beside(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Iterator[Callable[[], Report]]:
+    """As :func:`alone`, while the caller starts something else: what this gives waits for the report, and keeps it."""
+    with started([sys.executable, str(script)], out, arguments) as process:
+        yield cache(lambda: _read(process, out, 1, timeout)[0])
 
 
 def torchrun(script: Path, out: Path, *arguments: str, ranks: int = 2, timeout: float = 300.0) -> list[Report]:
@@ -139,6 +147,10 @@ def reports(out: Path, ranks: int) -> list[Report]:
 
 def _reports(command: list[str], out: Path, arguments: tuple[str, ...], ranks: int, timeout: float) -> list[Report]:
     with started(command, out, arguments) as process:
-        code = ended(process, timeout)
+        return _read(process, out, ranks, timeout)
+
+
+def _read(process: subprocess.Popen[Any], out: Path, ranks: int, timeout: float) -> list[Report]:
+    code = ended(process, timeout)
     assert code == 0, f"ended with {code} (None: after {timeout} s)\n{(out / 'log.txt').read_text()[-8000:]}"
     return reports(out, ranks)

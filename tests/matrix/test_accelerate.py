@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.helpers import oracle
-from tests.helpers.launched import KEYS, accelerate_launch, alone
+from tests.helpers.launched import KEYS, accelerate_launch, beside
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_cases.py"
 CASES = ("uneven", "resumed", "looked_at", "fitted", "refused", "tracked")
 
 Found = tuple[Path, list[dict[str, Any]]]
+Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     out = tmp_path_factory.mktemp("alone")
-    return out, [alone(SCRIPT, out, "--cases", *CASES)]
+    with beside(SCRIPT, out, "--cases", *CASES) as report:
+        yield out, report
 
 
 ON_CPU = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
@@ -38,11 +41,11 @@ WAYS = {
     "stage 2, kernels": (2, {"kernels": "auto", "compile": {"blocks": True, "backend": "aot_eager"}}),
     "stage 3, kernels": (3, KEYS),
 }
-FAST = ("stage 3", "stage 3, all on cpu")
+FAST = ("stage 3, all on cpu",)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(way, marks=() if way in FAST else pytest.mark.long) for way in WAYS])
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def launched(request: pytest.FixtureRequest, plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
     stage, keys = WAYS[request.param]
     with pytest.MonkeyPatch.context() as patch:
@@ -59,15 +62,16 @@ def assert_same_training(found: dict[str, Any], want: dict[str, Any], micro_batc
         assert [step[key] for step in found["steps"]] == pytest.approx([step[key] for step in want["steps"]], rel=1e-5)
 
 
-def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(launched: Found, plain: Found) -> None:
-    want = plain[1][0]["uneven"]
+def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(launched: Found, plain: Plain) -> None:
+    want = plain[1]()["uneven"]
     for report in launched[1]:
         assert report["uneven"]["type"].endswith("DEEPSPEED") and want["type"].endswith("NO")
         assert_same_training(report["uneven"], want, 7, 3)
         assert len(want["guesses"]) == 21 and report["uneven"]["guesses"] == want["guesses"]
 
 
-def test_whole_weights_three_ways(launched: Found, plain: Found) -> None:
+def test_whole_weights_three_ways(launched: Found, plain: Plain) -> None:
+    assert plain[1]()
     want = torch.load(plain[0] / "uneven" / "whole.pt")
     place = launched[0] / "uneven"
     for state in (
@@ -78,32 +82,32 @@ def test_whole_weights_three_ways(launched: Found, plain: Found) -> None:
         oracle.compare_tensors("weights", state, want, floor=oracle.ADAM_ROUNDING)
 
 
-def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Found) -> None:
+def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Plain) -> None:
     """That the three curves are equal bit for bit is asserted by the script, on every rank."""
-    want = plain[1][0]["resumed"]
+    want = plain[1]()["resumed"]
     for report in launched[1]:
         assert_same_training(report["resumed"]["before"], want["before"], 6, 2)
         for key in ("first", "again", "anew"):
             assert_same_training(report["resumed"][key], want["first"], 3, 1)
 
 
-def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Found) -> None:
+def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Plain) -> None:
     """Before training, between forward and backward, inside a window: bit for bit, which the script asserts on every rank."""
     for report in launched[1]:
-        assert_same_training(report["looked_at"], plain[1][0]["looked_at"], 6, 2)
+        assert_same_training(report["looked_at"], plain[1]()["looked_at"], 6, 2)
 
 
-def test_a_batch_size_is_found(launched: Found, plain: Found) -> None:
-    want = plain[1][0]["fitted"]
+def test_a_batch_size_is_found(launched: Found, plain: Plain) -> None:
+    want = plain[1]()["fitted"]
     assert want["tried"] == [32, 16, 8]
     for report in launched[1]:
         assert report["fitted"]["tried"] == want["tried"]
         assert_same_training(report["fitted"], want, 6, 2)
 
 
-def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Found) -> None:
+def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Plain) -> None:
     """Inputs that are uneven by nature are made even by the loader: the last batch is filled up, as under DDP."""
-    want = plain[1][0]["refused"]
+    want = plain[1]()["refused"]
     for report in launched[1]:
         found = report["refused"]
         assert "Use `clip_grad_norm_` instead" in found["clipped by value"]
@@ -117,8 +121,8 @@ def test_one_table_for_an_engine(launched: Found) -> None:
     assert engines > 6 and tables == (engines if "kernels" in launched[0].name else 0)
 
 
-def test_trackers_hear_of_the_same(launched: Found, plain: Found) -> None:
-    want = plain[1][0]["tracked"]["told"]
+def test_trackers_hear_of_the_same(launched: Found, plain: Plain) -> None:
+    want = plain[1]()["tracked"]["told"]
     told, nothing = (report["tracked"]["told"] for report in launched[1])
     assert nothing is None and [entry["step"] for entry in told] == [entry["step"] for entry in want] == [0, 1, 2]
     assert [entry["loss"] for entry in told] == pytest.approx([entry["loss"] for entry in want], rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.launched import alone, environment, torchrun
+from tests.helpers.launched import beside, environment, torchrun
 from tests.helpers.offloads import offload
 from tests.matrix.scripts.deepspeed_api import CASES, HALF, config_of
 
@@ -23,20 +24,29 @@ Reports = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return alone(SCRIPT, tmp_path_factory.mktemp("plain"), "--ranks", str(RANKS))
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Any]]]:
+    """The plain run, while the ranks are at work."""
+    with beside(SCRIPT, tmp_path_factory.mktemp("plain"), "--ranks", str(RANKS)) as report:
+        yield report
+
+
+@pytest.fixture(scope="module")
+def plain(run: tuple[Reports, Path], started: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return started()
 
 
 WAYS = [
     pytest.param((2, ""), marks=pytest.mark.long),
-    (3, ""),
+    pytest.param((3, ""), marks=pytest.mark.long),
     pytest.param((3, "all on cpu"), marks=pytest.mark.long),
     (2, "optimizer in files"),
 ]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"stage{way[0]} {way[1]}".strip())
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Path]:
+def run(
+    request: pytest.FixtureRequest, started: Callable[[], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Reports, Path]:
     stage, away = request.param
     folder = tmp_path_factory.mktemp(f"stage{stage}")
     config = folder / "ds_config.json"

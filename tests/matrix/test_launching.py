@@ -21,7 +21,7 @@ import torch
 from hf_zero.core.discovery import discover
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.hosts import LOOPBACK, NAMESPACES, Hosts, loopback, two_hosts
-from tests.helpers.launched import Report, alone, end_group, environment
+from tests.helpers.launched import Report, beside, end_group, environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "hosts_train.py"
@@ -29,10 +29,13 @@ ROUTES = SCRIPTS / "launcher_routes.py"
 CLI = [sys.executable, "-c", "from hf_zero.cli import main; main()", "launch"]
 TOLERANCE = 1e-5
 
+Oracle = Callable[[], Report]  # one process, while the ranks are at work
+
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return alone(TRAIN, tmp_path_factory.mktemp("oracle"), "--oracle")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    with beside(TRAIN, tmp_path_factory.mktemp("oracle"), "--oracle") as report:
+        yield report
 
 
 @pytest.fixture
@@ -41,15 +44,16 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-def same(found: Sequence[Report], name: str, oracle: Report) -> None:
+def same(found: Sequence[Report], name: str, oracle: Oracle) -> None:
     """The mean of the ranks' losses and everybody's weights are those of one process."""
+    plain = oracle()
     cases = [report["cases"][name] for report in found]
     means = torch.tensor([case["losses"] for case in cases], dtype=torch.float64).mean(0)
-    expected = torch.tensor(oracle["losses"], dtype=torch.float64)
+    expected = torch.tensor(plain["losses"], dtype=torch.float64)
     assert (means - expected).norm() <= TOLERANCE * expected.norm(), (means, expected)
     for case in cases:
-        assert case["weights"].keys() == oracle["weights"].keys()
-        for key, values in oracle["weights"].items():
+        assert case["weights"].keys() == plain["weights"].keys()
+        for key, values in plain["weights"].items():
             want, got = torch.tensor(values), torch.tensor(case["weights"][key])
             assert (got - want).norm() <= TOLERANCE * want.norm(), key
 
@@ -105,7 +109,7 @@ def over(
     return Started(command, folder, {**hosts.environment(), **(extra or {})})
 
 
-def check_two_hosts(hosts: Hosts, folder: Path, oracle: Report) -> None:
+def check_two_hosts(hosts: Hosts, folder: Path, oracle: Oracle) -> None:
     odd = 'it\'s $HOME; "two words" & *'
     started = over(
         hosts,
@@ -133,12 +137,12 @@ def check_two_hosts(hosts: Hosts, folder: Path, oracle: Report) -> None:
         assert {place["GLOO_SOCKET_IFNAME"] for place in places} == {"lo"}
 
 
-def test_two_hosts_train_as_one_process(hosts: Hosts, tmp_path: Path, oracle: Report) -> None:
+def test_two_hosts_train_as_one_process(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
     check_two_hosts(hosts, tmp_path / "run dir", oracle)
 
 
 @pytest.mark.long
-def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Report) -> None:
+def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Oracle) -> None:
     """The way of machines that forbid namespaces, on all machines."""
     with loopback(tmp_path) as two:
         assert two.kind == LOOPBACK
@@ -146,7 +150,7 @@ def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Rep
 
 
 @pytest.mark.long
-def test_shards_within_a_host_and_replicas_across(hosts: Hosts, tmp_path: Path, oracle: Report) -> None:
+def test_shards_within_a_host_and_replicas_across(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
     found = reports(
         over(hosts, tmp_path / "run", "--case", "all=3/1", "--case", "hybrid=3/2", "--case", "two=2/2", slots=2), tmp_path / "run", 4
     )
@@ -161,7 +165,7 @@ def test_shards_within_a_host_and_replicas_across(hosts: Hosts, tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Report) -> None:
+def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
     options = ["--preset", "zero3"]
     found = reports(over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options), tmp_path / "run", 2)
     same(found, "zero3", oracle)
@@ -169,7 +173,7 @@ def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Re
 
 
 @pytest.mark.long
-def test_the_deepspeed_command(tmp_path: Path, oracle: Report) -> None:
+def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
     """On this machine: its script is told the local rank on the command line as well."""
     out = tmp_path / "run"
     command = [
@@ -347,7 +351,7 @@ def by_variables(words: Callable[[int, str], dict[str, str]], folder: Path, rout
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def check_route(found: list[Report], route: str, oracle: Report) -> None:
+def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
     same(found, route, oracle)
     assert [(report["cases"][route]["rank"], report["cases"][route]["world"]) for report in found] == [(0, 2), (1, 2)]
     assert [report["place"]["LOCAL_RANK"] for report in found] == ["0", "1"]
@@ -365,7 +369,7 @@ def check_route(found: list[Report], route: str, oracle: Report) -> None:
     ],
 )
 def test_processes_of_srun_and_mpi_train_as_one(
-    words: Callable[[int, str], dict[str, str]], route: str, tmp_path: Path, oracle: Report
+    words: Callable[[int, str], dict[str, str]], route: str, tmp_path: Path, oracle: Oracle
 ) -> None:
     check_route(by_variables(words, tmp_path / "run", route), route, oracle)
 
@@ -378,7 +382,7 @@ def real_mpirun() -> str | None:
 
 
 @pytest.mark.long
-def test_mpirun_trains_as_one_process(tmp_path: Path, oracle: Report) -> None:
+def test_mpirun_trains_as_one_process(tmp_path: Path, oracle: Oracle) -> None:
     """The program where it is installed; where not, two processes with the variables it sets."""
     folder, program = tmp_path / "run", real_mpirun()
     if program is None:

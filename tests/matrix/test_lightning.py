@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
-from tests.helpers.launched import ROOT, Report, alone, environment, torchrun
+from tests.helpers.launched import ROOT, Report, alone, beside, environment, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CASES = SCRIPTS / "lightning_cases.py"
@@ -63,15 +63,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
-    return cases(tmp_path_factory.mktemp("plain"), "--cases", ",".join(FAST + SLOW), "--model", str(model))
+def sharded_and_plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Run, Run]:
+    """Two ranks that Lightning's own launcher starts, and one process beside them."""
+    folder, place = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("plain")
+    chosen = ("--cases", ",".join(FAST), "--model", str(model))
+    with beside(CASES, place, "--devices", "1", *chosen) as report:
+        run = cases(folder, "--strategies", ",".join(STRATEGIES), *chosen, ranks=2)
+        report()
+    return run, Run(place, 1)
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
-    """Two ranks that Lightning's own launcher starts."""
-    folder = tmp_path_factory.mktemp("sharded")
-    return cases(folder, "--strategies", ",".join(STRATEGIES), "--cases", ",".join(FAST), "--model", str(model), ranks=2)
+def sharded(sharded_and_plain: tuple[Run, Run]) -> Run:
+    return sharded_and_plain[0]
+
+
+@pytest.fixture(scope="module")
+def plain(sharded_and_plain: tuple[Run, Run]) -> Run:
+    return sharded_and_plain[1]
+
+
+@pytest.fixture(scope="module")
+def plain_and_slow(plain: Run, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """By case."""
+    slow = cases(tmp_path_factory.mktemp("slow"), "--cases", ",".join(SLOW), "--model", str(model))
+    return {case: slow if case in SLOW else plain for case in FAST + SLOW}
 
 
 def relative(got: Any, want: Any) -> float:
@@ -256,7 +272,7 @@ def test_the_recipe_trains_resumes_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_other_stages_and_ways(tmp_path: Path, plain: Run, model: Path) -> None:
+def test_the_other_stages_and_ways(tmp_path: Path, plain_and_slow: dict[str, Run], model: Path) -> None:
     """Under torchrun, all the cases at stages 0 and 1, the rest of them at 2 and 3."""
     run = cases(
         tmp_path / "a",
@@ -266,22 +282,22 @@ def test_the_other_stages_and_ways(tmp_path: Path, plain: Run, model: Path) -> N
     )
     for strategy in ("zero_stage_0", "zero_stage_1"):
         for case in ("fit", "manual", "own_hooks", *SLOW):
-            same_course(run, plain, strategy, case)
+            same_course(run, plain_and_slow[case], strategy, case)
     run = cases(tmp_path / "b", "--strategies", ",".join(STRATEGIES), "--cases", ",".join(SLOW), ranks=2, start=torchrun)
     for strategy in STRATEGIES:
         for case in SLOW:
-            same_course(run, plain, strategy, case)
+            same_course(run, plain_and_slow[case], strategy, case)
 
 
 @pytest.mark.long
-def test_offloaded_on_two_ranks(tmp_path: Path, plain: Run, model: Path) -> None:
+def test_offloaded_on_two_ranks(tmp_path: Path, plain: Run, plain_and_slow: dict[str, Run], model: Path) -> None:
     names = ("zero_stage_2_offload", "zero_stage_3_offload")
     chosen = ("fit", "manual", "own_hooks", "evaluated_first", "pretrained", *SLOW)
     run = cases(tmp_path, "--strategies", ",".join(names), "--cases", ",".join((*chosen, "saved")), "--model", str(model), ranks=2)
     for name in names:
         for case in chosen:
             if case != "pretrained":
-                same_course(run, plain, name, case)
+                same_course(run, plain_and_slow[case], name, case)
         same_weights(run.weights(name, "pretrained"), plain.weights("plain", "pretrained"))
         same_weights(run.weights(name, "saved"), plain.weights("plain", "fit"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ LOOP, TRAINER = SCRIPTS / "peft_loop.py", SCRIPTS / "peft_trainer.py"
 TRAINED_AGAIN = [case for case in peft_base.CASES if case != "prompt"]
 MERGED = [case for case in TRAINED_AGAIN if case != "qlora"]
 
+Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,9 +30,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_loop(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def plain_loop(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     out = tmp_path_factory.mktemp("plain")
-    return out, launched.alone(LOOP, out, "--base", str(base))
+    with launched.beside(LOOP, out, "--base", str(base)) as report:
+        yield out, report
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -57,9 +61,10 @@ def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> No
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, want = plain_loop
+def test_loops_for_accelerate(stage: int, base: Path, plain_loop: Plain, tmp_path: Path) -> None:
+    folder, plain = plain_loop
     reports = launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0)
+    want = plain()
     for rank, got in enumerate(reports):
         assert got["type"] == "DistributedType.DEEPSPEED"
         for case in peft_base.CASES:
@@ -89,10 +94,12 @@ def test_loops_for_accelerate(stage: int, base: Path, plain_loop: tuple[Path, di
     ids=["optimizer on cpu", "all on cpu", "stage 2, kernels", "stage 3, kernels"],
 )
 def test_loops_for_accelerate_offloaded_and_with_fused_kernels(
-    stage: int, keys: dict[str, Any], base: Path, plain_loop: tuple[Path, dict[str, Any]], tmp_path: Path
+    stage: int, keys: dict[str, Any], base: Path, plain_loop: Plain, tmp_path: Path
 ) -> None:
-    folder, want = plain_loop
-    for got in launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys):
+    folder, plain = plain_loop
+    reports = launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys)
+    want = plain()
+    for got in reports:
         for case in peft_base.CASES:
             for part in ("first", "resumed", "again"):
                 assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (case, part)
@@ -105,16 +112,19 @@ def merged_plain(folder: Path, case: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def plain_trainer(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def plain_trainer(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     out = tmp_path_factory.mktemp("plain_trainer")
-    return out, launched.alone(TRAINER, out, "--base", str(base))
+    with launched.beside(TRAINER, out, "--base", str(base)) as report:
+        yield out, report
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [3, 2])
-def test_trainers(stage: int, base: Path, plain_trainer: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, want = plain_trainer
-    for got in launched.torchrun(TRAINER, tmp_path, "--base", str(base), "--stage", str(stage)):
+def test_trainers(stage: int, base: Path, plain_trainer: Plain, tmp_path: Path) -> None:
+    folder, plain = plain_trainer
+    reports = launched.torchrun(TRAINER, tmp_path, "--base", str(base), "--stage", str(stage))
+    want = plain()
+    for got in reports:
         for case in peft_base.CASES:
             for part in ("first", "again"):
                 # The Trainer rounds what it logs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,25 @@ def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], want: lis
         assert one["losses"] + other["losses"] == pytest.approx([step[rank] for step in want], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def plain_loop(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    return launched.alone(LOOP, tmp_path_factory.mktemp("plain"), "--plain")["losses"]
+Plain = Callable[[], list[list[float]]]  # the losses [step][rank] of an uninterrupted run, which is made while the ranks are at work
 
 
 @pytest.fixture(scope="module")
-def plain_accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    return [[loss] * 2 for loss in launched.alone(ACCELERATE, tmp_path_factory.mktemp("plain"))["losses"]]
+def plain_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    with launched.beside(LOOP, tmp_path_factory.mktemp("plain"), "--plain") as report:
+        yield lambda: report()["losses"]
 
 
 @pytest.fixture(scope="module")
-def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    return [[loss] * 2 for loss in launched.alone(TRAINER, tmp_path_factory.mktemp("plain"))["losses"]]
+def plain_accelerate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    with launched.beside(ACCELERATE, tmp_path_factory.mktemp("plain")) as report:
+        yield lambda: [[loss] * 2 for loss in report()["losses"]]
+
+
+@pytest.fixture(scope="module")
+def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    with launched.beside(TRAINER, tmp_path_factory.mktemp("plain")) as report:
+        yield lambda: [[loss] * 2 for loss in report()["losses"]]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]
 )
 def test_a_loop_of_its_own(tmp_path, plain_loop, stage, whom):
     before = interrupted(launched.torchrun_command(LOOP), tmp_path / "run", whom, "--stage", str(stage))
-    goes_on(before, launched.torchrun(LOOP, tmp_path / "run", "--stage", str(stage)), plain_loop)
+    goes_on(before, launched.torchrun(LOOP, tmp_path / "run", "--stage", str(stage)), plain_loop())
 
 
 @pytest.mark.long
@@ -95,7 +102,7 @@ def test_a_loop_for_accelerate(tmp_path, plain_accelerate, stage, whom):
     out = tmp_path / "run"
     keys = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     before = interrupted(launched.accelerate_command(ACCELERATE, out, stage, **keys), out, whom)
-    goes_on(before, launched.accelerate_launch(ACCELERATE, out, stage=stage, **keys), plain_accelerate)
+    goes_on(before, launched.accelerate_launch(ACCELERATE, out, stage=stage, **keys), plain_accelerate())
 
 
 @pytest.mark.long
@@ -105,4 +112,4 @@ def test_a_trainer(tmp_path, plain_trainer, stage, whom):
     out = tmp_path / "run"
     before = interrupted(launched.torchrun_command(TRAINER), out, whom, "--stage", str(stage))
     assert all(each["saved"] == [f"checkpoint-{len(each['losses'])}"] and not each["incomplete"] for each in before)
-    goes_on(before, launched.torchrun(TRAINER, out, "--stage", str(stage)), plain_trainer)
+    goes_on(before, launched.torchrun(TRAINER, out, "--stage", str(stage)), plain_trainer())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import oracle
-from tests.helpers.launched import accelerate_launch, alone, torchrun
+from tests.helpers.launched import accelerate_launch, beside, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "several_models.py"
 CASES = ("adversarial", "distilled", "two_halves")
@@ -17,10 +18,14 @@ WITH_PLUGINS = ("a_plugin_each", "an_accelerator_each")
 PLUGINS = ("2,3", "3,2", "0,3", "3,3", "2,2")
 
 
+Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     out = tmp_path_factory.mktemp("alone")
-    return out, alone(SCRIPT, out, "--cases", *CASES, *WITH_PLUGINS)
+    with beside(SCRIPT, out, "--cases", *CASES, *WITH_PLUGINS) as report:
+        yield out, report
 
 
 def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
@@ -31,9 +36,9 @@ def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
-def test_several_models_train_as_they_do_plainly(stage: int, plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_path: Path) -> None:
     reports = accelerate_launch(SCRIPT, tmp_path, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=2)
-    place, want = plain
+    place, want = plain[0], plain[1]()
     for case in CASES:
         for report in reports:
             compare(report[case], want[case], case)
@@ -44,7 +49,7 @@ def test_several_models_train_as_they_do_plainly(stage: int, plain: tuple[Path, 
 
 
 @pytest.mark.long
-def test_a_plugin_for_each_model(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_plugin_for_each_model(plain: Plain, tmp_path: Path) -> None:
     """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own, in one Accelerator and in two."""
     cases = [f"{name}:{stages}" for stages in PLUGINS for name in WITH_PLUGINS]
     reports = torchrun(SCRIPT, tmp_path, "--cases", *cases)
@@ -52,4 +57,4 @@ def test_a_plugin_for_each_model(plain: tuple[Path, dict[str, Any]], tmp_path: P
         name, stages = case.split(":")
         for report in reports:
             assert report[case]["stages"] == list(map(int, stages.split(",")))
-            compare(report[case], plain[1][name], case)
+            compare(report[case], plain[1]()[name], case)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,26 @@ import torch
 import transformers
 
 from tests.helpers import oracle
-from tests.helpers.launched import alone, torchrun
+from tests.helpers.launched import beside, torchrun
 from tests.helpers.offloads import offload
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_cases.py"
 FAST = ("bart", "stopped")
 LONG = ("t5", "marian", "metrics", "model_only")
 
-Plain = Callable[[tuple[str, ...]], tuple[Path, dict[str, Any]]]
+Plain = Callable[[tuple[str, ...]], tuple[Path, Callable[[], dict[str, Any]]]]  # started at the first call, read when it is done
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    @cache
-    def run(cases: tuple[str, ...]) -> tuple[Path, dict[str, Any]]:
-        out = tmp_path_factory.mktemp("alone")
-        return out, alone(SCRIPT, out, "--cases", *cases)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    with ExitStack() as stack:
 
-    return run
+        @cache
+        def run(cases: tuple[str, ...]) -> tuple[Path, Callable[[], dict[str, Any]]]:
+            out = tmp_path_factory.mktemp("alone")
+            return out, stack.enter_context(beside(SCRIPT, out, "--cases", *cases))
+
+        yield run
 
 
 def numbers(entry: Any) -> Any:
@@ -52,8 +55,9 @@ def shape(entry: Any) -> Any:
 def compare(cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path, offloaded: str = "") -> None:
     section = offload(offloaded, max(stages), out) if offloaded else {}
     section.pop("stage", None)
+    place, report = plain(cases)
     reports = torchrun(SCRIPT, out, "--cases", *cases, "--stages", *map(str, stages), "--offload", json.dumps(section))
-    place, want = plain(cases)
+    want = report()
     for stage in stages:
         for case in cases:
             expected = {key: value for key, value in want[f"{case} None"].items() if key not in ("type", "stage")}
@@ -69,7 +73,7 @@ def compare(cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: 
 def test_generation_metrics_and_early_stopping(plain: Plain, tmp_path: Path) -> None:
     """Rows that do not fill the last batch, answers of other lengths on other ranks, batches of like lengths, smoothed labels."""
     compare(FAST, (3,), plain, tmp_path)
-    lengths = [len(row) for row in plain(FAST)[1]["bart None"]["before"]]
+    lengths = [len(row) for row in plain(FAST)[1]()["bart None"]["before"]]
     assert max(lengths[:4]) != max(lengths[4:8]), "rank 1 should have had to wait for rank 0"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers import launched, oracle
+from tests.matrix.scripts import trl_material
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 600
-OFTEN = (
-    "sft.plain", "sft.assistant", "sft.adapters", "dpo.implied", "dpo.precomputed", "dpo.adapters_given", "dpo.resumed",
-    "reward.adapters", "grpo.gathered", "grpo.sharded", "more.online",
-)  # fmt: skip
+OFTEN = ("sft.adapters", "dpo.implied", "dpo.resumed", "reward.adapters", "grpo.gathered", "grpo.sharded", "more.online")
 SELDOM = (
-    "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.synchronised", "dpo.adapters",
-    "dpo.adapters_precomputed", "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
+    "sft.plain", "sft.assistant", "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.precomputed",
+    "dpo.synchronised", "dpo.adapters", "dpo.adapters_given", "dpo.adapters_precomputed", "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
     "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.distilled",
 )  # fmt: skip
 RELATIVE = 1e-5
@@ -42,10 +38,11 @@ class Started:
     def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: Any):
         self.stage, self.folder = stage, folder
         arguments = ("--material", str(material), "--cases", ",".join(cases))
-        self.plain = launched.alone(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT)
-        self.ranks = launched.accelerate_launch(
-            SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT, **keys
-        )
+        with launched.beside(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT) as plain:
+            self.ranks = launched.accelerate_launch(
+                SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT, **keys
+            )
+            self.plain = plain()
 
     def compare(self, case: str) -> None:
         want = self.plain[case]
@@ -91,7 +88,8 @@ def loaded(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
-    subprocess.run([sys.executable, str(SCRIPTS / "trl_material.py"), str(folder)], env=launched.environment(), check=True, timeout=TIMEOUT)
+    trl_material.save_models(folder)
+    trl_material.save_rows(folder)
     return folder
 
 

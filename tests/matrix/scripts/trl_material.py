@@ -1,13 +1,12 @@
 """What the TRL scripts read: a tokenizer trained on Python's own help texts, rows of that text, and tiny models in folders.
 
-Run once, plainly, before anything is trained: the scripts then load all of it from disk, as users do.
+Made once, before anything is trained: the scripts then load all of it from disk, as users do.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from pydoc_data import topics
 
@@ -71,8 +70,3 @@ def save_rows(folder: Path) -> None:
     with open(folder / "rows.jsonl", "w") as file:
         for prompt, chosen, rejected in zip(said[:ROWS], said[ROWS : 2 * ROWS], said[2 * ROWS : 3 * ROWS]):
             file.write(json.dumps({"prompt": prompt, "chosen": " " + chosen, "rejected": " " + rejected}) + "\n")
-
-
-if __name__ == "__main__":
-    save_models(Path(sys.argv[1]))
-    save_rows(Path(sys.argv[1]))
