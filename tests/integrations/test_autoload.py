@@ -242,5 +242,6 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
         f"import site, sys, json; site.addsitedir({str(site)!r}); import importlib.util as u, importlib.metadata as m\n"
         "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
         "-S",
+        PYTHONPATH="",  # else a working copy named there would answer in its place
     )
     assert seen == {"origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"), "version": facade.VERSION, "torch": False}
