@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.checkpoint.contents import class_name, persistent_buffers
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.grouping import pair
-from hf_zero.checkpoint.manifest import Manifest, OptimizerEntry
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.naming import bare, pairing
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
@@ -85,11 +85,12 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     return Match(held, kept)
 
 
-def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str, str], where: str) -> list[int]:
+def check_optimizer(engine: Engine, manifest: Manifest, held: dict[str, str], where: str) -> list[int]:
     """For each group of the engine's optimizer the saved group that it goes on from: the one with the same parameters.
 
-    Raises CheckpointError unless the engine's optimizer can go on from ``saved``.
+    Raises CheckpointError unless the engine's optimizer can go on from the one of ``manifest``.
     """
+    saved = manifest.optimizer
     remedy = "or pass load_optimizer_states=False to start the optimizer anew"
     if engine.bound is None:
         return []
@@ -99,6 +100,12 @@ def check_optimizer(engine: Engine, saved: OptimizerEntry | None, held: dict[str
     if saved.class_name and _short(live) != _short(saved.class_name):  # others do not write it down
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use {_short(saved.class_name)}, {remedy}"
+        )
+    # The class tells all, where it is known: the states it is given are asked about one by one where it is not.
+    states = () if saved.class_name else sorted({name for flat in manifest.flats for name in flat.states})
+    if unknown := [name for name in states if not engine.bound.keeps(name)]:
+        raise CheckpointError(
+            f"{where} has the optimizer states {listed(states)}, of which {live} keeps no {listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
     count = len(engine.bound.groups)
     if count != len(saved.groups):

@@ -6,7 +6,6 @@ Nothing here can execute code when it is read: what ``torch.load(weights_only=Tr
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +60,7 @@ def load_objects(path: Place) -> dict[str, dict[str, Any]]:
     try:
         with store_errors(path), path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what is damaged makes the unpickler raise anything
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}); "
             "restore the file, or load another tag of this run"

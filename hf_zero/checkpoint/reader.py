@@ -117,7 +117,7 @@ class _Load:
         self.engine, self.checkpoint, self.manifest, self.optimizer = engine, checkpoint, checkpoint.manifest, optimizer
         where = str(checkpoint.folder)
         self.match: Match = match(engine, self.manifest, where, strict)
-        self.groups = check_optimizer(engine, self.manifest.optimizer, self.match.held, where) if optimizer else []
+        self.groups = check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
         self.scheduler = checkpoint.scheduler_state() if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where) else None
         if self.scheduler is not None and self.groups:
             self.scheduler = reordered(self.scheduler, self.groups)

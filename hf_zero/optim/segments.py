@@ -317,6 +317,10 @@ class BoundOptimizer:
                 value = value.expand(segment.tensor.shape).clone()
             self.optimizer.state[segment.tensor][name] = value
 
+    def keeps(self, name: str) -> bool:
+        """Whether a group of this optimizer keeps a state ``name``, as far as its class tells without a step."""
+        return self._some_group_keeps(name, torch.zeros(1))
+
     def _some_group_keeps(self, name: str, like: Tensor) -> bool:
         return any(name in state.fresh_state(self.optimizer, group, like) for group in self.groups)
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_training_goes_on_as_it_went_on_there(name, ranks, stage):
     _, rate, client_state, steps = results[0]
     assert rate == pytest.approx(1e-2 * 0.9**SAVED_AFTER) and steps == STEPS
     assert client_state == {"epoch": 3, "note": "kept"}
+
+
+def with_another_optimizer(rank: int, model):
+    config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 1}}
+    groups = [{"params": group["params"]} for group in optimizer_of(model).param_groups]
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9), config=config)[0]
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with pytest.raises(
+        CheckpointError, match=r"states exp_avg, exp_avg_sq, of which \S+SGD keeps no exp_avg, exp_avg_sq; use .* Nothing was loaded"
+    ):
+        engine.load_checkpoint(INPUTS / "stage1")
+    return all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+
+
+def test_another_optimizer_is_refused_before_anything_is_loaded():
+    """DeepSpeed does not write the class: the states' names tell."""
+    assert run_ranks(1, with_another_optimizer, build(True)) == [True]
 
 
 def test_wrong_moments_would_show(tmp_path, monkeypatch):
@@ -284,6 +302,31 @@ def test_a_file_that_is_cut_short(tmp_path):
     path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match=r"optim_states.pt cannot be read .*restore it"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02hR.", b"\x80\x02K\x01R.", b"\x80\x02.", b"\x80\x02K\x01K\x02b."])
+def test_a_pickle_that_is_damaged(tmp_path, content):
+    """Whatever torch's unpickler raises, the file is named."""
+    folder = damaged(tmp_path)
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    with zipfile.ZipFile(path) as held, zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as made:
+        for name in held.namelist():
+            made.writestr(name, content if name.endswith("/data.pkl") else held.read(name))
+    (folder / "new").replace(path)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt (cannot be read|is damaged)"):
+        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", [{"single_partition_of_fp32_groups": None}, {"group_paddings": []}])
+def test_a_file_of_another_version(tmp_path, change):
+    folder = damaged(tmp_path)
+    path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    data = load_pickle(path, CLASSES)["optimizer_state_dict"]
+    slim = {key: data[key] for key in ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings")}
+    torch.save({"optimizer_state_dict": {**slim, **change}}, folder / "new")
+    (folder / "new").replace(path)
+    with pytest.raises(CheckpointError, match=r"global_step3 is not what DeepSpeed 0\.19 writes, or is damaged \(\w+: .*restore its files"):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 

@@ -88,7 +88,9 @@ class _Reading:
                 if info.offset + info.length > sizes[name]:
                     raise damaged(path.parent / name, f"it ends at byte {sizes[name]}, {index.fqn!r} at {info.offset + info.length}")
                 self.places.setdefault(f"{path.parent.name}/{index.fqn}", []).append((index, path.parent / name, info.offset, info.length))
-        except (pickle.UnpicklingError, EOFError, OSError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # what is damaged makes the unpickler raise anything
             raise CheckpointError(
                 f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); restore it, or name another checkpoint"
             ) from error

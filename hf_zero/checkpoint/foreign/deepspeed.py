@@ -69,7 +69,12 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """
     from hf_zero.checkpoint.foreign.universal import FOLDER, Universal
 
-    return Assembled((Universal if (folder / FOLDER).is_dir() else Reading)(folder, asked).found())
+    try:
+        return Assembled((Universal if (folder / FOLDER).is_dir() else Reading)(folder, asked).found())
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} is not what DeepSpeed 0.19 writes, or is damaged ({type(error).__name__}: {error}); restore its files, or name another checkpoint"
+        ) from error
 
 
 class Reading:

@@ -41,7 +41,7 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
             f"{path} is damaged, or holds an object that cannot be read without running code ({_cause(error)}); "
             "load it in the program that wrote it and save it without that object"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # what is damaged makes the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read ({_cause(error)}); restore it, or name another checkpoint") from error
 
 
