@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.naming import pairing
+
 Shape = tuple[int, ...]
 Names = list[list[str]]
 COMPARED = 4096  # elements of each parameter: reading a mapped file whole would hold it in memory
@@ -29,9 +31,10 @@ def as_asked(wanted: Sequence[Sequence[Shape | None]], asked: Sequence[Sequence[
     """The groups of the model that loads, if each of its parameters has the shape of the state at its place."""
     if [len(group) for group in wanted] != [len(group) for group in asked]:
         return None
+    there = pairing([name for names in asked for name in names], held)
     pairs = [pair for shapes, names in zip(wanted, asked) for pair in zip(shapes, names)]
-    fits = all(name in held and shape in (None, held[name]) for shape, name in pairs)
-    return [list(names) for names in asked] if fits else None
+    fits = all(name in there and shape in (None, held[there[name]]) for shape, name in pairs)
+    return [[there[name] for name in names] for names in asked] if fits else None
 
 
 def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
@@ -64,7 +67,8 @@ def by_contents(groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, tor
         for tensor in group:
             at, values = 0, tensor.detach().reshape(-1)
             while at < values.numel():
-                fitting = (name for name in (*order[last + 1 :], *order[: last + 1]) if name in free)
+                sizes = range(1, values.numel() - at + 1) if len(group) == 1 else (values.numel(),)
+                fitting = (name for name in (*order[last + 1 :], *order[: last + 1]) if name in free and held[name].numel() in sizes)
                 name = next((name for name in fitting if _begins(values[at:], held[name])), None)
                 if name is None:
                     return None
@@ -78,10 +82,7 @@ def by_contents(groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, tor
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
     """Whether ``rounded`` is what ``values`` begin with, as far as the elements that are compared tell."""
-    count = rounded.numel()
-    if not 0 < count <= values.numel():
-        return False
-    flat = rounded.detach().reshape(-1)
+    count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
 
