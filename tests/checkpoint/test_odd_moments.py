@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 from tests.checkpoint.test_elastic import Elastic, grouped, micro_losses, place
 from tests.helpers.engines import full_weights
-from tests.helpers.models import ARCHITECTURES
+from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
 from tests.helpers.ranks import run_ranks
 
 TWO = Elastic(ranks=2, stage=3)
@@ -300,3 +301,53 @@ def plainly(before: Elastic, after: Elastic) -> list[float]:
             losses.append(sum(each) / setup.window)
         moments = dict(optimizer.state)
     return losses[3:]
+
+
+class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens that tell their number."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.clone(), "number": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 1), (1, 2)], ids=str)
+def test_the_loader_goes_on_behind_the_samples_that_were_seen(ranks: tuple[int, int], tmp_path: Path) -> None:
+    """``global_samples`` of the load says how many batches to pass over; each step then has the samples that it would have had."""
+
+    def run(rank: int, models: list[torch.nn.Module], setup: Elastic, goes_on: bool) -> list[tuple[set[int], float]]:
+        optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.1)
+        engine, _, loader, _ = hf_zero.initialize(
+            model=models[rank], optimizer=optimizer, training_data=Numbered(), config=setup.config | {"seed": 5}
+        )
+        loader.data_sampler.set_epoch(1)
+        if not goes_on:
+            engine.load_checkpoint(str(tmp_path))
+        at = engine.global_samples // (engine.train_micro_batch_size_per_gpu() * engine.world_size)
+        seen: list[tuple[set[int], float]] = []
+        for batch in itertools.islice(loader, at, 6 * engine.gradient_accumulation_steps()):
+            numbers = set(batch.pop("number").tolist())
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            seen.append((numbers, float(loss.detach())))
+            if goes_on and engine.global_steps == 3 and not engine.window_is_open:
+                engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        each = engine.gradient_accumulation_steps()
+        windows = [seen[start : start + each] for start in range(0, len(seen), each)][-3:]
+        return [(set().union(*(numbers for numbers, _ in window)), sum(loss for _, loss in window) / each) for window in windows]
+
+    before, after = (Elastic(ranks=count, stage=3) for count in ranks)
+    steps: list[list[tuple[set[int], float]]] = []
+    for setup, goes_on in ((before, True), (after, False)):
+        results = run_ranks(setup.ranks, run, setup.models(), setup, goes_on)
+        steps.append(
+            [(set().union(*(numbers for numbers, _ in step)), sum(loss for _, loss in step) / setup.ranks) for step in zip(*results)]
+        )
+    for (numbers, loss), (found, resumed) in zip(*steps, strict=True):
+        assert found == numbers and len(found) == 8
+        assert resumed == pytest.approx(loss, abs=1e-6)
