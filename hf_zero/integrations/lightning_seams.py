@@ -17,8 +17,10 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
 from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
-from hf_zero.integrations.written_in_pieces import engines_part
+from hf_zero.integrations.written_in_pieces import engines_part, last_whole
 from hf_zero.logs import log_rank0
+
+HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and resumes from by itself
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +121,8 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """A folder that is to be loaded, by its name or as the best, is whole (``_CheckpointConnector._parse_ckpt_path``).
 
-    Raises CheckpointError with those beside it that are: another model than the best is nothing to take without asking.
+    Raises CheckpointError with those beside it that are: another model than the best is nothing to take without asking. Of those that a
+    job saved when SLURM told it to end the last whole one is taken.
     """
 
     def _parse_ckpt_path(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
@@ -127,6 +130,8 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
             return path
         folder = Path(path)
+        if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
+            return str(last_whole(_of_jobs(folder.parent), engines_part))
         said = engines_part(folder)
         if said:
             others = [str(item) for item in _beside(folder.parent, folder.suffix) if item != folder and not engines_part(item)]
@@ -137,6 +142,11 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         return path
 
     return _parse_ckpt_path
+
+
+def _of_jobs(parent: Path) -> list[Path]:
+    numbered = {int(item.stem.removeprefix(HPC)): item for item in parent.glob(f"{HPC}*.ckpt") if item.stem.removeprefix(HPC).isdecimal()}
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
 def _under_zero(strategy: Any) -> bool:

@@ -48,8 +48,9 @@ def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **callback: Any
     return module
 
 
-def trainer_of(epochs: int, keeping: ModelCheckpoint) -> pl.Trainer:
+def trainer_of(epochs: int, keeping: ModelCheckpoint, **more: Any) -> pl.Trainer:
     return pl.Trainer(
+        **more,
         strategy="zero_stage_2", devices=1, accelerator="cpu", max_epochs=epochs, callbacks=[keeping], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -127,6 +128,18 @@ def test_the_best_is_no_other_model(tmp_path: Path) -> None:
     tear("a shard cut short", Path(keeping.best_model_path))
     with pytest.raises(CheckpointError, match=r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt; pass one of them"):
         trainer.validate(module, ckpt_path="best")
+
+
+def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(tmp_path: Path, heard: list[str]) -> None:
+    whole = fit(tmp_path / "whole", 4)
+    fit(tmp_path / "run", 3)
+    for number, epoch in ((2, 0), (9, 1), (10, 2)):
+        shutil.copytree(tmp_path / "run" / f"epoch={epoch}.ckpt", tmp_path / f"hpc_ckpt_{number}.ckpt")
+    tear("in the first save", tmp_path / "hpc_ckpt_10.ckpt")
+    module = Net()
+    trainer_of(4, ModelCheckpoint(dirpath=tmp_path / "run"), default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
+    assert module.losses == whole.losses[8:]
+    assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
 
 
 def test_those_beyond_the_best_go_by_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
