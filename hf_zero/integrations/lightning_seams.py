@@ -17,7 +17,7 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
 from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
-from hf_zero.integrations.written_in_pieces import engines_part, last_whole
+from hf_zero.integrations.written_in_pieces import engines_part, last_whole, of_an_engine
 from hf_zero.logs import log_rank0
 
 HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and resumes from by itself
@@ -132,7 +132,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = Path(path)
         if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
             return str(last_whole(_of_jobs(folder.parent), engines_part))
-        said = engines_part(folder)
+        said = engines_part(folder) if of_an_engine(folder) else ""  # the engine says better what any other folder is
         if said:
             others = [str(item) for item in _beside(folder.parent, folder.suffix) if item != folder and not engines_part(item)]
             remedy = f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path" if others else "none beside it is whole"

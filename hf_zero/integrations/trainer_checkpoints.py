@@ -17,7 +17,16 @@ from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.core import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import STATE, by_number, decided, engines_part, last_whole, tell_lost_random_states, trainers
+from hf_zero.integrations.written_in_pieces import (
+    STATE,
+    by_number,
+    decided,
+    engines_part,
+    last_whole,
+    of_an_engine,
+    tell_lost_random_states,
+    trainers,
+)
 from hf_zero.logs import logger
 
 PREFIX = "checkpoint-"
@@ -40,7 +49,7 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         decided(lambda: _refuse_torn(folder))
     if folder is None:
         return wanted  # the Trainer says that there is none
-    if folder.is_dir() and _of_an_engine(folder):
+    if folder.is_dir() and of_an_engine(folder):
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
         tell_lost_random_states(folder, folders.locate(folder), name, rank, ranks)
@@ -48,19 +57,13 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
 
 
 def _refuse_torn(folder: Path) -> None:
-    if not (folder.is_dir() and (_of_an_engine(folder) or (folder / STATE).is_file())):
+    if not (folder.is_dir() and (of_an_engine(folder) or (folder / STATE).is_file())):
         return  # the Trainer says better what a folder is that it has not written
     said = trainers(folder)
     if said:
         whole = next((each for each in by_number(folder.parent, PREFIX) if each != folder and not trainers(each)), None)
         remedy = f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
         raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
-
-
-def _of_an_engine(folder: Path) -> bool:
-    return (folder / folders.LATEST).is_file() or any(
-        item.name.startswith(folders.RESERVED) or folders.is_checkpoint(item) for item in folder.iterdir()
-    )
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +135,7 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
 
         ordered = [Path(each) for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))]
         limited = save_total_limit is not None and save_total_limit > 0
-        if not (limited and finder.chosen() and ordered and _of_an_engine(ordered[0])):
+        if not (limited and finder.chosen() and ordered and of_an_engine(ordered[0])):
             original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
             return
         newest = ordered[0]

@@ -26,6 +26,13 @@ SENTINEL = "checkpoint-is-incomplete.txt"
 RESTORE = "restore it, or go on from another checkpoint"
 
 
+def of_an_engine(folder: Path) -> bool:
+    """Whether an engine has begun to save into ``folder``."""
+    return (folder / folders.LATEST).is_file() or any(
+        item.name.startswith(folders.RESERVED) or folders.is_checkpoint(item) for item in folder.iterdir()
+    )
+
+
 def engines_part(folder: Path, tag: str | None = None) -> str:
     """What is wrong with the checkpoint of an engine in ``folder``; "" if nothing is seen."""
     try:
