@@ -192,7 +192,7 @@ def test_memory_lives_as_long_as_its_transfer(one_at_a_time: FileQueue, tmp_path
     one_at_a_time.inject(parse_faults("write:1:slow=150"))
     data = fill(5)
     seen = weakref.ref(data)
-    one_at_a_time.write(file, 0, data)
+    one_at_a_time.write(file, 0, data, Priority.NEEDED)  # else the next, which is waited for, may overtake it
     del data
     gc.collect()
     assert seen() is not None
