@@ -254,7 +254,7 @@ class Manifest:
 
 def _is_as_written(content: bytes, digest: Any) -> bool:
     """Whether ``digest``, which stands last in ``content``, is the hash of it with zeros in its place."""
-    if not isinstance(digest, str) or not digest.isascii():
+    if not isinstance(digest, str) or not digest or not digest.isascii():
         return False
     before, _, after = content.rpartition(digest.encode())
     return hash_of(before + _BLANK.encode() + after) == digest

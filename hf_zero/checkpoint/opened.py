@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from hashlib import sha256
 from types import TracebackType
 from typing import Any
@@ -141,6 +142,7 @@ class Checkpoint:
         self.file(self.buffer_file()).read_into(BUFFER + name, 0, out)
         return out
 
+    @cached_property
     def objects(self) -> dict[str, dict[str, Any]]:
         """What ``objects.pt`` holds; empty without one. Its hash is compared: it is small, and a wrong bit in it would not show."""
         if self.manifest.objects is None:
@@ -149,11 +151,11 @@ class Checkpoint:
         return objects.load_objects(self.folder / self.manifest.objects.name)
 
     def client_state(self) -> dict[str, Any]:
-        return objects.join("client_state", self.manifest.client_state, self.objects().get("client_state", {}), self._objects_path())
+        return objects.join("client_state", self.manifest.client_state, self.objects.get("client_state", {}), self._objects_path())
 
     def scheduler_state(self) -> dict[str, Any]:
         state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
-        return objects.join("the lr scheduler", state, self.objects().get("lr_scheduler", {}), self._objects_path())
+        return objects.join("the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path())
 
     def _objects_path(self) -> Place:
         return self.folder / (self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME)

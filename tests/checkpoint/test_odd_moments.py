@@ -39,7 +39,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def waiting(path: Path, image: memoryview) -> None:
         assert free.wait(50)
-        write(path, image)
+        return write(path, image)
 
     monkeypatch.setattr(behind_module, "write_image", waiting)
     yield free
@@ -193,7 +193,7 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     def failing(path: Path, image: memoryview) -> None:
         if fails and path.name.startswith("rank-00001"):
             raise OSError(28, "No space left on device", str(path))
-        write(path, image)
+        return write(path, image)
 
     monkeypatch.setattr(behind_module, "write_image", failing)
 

@@ -166,19 +166,19 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monk
     first, second = rank_files(saved)
     folder = put({**saved, second: saved[second][:-1]}, tmp_path / "a")
 
-    def failing(path, tick=None):
+    def failing(path, algorithm, tick=None):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(opened, "sha256_of", failing)
+    monkeypatch.setattr(opened, "hash_of_file", failing)
     problems = checkpoint.verify_checkpoint(folder).problems
     assert [first in problems[0], second in problems[1], "objects.pt" in problems[2]] == [True] * 3
     assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0] and "cut short" in problems[1]
     monkeypatch.undo()
 
-    def broken(fd, length, at):
+    def broken(fd, buffers, at):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     (problem,) = (text for text in checkpoint.verify_checkpoint(folder).problems if first in text)
     assert f"cannot be read ({os.strerror(number)}); restore the file" in problem
 

@@ -181,7 +181,8 @@ class Assembled(Checkpoint):
     def file(self, index: int) -> Any:
         return self._tables[index]
 
-    def objects(self) -> dict[str, dict[str, Any]]:
+    @property
+    def objects(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
         return {}
 
     def client_state(self) -> dict[str, Any]:
