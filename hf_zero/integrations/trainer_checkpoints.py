@@ -77,7 +77,8 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if under_zero(self):
             self.deepspeed.wait_for_checkpoint()
-            if self.state.best_model_checkpoint is not None:
+            used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
+            if self.state.best_model_checkpoint is not None and used and not self.args.save_only_model:
                 self.state.best_model_checkpoint, self.state.best_metric = decided(lambda: _best_whole(self))
         return original(self, trial, num_train_samples, start_time)
 

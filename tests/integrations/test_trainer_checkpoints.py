@@ -212,6 +212,14 @@ def test_the_best_whole_model_is_loaded_at_the_end(torn: tuple[str, ...], loaded
     assert run.evaluate()["eval_loss"] == pytest.approx(left[chosen], rel=1e-6)
 
 
+def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(tmp_path: Path, heard: list[str]) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "learning_rate": 0.5, "save_total_limit": 1}
+    run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True)
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1") and kept(tmp_path) == ["checkpoint-1"]
+    assert not [text for text in heard if "whole" in text]
+
+
 def test_if_no_best_model_is_whole_the_trained_one_stays(tmp_path: Path, heard: list[str]) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
 
