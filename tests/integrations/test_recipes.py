@@ -56,7 +56,7 @@ ACCELERATE, DEEPSPEED, TRAINER = (frozenset(names.split()) for names in ("accele
 
 KINDS = {
     "bert-mlm": Kind(ACCELERATE, "step_", half=("--gradient_accumulation_steps", "2")),
-    "cifar10": Kind(DEEPSPEED, "step_", half=("--train_images", "4096")),
+    "cifar10": Kind(DEEPSPEED, "step_", half=("--train_images", "4096"), long=True),
     "hello-bert": Kind(
         DEEPSPEED,
         "iter_",

@@ -128,6 +128,7 @@ def test_saved_weights_are_the_models(routes: Seen) -> None:
     assert all(seen["whole"]["saved"] for seen in routes)
 
 
+@pytest.mark.long  # TRL's trainers are started so in tests/matrix
 def test_accelerate_launch_gives_a_stock_trainer_the_same_training(launched: Seen, routes: Seen) -> None:
     for rank, seen in enumerate(launched):
         entry = seen["launched"]

@@ -14,9 +14,20 @@ from tests.helpers import aot_gate
 from tests.helpers.aot_gate import Case, Report, problems
 
 WHY_NOT = aot_gate.why_not()
-# A compilation takes 0.1 to 2.4 s: the fast suite looks at one architecture, --long at all.
+
+
+def ends() -> set[str]:
+    """The first and the last case that is declared of each kernel."""
+    labels: dict[str, list[str]] = {}
+    for label, case in aot_gate.cases().items():
+        labels.setdefault(case.kernel.__name__, []).append(label)
+    return {label for each in labels.values() for label in (each[0], each[-1])}
+
+
+OFTEN = ends()
+# A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, --long at all.
 WANTED = [
-    pytest.param(label, arch, id=f"{label}-sm_{arch}".replace(" ", "-"), marks=[] if arch == 90 else pytest.mark.long)
+    pytest.param(label, arch, id=f"{label}-sm_{arch}".replace(" ", "-"), marks=[] if arch == 90 and label in OFTEN else pytest.mark.long)
     for label, case in aot_gate.cases().items()
     for arch in case.archs
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import norms
+from tests.helpers.cells import fast
 
 Checked = Callable[..., Any]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,9 +31,16 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("variant", ["layer", "rms", "layer of a sum", "rms of a sum", "dropout", "dropout, inverted", "no bias"])
+VARIANTS = ["layer", "rms", "layer of a sum", "rms of a sum", "dropout", "dropout, inverted", "no bias"]
+CELLS = list(itertools.product(VARIANTS, SHAPES, DTYPES))
+
+
+def often(variant: str, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """fp32, and one of the 16-bit types, which take turns."""
+    return dtype in (torch.float32, DTYPES[1 + (VARIANTS.index(variant) + SHAPES.index(shape)) % 2])
+
+
+@pytest.mark.parametrize("variant, shape, dtype", fast(CELLS, often), ids=str)
 def test_kernels_are_their_reference(checked_triton: Checked, variant: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     centered, inverted, dropped = "rms" not in variant, "inverted" in variant, "dropout" in variant
     rows, width = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from hf_zero.ops.sparse_attention import (
     reference,
 )
 from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
+from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves")
@@ -90,8 +92,12 @@ def test_dtypes_and_widths(dtype: torch.dtype, width: int) -> None:
     assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors), dtype)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-@pytest.mark.parametrize("causal", [False, True])
+BLOCKS = (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "causal, block", fast(itertools.product((False, True), BLOCKS), lambda causal, block: BLOCKS.index(block) % 2 == causal)
+)
 def test_blocks(block: int, causal: bool) -> None:
     config = BigBirdSparsityConfig(2, block=block, num_random_blocks=1, num_sliding_window_blocks=1)
     tensors = inputs(1, 2, 2, 257, 16, torch.float32, strided=False)

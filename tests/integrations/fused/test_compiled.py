@@ -6,10 +6,14 @@ import pytest
 import torch
 
 import hf_zero
+from tests.helpers.cells import fast
 from tests.integrations.fused.animals import BLOCKS, build, error, inputs, step
 
+NAMES = ["llama", "qwen3", "gemma2", "phi", "phi3", "bert", "distilbert", "gpt2", "t5", "vit"]
+OFTEN = ["llama", "phi", "bert", "gpt2", "t5"]
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi", "phi3", "bert", "distilbert", "gpt2", "t5", "vit"])
+
+@pytest.mark.parametrize("name", fast(NAMES, lambda name: name in OFTEN))
 def test_a_block_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
     torch._dynamo.reset()
