@@ -179,8 +179,9 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monk
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "preadv", broken)
-    (problem,) = (text for text in checkpoint.verify_checkpoint(folder).problems if first in text)
-    assert f"cannot be read ({os.strerror(number)}); restore the file" in problem
+    header, content = (text for text in checkpoint.verify_checkpoint(folder).problems if first in text)
+    assert f"cannot be read ({os.strerror(number)}); restore the file" in header
+    assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in content
 
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
