@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from hf_zero.checkpoint.card import json_object, places
-from hf_zero.checkpoint.manifest import Adapter, Manifest, is_plain
+from hf_zero.checkpoint.manifest import Manifest, is_plain
 from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.outputs import Output
 from hf_zero.checkpoint.places import Place
+from hf_zero.checkpoint.records import Adapter
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 

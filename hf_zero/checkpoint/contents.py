@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.contract import Bound, Engine, Flat
-from hf_zero.checkpoint.manifest import MASTER, SHARD, Adapter, Export
 from hf_zero.checkpoint.naming import bare
+from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export
 from hf_zero.core.consolidate import belongs, written
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format

@@ -12,7 +12,8 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import contents, objects
 from hf_zero.checkpoint.contract import Engine
-from hf_zero.checkpoint.manifest import FORMAT, Chunk, FileEntry, FlatEntry, GroupEntry, Manifest, OptimizerEntry, dtype_of
+from hf_zero.checkpoint.manifest import FORMAT, Manifest
+from hf_zero.checkpoint.records import Chunk, FileEntry, FlatEntry, GroupEntry, OptimizerEntry, dtype_of
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, plan_file
 
 

@@ -22,11 +22,12 @@ from hf_zero.checkpoint.bar import bar
 from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.filling import write_part
 from hf_zero.checkpoint.journal import Journal, temporary
-from hf_zero.checkpoint.manifest import Manifest, dtype_name
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
 from hf_zero.checkpoint.places import on_this_machine
+from hf_zero.checkpoint.records import dtype_name
 from hf_zero.checkpoint.tensorfile import Plan, plan_file
 from hf_zero.checkpoint.together import told
 from hf_zero.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_zero.checkpoint.manifest import GroupEntry
+from hf_zero.checkpoint.records import GroupEntry
 
 # What torch's schedules keep as one value per group.
 _PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}

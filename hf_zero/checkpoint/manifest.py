@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.checkpoint.hashes import DEFAULT, algorithm_of, hash_of
 from hf_zero.checkpoint.places import Place, store_errors
+from hf_zero.checkpoint.records import Adapter, Chunk, Export, FileEntry, FlatEntry, GroupEntry, OptimizerEntry, dtype_name, dtype_of
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
 
@@ -20,122 +21,11 @@ FORMAT = "hf-zero/checkpoint"
 VERSION = 2
 READ = (1, 2)  # version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
-MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
 DIGEST = "digest"  # the field that tells whether all others are as they were written
 _BLANK = f"{DEFAULT}:{'0' * 32}"  # stands in its place while the digest is computed
 
 T = TypeVar("T")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Inverse of :func:`dtype_name`. Raises ValueError for a name that is no dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
-    return dtype
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of the checkpoint. ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``)."""
-
-    name: str
-    rank: int
-    size: int
-    hash: str
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Elements ``[start, stop)`` of a flat: in ``files[file]``, under each name in ``tensors``."""
-
-    file: int
-    start: int
-    stop: int
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FlatEntry:
-    key: str
-    trainable: bool
-    dtype: torch.dtype
-    layout: FlatLayout
-    chunks: tuple[Chunk, ...]
-    raw: bool = False
-    """Bytes that only their module can read: never cast."""
-
-    @property
-    def weights(self) -> str:
-        """The tensor that holds the parameters' values."""
-        return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
-
-    def weights_dtype(self, tensor: str) -> torch.dtype | None:
-        """The dtype the weights must be stored in; None for an optimizer state, which has the dtype of its header."""
-        if tensor == MASTER:
-            return torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self.dtype if tensor == SHARD else None
-
-    @cached_property
-    def starts(self) -> list[int]:
-        return [chunk.start for chunk in self.chunks]
-
-    @cached_property
-    def states(self) -> tuple[str, ...]:
-        """Optimizer states that some chunk holds."""
-        return tuple(sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD}))
-
-    def to_json(self) -> dict[str, Any]:
-        chunks = [{"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)} for c in self.chunks]
-        return {
-            "key": self.key,
-            "trainable": self.trainable,
-            "dtype": dtype_name(self.dtype),
-            "raw": self.raw,
-            "layout": self.layout.to_json(),
-            "chunks": chunks,
-        }
-
-
-@dataclass(frozen=True)
-class GroupEntry:
-    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names."""
-
-    hyperparameters: dict[str, Any]
-    scalars: dict[str, Any]
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class OptimizerEntry:
-    class_name: str
-    groups: tuple[GroupEntry, ...]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """How PEFT writes one adapter: its configuration, and by name in its file the name under which a tensor is held."""
-
-    config: dict[str, Any]
-    tensors: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Export:
-    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops.
-
-    ``adapters`` are those of a model of PEFT, by their names.
-    """
-
-    names: dict[str, str] = field(default_factory=dict)
-    skip: tuple[str, ...] = ()
-    model_class: str | None = None
-    adapters: dict[str, Adapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

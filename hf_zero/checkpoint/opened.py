@@ -15,8 +15,9 @@ from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.hashes import algorithm_of
-from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.places import Place, modified, store_errors
+from hf_zero.checkpoint.records import FileEntry
 from hf_zero.checkpoint.reshard import Run, parameter_runs
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, hash_of_file
 from hf_zero.errors import CheckpointError

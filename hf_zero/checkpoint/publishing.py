@@ -14,7 +14,8 @@ from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.draft import Extra, Written, describe
 from hf_zero.checkpoint.hashes import hash_of
 from hf_zero.checkpoint.landing import Landing
-from hf_zero.checkpoint.manifest import FileEntry, Manifest
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.records import FileEntry
 from hf_zero.checkpoint.retention import retain
 
 SCRIPT = "zero_to_fp32.py"

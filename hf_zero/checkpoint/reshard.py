@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hf_zero.checkpoint.manifest import FlatEntry, Manifest
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.records import FlatEntry
 from hf_zero.core.layout import FlatLayout
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.opened import Checkpoint
 from hf_zero.checkpoint.places import Place, place
+from hf_zero.checkpoint.records import FileEntry
 from hf_zero.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from hf_zero.checkpoint.foreign import open_foreign, recognise
-from hf_zero.checkpoint.foreign.deepspeed import CLASSES
+from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of, schedule_of

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint.grouping import pair, reordered
-from hf_zero.checkpoint.manifest import GroupEntry
+from hf_zero.checkpoint.records import GroupEntry
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
 from tests.checkpoint.test_save_load import assert_equal
 

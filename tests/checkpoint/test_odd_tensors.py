@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.manifest import Chunk, FlatEntry, Manifest
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.checkpoint.reshard import parameter_runs, runs
 from hf_zero.checkpoint.tensorfile import CODES, TensorFile, plan_file
 from hf_zero.core.layout import FlatLayout

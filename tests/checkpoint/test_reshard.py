@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint.manifest import Chunk, FlatEntry
+from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.checkpoint.reshard import runs
 from hf_zero.core.layout import FlatLayout
 

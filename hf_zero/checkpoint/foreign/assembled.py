@@ -12,8 +12,9 @@ import torch
 
 from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign.mapped import MappedFiles
-from hf_zero.checkpoint.manifest import MASTER, SHARD, Chunk, Export, FileEntry, FlatEntry, GroupEntry, Manifest, OptimizerEntry
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.records import MASTER, SHARD, Chunk, Export, FileEntry, FlatEntry, GroupEntry, OptimizerEntry
 from hf_zero.checkpoint.tensorfile import Entry, TensorFile
 from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError

@@ -11,7 +11,6 @@ Stage 0 keeps torch's own optimizer state in the model's file; in 16 bits beside
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,45 +20,20 @@ import torch
 
 from hf_zero.checkpoint.foreign import unnamed
 from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Asked, Assembled, Found, Group, Parameter, Piece, Widened, states
+from hf_zero.checkpoint.foreign.deepspeed_parts import (
+    CLASSES,
+    OWN_KEYS,
+    at,
+    files_by_rank,
+    groups_of,
+    model_parallel,
+    state_of,
+    steps_of,
+    torch_state,
+)
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
-from hf_zero.optim import hyperparameters
-
-CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "argparse.Namespace",
-)
-# What DeepSpeed itself puts beside the client state.
-OWN_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dimensions",
-        "num_experts",
-        "universal_checkpoint_info",
-    ]
-)
-RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
@@ -82,27 +56,27 @@ class Reading:
 
     def __init__(self, folder: Path, asked: Asked = ()) -> None:
         self.folder, self.asked = folder, asked
-        models = _by_rank(folder, "model_states.pt")
+        models = files_by_rank(folder, "model_states.pt")
         plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
         # Of tensor parallelism a file a rank, of experts a file each, of pipelines a file a layer.
         for part in (*plain[1:], *sorted(folder.glob("*expert_*")), *sorted(folder.glob("expp_rank_*")), *sorted(folder.glob("layer_*"))):
-            raise _model_parallel(folder, part)
+            raise model_parallel(folder, part)
         self.model_paths = [path for _, path in sorted(models.items())] or plain
         self.optim_paths = self._optimizer_files()
         self.model = self._load(self.model_paths[0])
         if not isinstance(self.model["module"], Mapping) or int(self.model.get("mp_world_size") or 1) > 1:
-            raise _model_parallel(folder, self.model_paths[0])
+            raise model_parallel(folder, self.model_paths[0])
         self.module: Mapping[str, torch.Tensor] = self.model["module"]
         self.optims = [self._load(path)["optimizer_state_dict"] for path in self.optim_paths]
         self.stage = 0 if not self.optims else 3 if "fp32_flat_groups" in self.optims[0] else 1
-        self.stage = int(_at(self.model, "ds_config", "zero_optimization", "stage") or self.stage)
+        self.stage = int(at(self.model, "ds_config", "zero_optimization", "stage") or self.stage)
         world = int(self.model.get("dp_world_size") or len(self.optim_paths) or 1)
         for what, paths in (("optimizer", self.optim_paths), *([("model", self.model_paths)] if models else [])):
             if paths and len(paths) != world:
                 raise CheckpointError(
                     f"{folder} lacks files: {world} ranks wrote it, {len(paths)} of their {what} files are there; restore them"
                 )
-        steps = [_steps(saved) for saved in self.optims]
+        steps = [steps_of(saved) for saved in self.optims]
         for path, step in zip(self.optim_paths, steps):
             if step != steps[0]:
                 raise CheckpointError(
@@ -114,7 +88,7 @@ class Reading:
         self._nameless = False
 
     def _optimizer_files(self) -> list[Path]:
-        return [path for _, path in sorted(_by_rank(self.folder, "optim_states.pt").items())]
+        return [path for _, path in sorted(files_by_rank(self.folder, "optim_states.pt").items())]
 
     def _load(self, path: Path) -> dict[str, Any]:
         data = load_pickle(path, CLASSES)
@@ -127,7 +101,7 @@ class Reading:
 
     def found(self) -> Found:
         config = self.model.get("ds_config") or {}
-        precision = next((name for name in ("bf16", "fp16") if _at(config, name, "enabled") is True), "fp32")
+        precision = next((name for name in ("bf16", "fp16") if at(config, name, "enabled") is True), "fp32")
         trained = list(self._trained())
         known = {parameter.name for parameter in trained}
         buffers = [name for name in self.model.get("buffer_names") or () if name in self.module]
@@ -209,7 +183,7 @@ class Reading:
 
     def _base(self) -> Mapping[str, Any]:
         """torch's state dict of the optimizer; of rank 0 where each rank has one."""
-        return _torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
+        return torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.module[name].dtype if name in self.module else torch.float32
@@ -233,7 +207,7 @@ class Reading:
             for place, name in enumerate(names):
                 weights = self.module[name] if not masters else masters[number][0 if joined else place]
                 numel = self.module[name].numel()
-                state = states(_state(base, number if joined else index).items(), weights.numel())
+                state = states(state_of(base, number if joined else index).items(), weights.numel())
                 cut = {MASTER: weights.reshape(-1), **state}
                 if joined:
                     cut = {key: tensor[at : at + numel] for key, tensor in cut.items()}
@@ -254,7 +228,7 @@ class Reading:
             start = 0
             for rank, saved in enumerate(self.optims):
                 weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
-                held = {MASTER: weights, **states(_state(_torch_state(saved), group).items(), weights.numel())}
+                held = {MASTER: weights, **states(state_of(torch_state(saved), group).items(), weights.numel())}
                 for name in numels:
                     first, last = max(places[name], start), min(places[name] + numels[name], start + weights.numel())
                     if first < last:
@@ -268,8 +242,8 @@ class Reading:
         made: dict[str, list[Piece]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
-            base = _torch_state(saved)
-            parts = [{MASTER: flat, **states(_state(base, index).items(), flat.numel())} for index, flat in enumerate(flats)]
+            base = torch_state(saved)
+            parts = [{MASTER: flat, **states(state_of(base, index).items(), flat.numel())} for index, flat in enumerate(flats)]
             index, at = 0, 0
             for name, shape in ((name, shape) for group in self.shapes() for name, shape in group.items()):
                 numel = torch.Size(shape).numel()
@@ -323,7 +297,7 @@ class Reading:
 
     def _groups(self) -> tuple[Group, ...] | None:
         groups = None if self._nameless else groups_of(self._base(), self.shapes())
-        rates = _at(self.model.get("lr_scheduler"), "_last_lr") or ()
+        rates = at(self.model.get("lr_scheduler"), "_last_lr") or ()
         if groups is None or len(rates) != len(groups):
             return groups
         # Where the optimizer's settings are not written, the schedule still says which rate comes next.
@@ -340,72 +314,9 @@ def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:
     return weights if weights.dtype == torch.float32 else Widened(torch.float32, weights)
 
 
-def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None) -> tuple[Group, ...] | None:
-    """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names; ``step`` if it is kept elsewhere."""
-    if "param_groups" not in base:
-        return None
-    settings = base["param_groups"]
-    if len(shapes) > len(settings):  # stage 3 lists parameters by buffer, of which a group may have several
-        buffers = iter(shapes)
-        shapes = [{name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()} for group in settings]
-    made = []
-    for group, names in zip(settings, shapes):
-        kept = hyperparameters.plain(group)
-        state = _state(base, group["params"][0]) if group.get("params") else {}
-        # FusedAdam keeps the count in the group, torch with the tensors.
-        steps = [value for value in (step, state.get("step"), kept.pop("step", None)) if value is not None]
-        made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
-    return tuple(made)
-
-
-def _steps(saved: Mapping[str, Any]) -> float | None:
-    """How often the optimizer in a rank's file has stepped, if it counts."""
-    base = _torch_state(saved)
-    counts = [kept["step"] for kept in (*base.get("state", {}).values(), *base.get("param_groups", ())) if "step" in kept]
-    return float(counts[0]) if counts else None
-
-
-def _by_rank(folder: Path, suffix: str) -> dict[int, Path]:
-    """Files of one kind by data-parallel rank. Raises CheckpointError for those of several model-parallel ranks."""
-    made: dict[int, Path] = {}
-    for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
-        rank, part = map(int, RANK.search(path.name).groups())  # type: ignore[union-attr]
-        if part or rank in made:
-            raise _model_parallel(folder, path)
-        made[rank] = path
-    return made
-
-
-def _model_parallel(folder: Path, path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part of the model ({path.name}); "
-        "merge it with the tools of the program that wrote it"
-    )
-
-
 def _without_padding(numel: int, rank: int, each: int) -> int:
     """How many of the ``each`` elements in the part of ``rank`` are elements of the parameter."""
     return max(0, min(numel - rank * each, each))
-
-
-def _torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's state dict of the optimizer in ``saved``. With ``elastic_checkpoint`` DeepSpeed writes a list of states instead, without settings."""
-    found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-    if isinstance(found, list):
-        step = {key: saved[name] for key, name in (("step", "base_optimizer_state_step"),) if name in saved}
-        return {"state": dict(enumerate(found)), "param_groups": [{"params": [index], **step} for index in range(len(found))]}
-    return found if isinstance(found, Mapping) else {}
-
-
-def _state(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = base.get("state", {}).get(index, {})
-    return found
-
-
-def _at(tree: Any, *keys: str) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _in_order(parameters: Sequence[Parameter], module: Mapping[str, Any]) -> list[Parameter]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.assembled import MASTER, Group, Parameter, Piece
-from hf_zero.checkpoint.foreign.deepspeed import CLASSES, Reading, groups_of
+from hf_zero.checkpoint.foreign.deepspeed import Reading
+from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES, groups_of
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 

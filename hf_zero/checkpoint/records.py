@@ -1,0 +1,123 @@
+"""What a manifest is made of (FORMAT.md sections 3 and 4): files, flats and their chunks, optimizer groups, names for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_zero.core.layout import FlatLayout
+
+MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of :func:`dtype_name`. Raises ValueError for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the checkpoint. ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``)."""
+
+    name: str
+    rank: int
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``[start, stop)`` of a flat: in ``files[file]``, under each name in ``tensors``."""
+
+    file: int
+    start: int
+    stop: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    key: str
+    trainable: bool
+    dtype: torch.dtype
+    layout: FlatLayout
+    chunks: tuple[Chunk, ...]
+    raw: bool = False
+    """Bytes that only their module can read: never cast."""
+
+    @property
+    def weights(self) -> str:
+        """The tensor that holds the parameters' values."""
+        return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
+
+    def weights_dtype(self, tensor: str) -> torch.dtype | None:
+        """The dtype the weights must be stored in; None for an optimizer state, which has the dtype of its header."""
+        if tensor == MASTER:
+            return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.dtype if tensor == SHARD else None
+
+    @cached_property
+    def starts(self) -> list[int]:
+        return [chunk.start for chunk in self.chunks]
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Optimizer states that some chunk holds."""
+        return tuple(sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD}))
+
+    def to_json(self) -> dict[str, Any]:
+        chunks = [{"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)} for c in self.chunks]
+        return {
+            "key": self.key,
+            "trainable": self.trainable,
+            "dtype": dtype_name(self.dtype),
+            "raw": self.raw,
+            "layout": self.layout.to_json(),
+            "chunks": chunks,
+        }
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names."""
+
+    hyperparameters: dict[str, Any]
+    scalars: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    class_name: str
+    groups: tuple[GroupEntry, ...]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How PEFT writes one adapter: its configuration, and by name in its file the name under which a tensor is held."""
+
+    config: dict[str, Any]
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops.
+
+    ``adapters`` are those of a model of PEFT, by their names.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    skip: tuple[str, ...] = ()
+    model_class: str | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
