@@ -55,6 +55,16 @@ def kernels_only_where_they_are_watched() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def environment_is_left_as_it_was() -> Iterator[None]:
+    """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in the next test."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 

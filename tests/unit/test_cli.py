@@ -143,7 +143,7 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
     table = invoke("convert-checkpoint", "from", "to", "--dtype", "bfloat16", "--max-shard-size", "1GB", "--tag", "t", "--verify")
     assert asked[0] == (
-        (Path("from"), Path("to"), "bfloat16", "1GB", "t", None),
+        ("from", "to", "bfloat16", "1GB", "t", None),
         {"verify": True, "only": None, "adapters": None, "workers": 2},
     )
     assert "1,000 parameters, 4.00 kB: model.safetensors" in table and "config.json" in table
