@@ -7,9 +7,11 @@
 The checkpoint is written by hf-zero's own writer (threads play the ranks). The conversion runs in a process of its own,
 as ``python zero_to_fp32.py`` would, and its result is compared with what was saved before anything is reported. ``peak_mb``
 is that process's highest resident set, Python and torch included; ``import_mb`` is what it had after ``import torch``.
-A save writes past the page cache, so that the first round reads from the disk. ``seconds`` is the best round, ``of_it_fsync`` what it
+A save writes past the page cache, so that the first round reads from the disk. ``seconds`` is the best round, after ``import_seconds`` for
+the modules that the script needs beside torch; ``of_it_fsync`` is what it
 waited for the device to take the written files. In turns with it a plain loop writes as many bytes to the same folder, past the
-page cache where the file system lets it, and flushes them: ``of_disk`` is the converter's speed over that loop's.
+page cache where the file system lets it, and flushes them: ``of_disk`` is the converter's speed over that of the loop beside it, the
+median of the rounds.
 
 FOLDER is what ``pip install --target FOLDER deepspeed`` made. Its ranks save the same parameters at stage 3, and its
 ``convert_zero_checkpoint_to_fp32_state_dict`` writes safetensors, in rounds that take turns with ours.
@@ -34,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,24 +54,29 @@ import torch
 def peak():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))  # getrusage would count the parent's pages, too
     return int(status["VmHWM"].split()[0]) / 1024
-flush, waited = os.fsync, [0.0]
+imported, begun = peak(), time.perf_counter()
+IMPORT
+flush, waited, importing = os.fsync, [0.0], time.perf_counter() - begun
 def timed(fd):
     begun = time.perf_counter()
     flush(fd)
     waited[0] += time.perf_counter() - begun
 os.fsync = timed
-imported, started = peak(), time.perf_counter()
+started = time.perf_counter()
 source, target, dtype, size = sys.argv[1:]
 CONVERT
 files = [entry for entry in os.scandir(target) if entry.name.endswith(".safetensors")]
-print("@" + json.dumps({"seconds": time.perf_counter() - started, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(),
+print("@" + json.dumps({"seconds": time.perf_counter() - started, "import_seconds": importing, "of_it_fsync": waited[0], "import_mb": imported, "peak_mb": peak(),
                         "output_bytes": sum(entry.stat().st_size for entry in files), "files": len(files)}))
 """
-OURS = "from hf_zero.checkpoint import convert_checkpoint; convert_checkpoint(source, target, dtype or None, size, workers=WORKERS)"
-THEIRS = """
-from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=size, safe_serialization=True)
-"""
+OURS = (
+    "import huggingface_hub.serialization; from hf_zero.checkpoint import convert_checkpoint",
+    "convert_checkpoint(source, target, dtype or None, size, workers=WORKERS)",
+)
+THEIRS = (
+    "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=size, safe_serialization=True)",
+)
 DEEPSPEED_RANK = """
 import json, os, sys
 import deepspeed, torch
@@ -223,10 +231,20 @@ def write_with_deepspeed(folder: Path, world: int, units: list[Shapes], installe
         raise SystemExit("DeepSpeed's ranks failed; their error stands above")
 
 
-def convert(how: str, source: Path, target: Path, options: argparse.Namespace, env: dict[str, str] | None = None) -> dict[str, Any]:
+def convert(
+    how: tuple[str, str], source: Path, target: Path, options: argparse.Namespace, env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """One conversion in a process of its own."""
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-c", MEASURED.replace("CONVERT", how), str(source), str(target), options.dtype, options.max_shard_size]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURED.replace("IMPORT", how[0]).replace("CONVERT", how[1]),
+        str(source),
+        str(target),
+        options.dtype,
+        options.max_shard_size,
+    ]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
     return json.loads(next(line for line in printed.splitlines() if line.startswith("@"))[1:])
 
@@ -277,7 +295,9 @@ def main() -> None:
         engines = write_checkpoint(place / "run", options.ranks, units)
         disk = []
         for _ in range(options.rounds):
-            rounds["hf-zero"].append(convert(OURS.replace("WORKERS", str(options.workers)), place / "run", place / "out", options))
+            rounds["hf-zero"].append(
+                convert((OURS[0], OURS[1].replace("WORKERS", str(options.workers))), place / "run", place / "out", options)
+            )
             disk.append(disk_speed(place, rounds["hf-zero"][-1]["output_bytes"]))
             if options.deepspeed:
                 rounds["deepspeed"].append(
@@ -293,8 +313,8 @@ def main() -> None:
             "bench": "convert", "contender": contender, "checkpoint_ranks": options.ranks, "dtype": options.dtype or "float32",
             "parameters": sum(prod(shape) for unit in units for _, shape in unit), **best, "peak_mb": max(row["peak_mb"] for row in rows),
             "over_import_mb": max(row["peak_mb"] - row["import_mb"] for row in rows), "workers": options.workers if contender == "hf-zero" else None,
-            "disk_bytes_per_second": max(disk), "of_disk": best["output_bytes"] / best["seconds"] / max(disk),
-            "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rows], "cores": len(os.sched_getaffinity(0)),
+            "of_disk": median(row["output_bytes"] / row["seconds"] / speed for row, speed in zip(rows, disk)),
+            "disk_bytes_per_second": disk, "all_seconds": [[row["seconds"], row["of_it_fsync"]] for row in rows], "cores": len(os.sched_getaffinity(0)),
             "machine": platform.machine(), "python": platform.python_version(), "versions": versions,
         }  # fmt: skip
         print(json.dumps(row))
