@@ -17,7 +17,7 @@ from hf_zero.errors import CheckpointError
 class Landing(ABC):
     """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder. Rank 0 calls all methods, the others ``file`` alone."""
 
-    def __init__(self, directory: Place, tag: str, save_id: str = "") -> None:
+    def __init__(self, directory: Place, tag: str, save_id: str) -> None:
         self.directory, self.tag, self.save_id = directory, tag, save_id
         self.final = directory / tag
 
@@ -57,7 +57,7 @@ class Landing(ABC):
         """Remove what this save has written. Raises nothing."""
 
 
-def landing(directory: Place, tag: str, save_id: str = "") -> Landing:
+def landing(directory: Place, tag: str, save_id: str) -> Landing:
     return (Objects if is_remote(directory) else Folder)(directory, tag, save_id)
 
 
@@ -67,7 +67,7 @@ class Folder(Landing):
     directory: Path
     final: Path
 
-    def __init__(self, directory: Path, tag: str, save_id: str = "") -> None:
+    def __init__(self, directory: Path, tag: str, save_id: str) -> None:
         super().__init__(directory.absolute(), tag, save_id)  # a thread may write when the working folder is another
         self._temporary = folders.temporary_folder(self.directory, tag, save_id)
 

@@ -77,8 +77,7 @@ def remove_unlisted(final: Place) -> None:
 def abandon(final: Place, mark: str) -> None:
     """Remove the files whose names end on ``mark``."""
     try:
-        if mark:
-            remove(item for item in _held(final) if item.stem.endswith(f"-{mark}"))
+        remove(item for item in _held(final) if item.stem.endswith(f"-{mark}"))
     except Exception as error:
         logger.warning("files of a save that failed are left in %s; the next save of this tag removes them (%s)", final, error)
 

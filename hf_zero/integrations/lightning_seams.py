@@ -17,7 +17,7 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
 from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
-from hf_zero.integrations.written_in_pieces import engines_part, last_whole, of_an_engine
+from hf_zero.integrations.written_in_pieces import by_number, engines_part, last_whole, of_an_engine
 from hf_zero.logs import log_rank0
 
 HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and resumes from by itself
@@ -131,7 +131,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
             return path
         folder = Path(path)
         if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
-            return str(last_whole(_of_jobs(folder.parent), engines_part))
+            return str(last_whole(by_number(folder.parent, HPC, folder.suffix), engines_part))
         said = engines_part(folder) if of_an_engine(folder) else ""  # the engine says better what any other folder is
         if said:
             others = [str(item) for item in _beside(folder.parent, folder.suffix) if item != folder and not engines_part(item)]
@@ -142,11 +142,6 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         return path
 
     return _parse_ckpt_path
-
-
-def _of_jobs(parent: Path) -> list[Path]:
-    numbered = {int(item.stem.removeprefix(HPC)): item for item in parent.glob(f"{HPC}*.ckpt") if item.stem.removeprefix(HPC).isdecimal()}
-    return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
 def _under_zero(strategy: Any) -> bool:

@@ -149,9 +149,13 @@ def decided(choose: Callable[[], Any]) -> Any:
     return chosen
 
 
-def by_number(parent: Path, name: str) -> list[Path]:
-    """Folders ``<name><number>`` in ``parent``, the highest number first."""
+def by_number(parent: Path, name: str, suffix: str = "") -> list[Path]:
+    """Folders ``<name><number><suffix>`` in ``parent``, the highest number first."""
     if not parent.is_dir():
         return []
-    found = [(int(match[1]), item) for item in parent.iterdir() if (match := re.fullmatch(rf"{re.escape(name)}(\d+)", item.name))]
+    found = [
+        (int(match[1]), item)
+        for item in parent.iterdir()
+        if (match := re.fullmatch(rf"{re.escape(name)}(\d+){re.escape(suffix)}", item.name))
+    ]
     return [item for _, item in sorted(found, reverse=True) if item.is_dir()]

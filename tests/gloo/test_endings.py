@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.launched import HOST, environment
+from tests.helpers.launched import HOST, environment, free_port, plainly
 
 SCRIPT = Path(__file__).with_name("ending.py")
 LIMIT = 240.0  # seconds for a whole launch: less than the timeout of the configuration
@@ -29,41 +29,12 @@ ENDED = {
 }
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return str(free.getsockname()[1])
-
-
-def plainly(*arguments: str, ranks: int = 2) -> list[tuple[int, str]]:
-    """Exit code and output of each rank, started without a launcher: rank 0 hosts the store."""
-    place = {"MASTER_ADDR": HOST, "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
-            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [each.communicate(timeout=LIMIT)[0] for each in running]
-        return [(each.returncode, output) for each, output in zip(running, outputs)]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
 def launched(command: list[str], folder: Path, *arguments: str) -> str:
     """What a user sees of a launch that fails."""
     with subprocess.Popen(
         [sys.executable, *command, str(SCRIPT), *arguments],
         cwd=folder,
-        env={**environment(), "MASTER_PORT": free_port()},
+        env={**environment(), "MASTER_PORT": str(free_port())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,7 +53,7 @@ def launched(command: list[str], folder: Path, *arguments: str) -> str:
 
 
 def check_plain(way: str, odd: int, stage: int) -> None:
-    ends = plainly(way, str(odd), str(stage))
+    ends = plainly(SCRIPT, way, str(odd), str(stage), limit=LIMIT)
     code, own = ends[odd]
     assert code == {"kill": -9, "finish": 0}.get(way, 1), own
     if way not in ("kill", "finish"):

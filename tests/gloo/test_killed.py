@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -16,6 +15,7 @@ import pytest
 import hf_zero
 from hf_zero.checkpoint import folders
 from tests.gloo.killing import Plan, rank_main
+from tests.helpers.launched import free_port
 
 PATIENCE = 120.0
 # Before the first rank is forked, so that none spends its time on it.
@@ -27,12 +27,6 @@ IMPORTED = [
     "hf_zero.checkpoint.writer",
     "hf_zero.checkpoint.reader",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Running:

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gloo.test_endings import LIMIT, free_port
-from tests.helpers.launched import HOST, environment
+from tests.gloo.test_endings import LIMIT
+from tests.helpers.launched import plainly
 
 SCRIPT = Path(__file__).with_name("offload_ending.py")
 
 
-def ends(way: str, odd: int, stage: int, disk: Path) -> list[tuple[int, str]]:
-    """Exit code and output of both ranks."""
-    place = {"MASTER_ADDR": HOST, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), way, str(odd), str(stage), str(disk)],
-            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [(each.returncode, output) for each, output in [(each, each.communicate(timeout=LIMIT)[0]) for each in running]]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
 def check(way: str, odd: int, stage: int, disk: Path) -> None:
-    found = ends(way, odd, stage, disk)
+    found = plainly(SCRIPT, way, str(odd), str(stage), str(disk), limit=LIMIT)
     (code, own), (other_code, other) = found[odd], found[1 - odd]
     assert other_code == 1 and code == (-9 if way == "kill" else 1), own + other
     if way == "read":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hf_zero.checkpoint import verify_checkpoint
-from tests.gloo.test_endings import free_port
-from tests.helpers.launched import HOST, environment
+from tests.helpers.launched import plainly
 
 SCRIPT = Path(__file__).with_name("saving_ending.py")
 LIMIT = 120.0  # seconds: less than the timeout of the configuration
@@ -28,27 +25,10 @@ LIMIT = 120.0  # seconds: less than the timeout of the configuration
     ],
 )
 def test_a_rank_ends_while_a_checkpoint_is_written(way: str, whole: bool, tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": HOST, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     begun = time.monotonic()
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), way, str(tmp_path)],
-            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [each.communicate(timeout=LIMIT)[0] for each in running]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
+    codes, outputs = zip(*plainly(SCRIPT, way, str(tmp_path), limit=LIMIT))
     assert time.monotonic() - begun < LIMIT
-    assert all((each.returncode == 0) == (way in ("return", "full")) for each in running), outputs
+    assert all((code == 0) == (way in ("return", "full")) for code in codes), outputs
     if way == "full":  # nobody is left to raise it to
         assert all("No space left on device" in output and "free space or save into another folder" in output for output in outputs), (
             outputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -102,6 +103,36 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in left}
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
+
+
+def plainly(script: Path, *arguments: str, ranks: int = 2, limit: float) -> list[tuple[int, str]]:
+    """Exit code and output of each rank of ``script``, started without a launcher: rank 0 hosts the store. All end within ``limit`` seconds."""
+    place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [each.communicate(timeout=limit)[0] for each in running]
+        return [(each.returncode, output) for each, output in zip(running, outputs)]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:

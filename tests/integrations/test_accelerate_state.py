@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from hf_zero.core import comm
 from hf_zero.errors import RankMismatchError
 from hf_zero.integrations import finder
+from tests.helpers.launched import free_port
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -83,7 +83,7 @@ def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(monkeyp
 
 def test_forcing_the_cpu_on_a_launched_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
     assert PartialState().backend == "gloo"
@@ -122,12 +122,3 @@ def test_an_accelerator_without_zero_is_left_alone() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.distributed_type == DistributedType.NO
     assert not comm.is_initialized()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: Any = probe.getsockname()[1]
-    return int(port)
