@@ -6,6 +6,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hf_zero.checkpoint import folders, objectstore
@@ -94,7 +95,11 @@ class Folder(Landing):
         folders.discard_replaced(self.final)
 
     def abandon(self) -> None:
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        # Under another name first: a rank that is still at work cannot put a file into what is being removed.
+        away = self.directory / (folders.DROPPED + self.save_id)
+        with suppress(OSError):
+            os.rename(self._temporary, away)
+        shutil.rmtree(away, ignore_errors=True)
 
 
 class Objects(Landing):

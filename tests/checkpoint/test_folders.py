@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.landing import landing
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
 
@@ -145,3 +148,22 @@ def test_folders_of_runs_below_are_named(tmp_path):
     (tmp_path / "logs").mkdir()
     with pytest.raises(CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"):
         folders.find(tmp_path)
+
+
+def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):
+    save = landing(tmp_path, "t" * folders.LONGEST_TAG, ID)
+    save.begin()
+    save.file("rank-0").write_bytes(b"0")
+    late, rmdir = [], os.rmdir
+
+    def meanwhile(*args, **kwargs):
+        try:
+            save.file("rank-1").write_bytes(b"1")
+        except FileNotFoundError as error:
+            late.append(error)
+        rmdir(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", meanwhile)
+    save.abandon()
+    assert list(tmp_path.iterdir()) == [] and len(late) == 1
+    save.abandon()  # nothing is left to remove
