@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.places import Place, is_remote, modified, place, store_errors
+from hf_zero.checkpoint.places import Place, modified, place, store_errors
 from hf_zero.checkpoint.tensorfile import write_all
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -57,11 +57,13 @@ def tags(directory: Place) -> list[str]:
     if not directory.is_dir():
         return []
     found = [item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)]
-    return [item.name for item in sorted(found, key=lambda item: (_written(item), item.name))]
+    return [item.name for item in sorted(found, key=written)]
 
 
-def _written(folder: Place) -> int:
-    return modified(folder / MANIFEST_NAME if is_remote(folder) else folder)  # a store has no folders
+def written(folder: Place) -> tuple[int, str]:
+    """What orders checkpoints by age: when the manifest came, if there is one, and the name."""
+    # The folder's own time changes with every file that anyone puts beside ours, and a store has no folders.
+    return modified(folder / MANIFEST_NAME if is_checkpoint(folder) else folder), folder.name
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:

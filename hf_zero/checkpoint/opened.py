@@ -173,10 +173,13 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(folder: Place, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
-    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads (``asked`` is for those). Raises CheckpointError."""
+def open_checkpoint(folder: Place, grouped: Callable[[], Sequence[Sequence[str]]] = tuple) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an optimizer groups names.
+
+    Raises CheckpointError.
+    """
     if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
-        return open_foreign(folder, asked)
+        return open_foreign(folder, grouped())
     return Checkpoint(folder)
 
 

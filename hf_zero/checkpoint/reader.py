@@ -92,12 +92,17 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
+def _grouped(engine: Engine) -> list[list[str]]:
+    """The names of the parameters in each group of the optimizer, in the model's order; none without one."""
+    names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
+    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
+        names[engine.bound.group_of[name]].append(name)
+    return names
+
+
 def _open(folder: Place, engine: Engine) -> Checkpoint:
-    asked: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
-    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if asked else ():
-        asked[engine.bound.group_of[name]].append(name)
     try:
-        return open_checkpoint(folder, asked)
+        return open_checkpoint(folder, lambda: _grouped(engine))
     except CheckpointError as error:
         whole = whole_beside(folder)
         if not whole:

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from hf_zero.checkpoint import folders, objectstore
-from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.places import Place, is_remote, modified
+from hf_zero.checkpoint.places import Place, is_remote
 from hf_zero.checkpoint.together import told
 from hf_zero.checkpoint.wholeness import trouble
 from hf_zero.errors import CheckpointError
@@ -27,7 +26,7 @@ def retain(final: Place, keep: int) -> list[Place]:
     ``best`` stays), and the one that ``latest`` names stays too. What cannot be removed is a warning: the save itself is good.
     """
     family = [folder for folder in final.parent.iterdir() if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)]
-    newest_first = sorted(family, key=lambda folder: (folder == final, _written(folder)), reverse=True)
+    newest_first = sorted(family, key=lambda folder: (folder == final, folders.written(folder)), reverse=True)
     protected = {final}
     if (final.parent / folders.LATEST).exists():
         try:
@@ -85,8 +84,3 @@ def drop(folder: Place, aside: str = folders.DROPPED) -> None:
 
 def _stem(folder: Place) -> str:
     return "" if folder.name.startswith(".") or folder.is_symlink() else re.sub(r"\d+", "#", folder.name)
-
-
-def _written(folder: Place) -> tuple[int, str]:
-    # The folder's own time changes with every file that anyone puts beside ours.
-    return modified(folder / MANIFEST_NAME), folder.name
