@@ -32,7 +32,8 @@ class _Plain(Driver):
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.module, self.plan, self.dtype, self.memory = model, plan, plan.dtype, {}
         self.scale = plan.scale if plan.precision == "fp16" else 1.0
-        self.divisor = self.scale * plan.ranks if plan.precision == "fp16" else 1.0
+        self.mean = self.scale * plan.ranks * plan.accumulation  # what a sum over the window and the ranks is divided by
+        self.divisor = self.mean if plan.precision == "fp16" else 1.0
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters() if p.requires_grad}
         self.sent: list[dict[str, torch.Tensor]] = []  # by message: sums over the ranks so far
         self.place = 0  # the message this rank sends next
@@ -41,13 +42,13 @@ class _Plain(Driver):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * (self.scale / self.plan.accumulation)).backward()
+        (loss * self.scale).backward()  # the mean over the window is taken in fp32: by three is no exact division
         self.harvest()
 
     def harvest(self) -> None:
         for name, p in self.module.named_parameters():
             if p.grad is not None:
-                self.sums[name] += p.grad.float() / (self.scale * self.plan.ranks)
+                self.sums[name] += p.grad.float() / self.mean
                 p.grad = None
         if self.plan.each_backward:
             self.send()
