@@ -7,8 +7,9 @@ Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRE
 ``save`` is ``engine.save_checkpoint``; ``stall`` is how long ``save_checkpoint(blocking=False)`` keeps training, the first time
 (staging memory is made) and later, and ``behind`` the time until the files are whole, with nothing else to do meanwhile. ``read`` is each rank
 reading its file once, ``load`` is ``engine.load_checkpoint``; before both the files are dropped from the page cache. ``hash`` is that of the
-rank's file alone. Seconds are those of the slowest rank, the best of the rounds; all rounds are in
-``all_seconds``, and ``load_average`` tells whether other programs took part in them. What was loaded is compared with what was saved before anything is reported.
+rank's file alone. Seconds are those of the slowest rank, the best of the rounds; ``of_raw_speed`` compares the best with the best,
+``of_raw_paired`` is the median over the rounds of one beside the other. All rounds are in ``all_seconds``, and ``load_average``
+tells whether other programs took part in them. What was loaded is compared with what was saved before anything is reported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import platform
 import shutil
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -113,7 +115,7 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
     step()
     clock = Clock()
     run, mine = folder / "run", f"rank-{rank:05d}-of-{options.ranks:05d}.safetensors"
-    for _ in range(options.rounds):
+    for at in range(options.rounds):
         clock.time("save", lambda: engine.save_checkpoint(str(run), tag="waits"))
         size = (run / "waits" / mine).stat().st_size
         clock.time("write", partial(write_raw, folder / f"raw-{rank}", size))
@@ -126,10 +128,13 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
         buffer = bytes_view(torch.zeros(size, dtype=torch.uint8))  # its pages are there before the clock runs
         clock.time("hash", partial(hash_of, buffer))
         read_raw(run / "beside" / mine, buffer)  # what lies under a virtual disk may keep a file: then it does so for both
-        drop(run / "beside" / mine)
-        clock.time("read", partial(read_raw, run / "beside" / mine, buffer))
-        drop(run / "beside" / mine)
-        clock.time("load", lambda: engine.load_checkpoint(str(run), tag="beside"))
+        readers: dict[str, Callable[[], Any]] = {
+            "read": partial(read_raw, run / "beside" / mine, buffer),
+            "load": lambda: engine.load_checkpoint(str(run), tag="beside"),
+        }
+        for name in sorted(readers, reverse=at % 2 == 0):  # each is first as often as the other
+            drop(run / "beside" / mine)
+            clock.time(name, readers[name])
         for before, after in zip(saved, masters()):
             assert torch.equal(before, after), "what was loaded is not what was saved"
     total: list[Any] = [None] * options.ranks
@@ -145,11 +150,15 @@ def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
     first, *later = clock.seconds["stall"]
     best["stall"] = min(later, default=first)
     base = {"save": "write", "behind": "write", "load": "read"}
+
+    def paired(name: str) -> float:
+        return round(statistics.median(raw / own for raw, own in zip(clock.seconds[base[name]], clock.seconds[name])), 3)
+
     for name, seconds in best.items():
         row = {
             "bench": "saving", "contender": name, "ranks": options.ranks, "stage": options.stage, "device": options.device, "bytes": nbytes,
             "seconds": round(seconds, 4), "gb_per_s": round(nbytes / seconds / 1e9, 3),
-            **({"of_raw_speed": round(best[base[name]] / seconds, 3)} if name in base else {}),
+            **({"of_raw_speed": round(best[base[name]] / seconds, 3), "of_raw_paired": paired(name)} if name in base else {}),
             **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"], 3)} if name == "stall" else {}),
             "all_seconds": [round(each, 4) for each in clock.seconds[name]], "cores": len(os.sched_getaffinity(0)),
             "load_average": round(os.getloadavg()[0], 1),
