@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,9 @@ from hf_zero.core.consolidate import belongs, written
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
 BUFFER, RNG = "buffer::", "rng::"
+# torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another thread may run meanwhile,
+# and would wait for that mutex with the interpreter's lock in its hands, for ever.
+_generator = threading.Lock()
 
 
 def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
@@ -79,7 +83,8 @@ def frozen(engine: Engine) -> set[str]:
 
 def rng_states() -> dict[str, torch.Tensor]:
     """The state of this rank's generators; CUDA's only where it is in use, so that saving does not initialise it."""
-    states = {f"{RNG}cpu": torch.get_rng_state()}
+    with _generator:
+        states = {f"{RNG}cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[f"{RNG}cuda"] = torch.cuda.get_rng_state()
     return states

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from hf_zero import checkpoint
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+from tests.helpers.launched import environment
 
 
 def trained(job: Job, folder: Path, steps: int = 2, **options):
@@ -287,3 +290,33 @@ def test_same_ranks_read_each_tensor_in_one_piece(tmp_path, monkeypatch):
     loaded(Job(2, 3, cuts=(3,)), tmp_path)
     per_rank = 2 * 3 + len([name for name, _ in small().named_buffers() if name != "rope"])
     assert len(calls) == 2 * per_rank
+
+
+COLLECTED = """
+import gc, os, threading, time
+from hf_zero.checkpoint.contents import rng_states
+
+class Slow:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0.002)  # the other thread runs meanwhile
+
+def look():
+    for _ in range(200):
+        Slow()
+        rng_states()
+        rng_states()
+
+gc.set_threshold(2)
+looking = [threading.Thread(target=look) for _ in range(2)]
+for each in looking:
+    each.start()
+for each in looking:
+    each.join()
+os._exit(0)
+"""
+
+
+def test_garbage_that_is_collected_while_two_threads_read_the_generator():
+    subprocess.run([sys.executable, "-c", COLLECTED], env=environment(), check=True, timeout=60)
