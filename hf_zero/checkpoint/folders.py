@@ -63,7 +63,10 @@ def tags(directory: Place) -> list[str]:
 def written(folder: Place) -> tuple[int, str]:
     """What orders checkpoints by age: when the manifest came, if there is one, and the name."""
     # The folder's own time changes with every file that anyone puts beside ours, and a store has no folders.
-    return modified(folder / MANIFEST_NAME if is_checkpoint(folder) else folder), folder.name
+    try:
+        return modified(folder / MANIFEST_NAME), folder.name
+    except FileNotFoundError:  # another program's
+        return modified(folder), folder.name
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:

@@ -96,10 +96,10 @@ class Folder(Landing):
 
     def abandon(self) -> None:
         # Under another name first: a rank that is still at work cannot put a file into what is being removed.
-        away = self.directory / (folders.DROPPED + self.save_id)
+        written = self._temporary
         with suppress(OSError):
-            os.rename(self._temporary, away)
-        shutil.rmtree(away, ignore_errors=True)
+            written = written.rename(self.directory / (folders.DROPPED + self.save_id))
+        shutil.rmtree(written, ignore_errors=True)
 
 
 class Objects(Landing):

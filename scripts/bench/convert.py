@@ -26,7 +26,6 @@ import mmap
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from torch import nn
 import hf_zero
 from hf_zero.checkpoint import save
 from hf_zero.core.layout import FlatLayout
+from hf_zero.hosts.reaching import free_port
 
 MEASURED = """
 import json, os, sys, time
@@ -217,9 +217,7 @@ def in_deepspeed(folder: str) -> dict[str, str]:
 
 
 def write_with_deepspeed(folder: Path, world: int, units: list[Shapes], installed: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     shapes = json.dumps([entry for unit in units for entry in unit])
     ranks = []
     for rank in range(world):

@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -37,6 +36,7 @@ from hf_zero.checkpoint.hashes import hash_of
 from hf_zero.checkpoint.places import BLOCK
 from hf_zero.checkpoint.streaming import aligned
 from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.hosts.reaching import free_port
 
 WIDTH = 1024
 
@@ -179,12 +179,9 @@ def main() -> None:
         "--folder", help="a folder on the disk to measure, with room for 36 bytes per parameter (default: the temporary one)"
     )
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="hf-zero-bench-", dir=options.folder))
     try:
-        torch.multiprocessing.spawn(measure, (port, folder, options), nprocs=options.ranks)
+        torch.multiprocessing.spawn(measure, (free_port(), folder, options), nprocs=options.ranks)
     finally:
         shutil.rmtree(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -167,3 +168,16 @@ def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path
     save.abandon()
     assert list(tmp_path.iterdir()) == [] and len(late) == 1
     save.abandon()  # nothing is left to remove
+
+
+def test_a_save_is_given_up_where_nothing_can_be_renamed(tmp_path, monkeypatch):
+    save = landing(tmp_path, "a", ID)
+    save.begin()
+    save.file("rank-0").write_bytes(b"0")
+
+    def rename(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", rename)
+    save.abandon()
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.launched import HOST, environment, free_port, plainly
+from hf_zero.hosts.reaching import free_port
+from tests.helpers.launched import HOST, environment, plainly
 
 SCRIPT = Path(__file__).with_name("ending.py")
 LIMIT = 240.0  # seconds for a whole launch: less than the timeout of the configuration

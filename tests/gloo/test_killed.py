@@ -14,8 +14,8 @@ import pytest
 
 import hf_zero
 from hf_zero.checkpoint import folders
+from hf_zero.hosts.reaching import free_port
 from tests.gloo.killing import Plan, rank_main
-from tests.helpers.launched import free_port
 
 PATIENCE = 120.0
 # Before the first rank is forked, so that none spends its time on it.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hf_zero.hosts.reaching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -103,13 +104,6 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in left}
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def free_port() -> int:
-    """A port of the loopback device that nobody listens on."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
 
 
 def plainly(script: Path, *arguments: str, ranks: int = 2, limit: float) -> list[tuple[int, str]]:

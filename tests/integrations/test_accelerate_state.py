@@ -13,8 +13,8 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from hf_zero.core import comm
 from hf_zero.errors import RankMismatchError
+from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations import finder
-from tests.helpers.launched import free_port
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

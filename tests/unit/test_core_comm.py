@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from hf_zero.core.axis import Axis, Handle, Ledger
 from hf_zero.core.comm import Comm
 from hf_zero.core.lane import Wait
 from hf_zero.core.watch import Watch
+from hf_zero.hosts.reaching import free_port
 
 CPU = torch.device("cpu")
 OFF = Watch(enabled=False)
@@ -62,9 +62,7 @@ def test_without_a_launcher_a_group_of_one_is_made(limit: Any, seconds: int, mon
 
 
 def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     comm.init_distributed(timeout=30)
@@ -98,9 +96,7 @@ def test_an_address_as_a_meeting_place_chooses_the_interface(monkeypatch: pytest
 
 
 def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
