@@ -127,7 +127,9 @@ def evaluate(engine: Any, data: TensorDataset, batch: int = 64) -> dict[str, flo
     engine.eval()
     for some, kinds in zip(images.split(batch), labels.to(engine.device).split(batch)):
         scores = engine(as_input(some, engine)).float()
-        sums += torch.stack([F.cross_entropy(scores, kinds, reduction="sum"), (scores.argmax(1) == kinds).sum(), torch.tensor(len(kinds))])
+        sums += torch.stack(
+            [F.cross_entropy(scores, kinds, reduction="sum"), (scores.argmax(1) == kinds).sum(), sums.new_tensor(len(kinds))]
+        )
     engine.train()
     deepspeed.comm.all_reduce(sums)
     return {"eval_loss": (sums[0] / sums[2]).item(), "eval_accuracy": (sums[1] / sums[2]).item()}

@@ -7,10 +7,12 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from hf_zero.config import OffloadOptimizer, ZeroConfig
 from hf_zero.core.mpu import check_mpu
@@ -102,3 +104,57 @@ def test_the_card_of_gpt2_quotes_what_is_refused() -> None:
     with pytest.raises(NotBuiltError) as refused:
         check_mpu(Split(), 2)
     assert str(refused.value) in (gpt2 / "README.md").read_text()
+
+
+class OnMeta:
+    """An engine on a device that is not the CPU, where torch refuses to mix devices as a GPU does."""
+
+    device = torch.device("meta")
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.calls = answer, 0
+
+    def __call__(self, *given: Any, **batch: torch.Tensor) -> Any:
+        tensors = [*given, *batch.values()]
+        assert all(tensor.device == self.device for tensor in tensors)
+        self.calls += 1
+        return self.answer(tensors[0])
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    bfloat16_enabled = fp16_enabled
+
+
+def a_loss(tokens: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(loss=torch.zeros((), device=tokens.device))
+
+
+@pytest.mark.parametrize("recipe", ["cifar10", "gpt2", "hello-bert"])
+def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = module_of(script_of(RECIPES / recipe))
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 0.0)  # a meta tensor has no value
+    if recipe == "gpt2":
+        monkeypatch.setattr(script.dist, "all_reduce", lambda tensor, group: None)
+    else:
+        alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, all_reduce=lambda tensor: None)
+        monkeypatch.setattr(script.deepspeed, "comm", alone)
+    if recipe == "cifar10":
+        engine = OnMeta(lambda images: torch.zeros(len(images), 10, device=images.device))
+        script.evaluate(engine, TensorDataset(*script.draw(70, 1)))
+    elif recipe == "gpt2":
+        engine = OnMeta(a_loss)
+        unit = SimpleNamespace(
+            get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: None
+        )
+        script.evaluate(engine, torch.zeros(20, 8, dtype=torch.int64), unit)
+    else:
+        engine = OnMeta(a_loss)
+        tokenizer = SimpleNamespace(cls_token_id=1, sep_token_id=2, mask_token_id=3, pad_token_id=0, vocab_size=50)
+        monkeypatch.setattr(script, "masked", lambda rows, *rest, **seed: {"input_ids": rows, "labels": rows})
+        script.evaluate(engine, torch.zeros(20, 8, dtype=torch.int64), tokenizer, SimpleNamespace(batch_size=10, mask_prob=0.15))
+    assert engine.calls == 2
