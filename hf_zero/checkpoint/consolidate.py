@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.choosing import choose
+from hf_zero.checkpoint.finding import find
 from hf_zero.checkpoint.matching import listed
 from hf_zero.checkpoint.naming import bare, pairing
 from hf_zero.checkpoint.opened import open_checkpoint
@@ -29,7 +29,7 @@ def iterate_state_dict(
     ``dtype`` None gives each parameter the dtype it had when it was handed to training. ``only`` are patterns over the
     names (``"*.lora_?.*"``): nothing else is read. Raises ConfigError for a pattern that fits no tensor.
     """
-    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find(checkpoint_dir, tag)) as checkpoint:
         for output in choose(outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only):
             tensor = torch.empty(output.shape, dtype=output.dtype)
             output.fill(checkpoint, tensor)
@@ -40,8 +40,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
     """The consolidated float32 state dict on the CPU; tied names share a tensor. Needs memory for the whole model."""
-    state = dict(iterate_state_dict(checkpoint_dir, tag, "float32", exclude_frozen_parameters))
-    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    folder = find(checkpoint_dir, tag)
+    state = dict(iterate_state_dict(folder, None, "float32", exclude_frozen_parameters))
+    with open_checkpoint(folder) as checkpoint:
         state |= {bare(tied): state[bare(held)] for tied, held in checkpoint.manifest.aliases.items() if bare(held) in state}
     return state
 
@@ -53,7 +54,7 @@ def load_state_dict_from_zero_checkpoint(
 
     Raises CheckpointError, before anything is copied, for names that only one side has and for shapes that differ.
     """
-    with open_checkpoint(folders.find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find(checkpoint_dir, tag)) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
         given |= {bare(tied): given[bare(held)] for tied, held in manifest.aliases.items() if bare(held) in given}

@@ -21,12 +21,13 @@ from hf_zero.checkpoint.alone import alone_in
 from hf_zero.checkpoint.bar import bar
 from hf_zero.checkpoint.choosing import choose
 from hf_zero.checkpoint.filling import write_part
+from hf_zero.checkpoint.finding import find
 from hf_zero.checkpoint.journal import Journal, temporary
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
-from hf_zero.checkpoint.places import on_this_machine
+from hf_zero.checkpoint.places import Place, on_this_machine
 from hf_zero.checkpoint.records import dtype_name
 from hf_zero.checkpoint.tensorfile import Plan, plan_file
 from hf_zero.checkpoint.together import told
@@ -43,7 +44,8 @@ WORKERS = 2  # one reads while the other writes; each holds two buffers of Scrat
 class Conversion:
     """What was written: ``files`` are the names of the weight files, ``carried`` those of the others.
 
-    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted.
+    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted. ``source`` is the checkpoint
+    that was read, which a run's folder may hold several of.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Conversion:
     parameters: int
     nbytes: int
     kept: int = 0
+    source: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def convert_checkpoint(
     same way; one that failed leaves the target as it was.
 
     Args:
-        src: the folder given to ``save_checkpoint``, one checkpoint in it, a Trainer's ``checkpoint-N`` or output folder.
+        src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of several checkpoints the newest
+            whole one is taken, and is logged. A model folder is read where it is ``src`` itself.
         dst: the folder to write; made if needed. Weights in it are replaced once the new ones are whole.
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter had when it was handed to
             training.
@@ -111,7 +115,7 @@ def convert_checkpoint(
     wanted, target = dtype_option(dtype), on_this_machine(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
-    with open_checkpoint(folders.find(src, tag)) as checkpoint:
+    with open_checkpoint(find(src, tag)) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(checkpoint, held, only, max_shard_size)
@@ -128,7 +132,7 @@ def convert_checkpoint(
             raise CheckpointError(told(error, target)) from error
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
     configs = [name for name in layout.beside if name != INDEX]
-    return Conversion(target, tuple(plans), (*carried, *configs), len(layout.chosen), parameters, total, kept)
+    return Conversion(target, tuple(plans), (*carried, *configs), len(layout.chosen), parameters, total, kept, checkpoint.folder)
 
 
 def _write(

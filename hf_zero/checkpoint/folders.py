@@ -15,6 +15,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
 LATEST = "latest"
+MODEL = "huggingface"  # the reader of foreign folders that hold weights and no training state
 OBJECTS_NAME = "objects.pt"
 RANK_PATTERN = "rank-*-of-*.safetensors"
 RESERVED = ".hf-zero-"
@@ -104,40 +105,13 @@ def latest_tag(root: Place) -> str:
 
 
 def _remedy(root: Place) -> str:
-    found = tags(root)
+    found = [tag for tag in tags(root) if recognise(root / tag) != MODEL]
     if found:
         return f"pass one of the tags that exist: {', '.join(found)}"
     below = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags(folder)) if root.is_dir() else []
     if below:
         return f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold checkpoints; pass one of them"
     return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint or save_state"
-
-
-def find(source: str | os.PathLike[str], tag: str | None = None) -> Place:
-    """The checkpoint that ``source`` means: a tag's folder, a folder with tags, or a Trainer's output folder.
-
-    In an output folder the highest ``checkpoint-N`` that holds a checkpoint is taken. Raises CheckpointError.
-    """
-    root = place(source)
-    if tag is None and can_be_read(root):
-        return root
-    if not root.is_dir():
-        raise CheckpointError(
-            f"no checkpoint at {root}: it is no folder; pass the folder that was given to save_checkpoint, or a tag in it"
-        )
-    if tag is None and not (root / LATEST).is_file():
-        for folder in sorted(root.glob("checkpoint-*"), key=_step, reverse=True):
-            if (folder / LATEST).is_file():
-                return locate(folder)
-        held = tags(root)
-        if len(held) == 1:
-            return root / held[0]
-    return locate(root, tag)
-
-
-def _step(folder: Place) -> int:
-    suffix = folder.name.rpartition("-")[2]
-    return int(suffix) if suffix.isdecimal() else -1
 
 
 def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.bar import Tick, bar
+from hf_zero.checkpoint.finding import find, walk
+from hf_zero.checkpoint.foreign import huggingface, recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.matching import listed
 from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.places import Place, place
+from hf_zero.checkpoint.places import Place, is_remote, place
 from hf_zero.checkpoint.records import FileEntry
+from hf_zero.checkpoint.tensorfile import Entry, TensorFile
 from hf_zero.errors import CheckpointError
 
 
@@ -20,7 +25,8 @@ from hf_zero.errors import CheckpointError
 class Verdict:
     """What was found in one checkpoint. ``problems`` is empty if it is whole; each names its file and the remedy.
 
-    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises, each held once.
+    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises, each held once. ``kind`` is
+    "checkpoint", or "model" for a folder of ``save_pretrained`` or of a conversion, which has no hashes.
     """
 
     folder: Place
@@ -29,6 +35,7 @@ class Verdict:
     parameters: int
     elements: int
     problems: tuple[str, ...]
+    kind: str = "checkpoint"
 
     @property
     def whole(self) -> bool:
@@ -39,51 +46,88 @@ def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progr
     """Check one checkpoint: everything FORMAT.md section 7 names, the hash of every file included. Changes nothing.
 
     Args:
-        src: the folder given to ``save_checkpoint``, one checkpoint in it, a Trainer's ``checkpoint-N`` or output folder.
+        src: a checkpoint, or a folder with checkpoints in it at any depth: the newest is checked. Of a model folder, which has no
+            hashes, the headers, the sizes and the index are checked.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
 
     Raises:
         CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all that is wrong with it.
     """
-    folder = folders.find(src, tag)
-    if not folders.is_checkpoint(folder):
-        raise CheckpointError(
-            f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and load_checkpoint check what it holds"
-        )
+    return _check_folder(find(src, tag, whole=False), progress)
+
+
+def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
+    """A verdict on each checkpoint and each model folder in ``src``, at any depth, oldest first. Raises CheckpointError if there is none.
+
+    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage too and come last.
+    """
+    root = place(src)
+    # What lies in a store is found by its manifests; its lost ones are seen in the folder itself.
+    seen = [*walk(root)] if root.is_dir() else []
+    held = [folder for folder in seen if folders.is_checkpoint(folder) or recognise(folder) == folders.MODEL]
+    if not held:
+        return [verify_checkpoint(root, progress=progress)]
+    verdicts = [_check_folder(folder, progress) for folder in sorted(held, key=folders.written)]
+    around = sorted({*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str)
+    for folder in around:
+        if not folder.name.startswith(".") and not folders.is_checkpoint(folder) and next(iter(folder.glob(folders.RANK_PATTERN)), None):
+            verdicts.append(_nothing(folder, f"{folder / MANIFEST_NAME} is missing; restore it, or load another tag of this run"))
+    for folder in around:
+        if (folder / folders.LATEST).exists() or (folder / folders.LATEST).is_symlink():
+            problems: list[str] = []
+            _note(problems, partial(folders.locate, folder))
+            verdicts += [_nothing(folder / folders.LATEST, said) for said in problems]
+    return verdicts
+
+
+def _check_folder(folder: Place, progress: bool | None) -> Verdict:
+    if folders.is_checkpoint(folder):
+        return _check_checkpoint(folder, progress)
+    if recognise(folder) == folders.MODEL:
+        return _check_model(folder)
+    raise CheckpointError(
+        f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and load_checkpoint check what it holds"
+    )
+
+
+def _check_model(folder: Place) -> Verdict:
+    """Whether the safetensors of a model folder are what their headers and the index say: it has no hashes."""
+    problems: list[str] = []
+    held: list[Entry] = []
+    try:
+        promised = huggingface.files_of(folder)
+    except CheckpointError as error:
+        return replace(_nothing(folder, str(error)), kind="model")
+    for name, tensors in promised.items():
+        try:
+            with TensorFile(folder / name) as file:
+                held += file.entries.values()
+                lost = sorted(tensors - set(file.entries))
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if lost:
+            problems.append(
+                f"{folder / name} lacks {listed(lost)}, which {huggingface.INDEX} places in it; convert or save the model again"
+            )
+    return Verdict(folder, len(promised), 0, len(held), sum(entry.numel for entry in held), tuple(problems), "model")
+
+
+def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
     try:
         checkpoint = Checkpoint(folder, sizes=False)
     except CheckpointError as error:
         return _nothing(folder, str(error))
     problems: list[str] = []
-    listed = checkpoint.listed()
-    with checkpoint, bar(progress, sum(_there(folder, entry) for entry in listed), f"verifying {folder}") as tick:
-        read = sum(_check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(listed))
+    files = checkpoint.listed()
+    with checkpoint, bar(progress, sum(_there(folder, entry) for entry in files), f"verifying {folder}") as tick:
+        read = sum(_check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(files))
         if not problems:
             _note(problems, checkpoint.client_state)
             _note(problems, checkpoint.scheduler_state)
     slots = [slot for flat in checkpoint.manifest.flats for slot in flat.layout.slots]
-    return Verdict(folder, len(listed), read, len(slots), sum(slot.numel for slot in slots), tuple(problems))
-
-
-def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
-    """:func:`verify_checkpoint` of every tag in ``src``, oldest first. Raises CheckpointError if there is none.
-
-    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage too and come last.
-    """
-    root = place(src)
-    held = folders.tags(root)
-    if not held:
-        return [verify_checkpoint(root, progress=progress)]
-    verdicts = [verify_checkpoint(root, tag, progress) for tag in held]
-    for folder in sorted(root.iterdir(), key=lambda item: item.name):
-        if not folder.name.startswith(".") and folder.name not in held and next(iter(folder.glob(folders.RANK_PATTERN)), None):
-            verdicts.append(_nothing(folder, f"{folder / MANIFEST_NAME} is missing; restore it, or load another tag of this run"))
-    if (root / folders.LATEST).exists() or (root / folders.LATEST).is_symlink():
-        problems: list[str] = []
-        _note(problems, lambda: folders.locate(root))
-        verdicts += [_nothing(root / folders.LATEST, said) for said in problems]
-    return verdicts
+    return Verdict(folder, len(files), read, len(slots), sum(slot.numel for slot in slots), tuple(problems))
 
 
 def _nothing(path: Place, problem: str) -> Verdict:

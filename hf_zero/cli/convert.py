@@ -13,7 +13,7 @@ from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 
 def convert_checkpoint(
     src: Annotated[
-        str, typer.Argument(help="What save_checkpoint was given (a folder or a URL), one checkpoint in it, or a Trainer's checkpoint-N.")
+        str, typer.Argument(help="A checkpoint, or a folder or URL with checkpoints in it at any depth: the newest whole one is taken.")
     ],
     dst: Annotated[str, typer.Argument(help="The model folder to write.")],
     dtype: Annotated[
@@ -48,7 +48,7 @@ def convert_checkpoint(
     if as_json:
         print_json(dataclasses.asdict(done))
         return
-    table = Table(title=f"{src} -> {done.folder}", show_header=False)
+    table = Table(title=f"{done.source} -> {done.folder}", show_header=False)
     table.add_row("weights", f"{done.tensors} tensors, {done.parameters:,} parameters, {in_units(done.nbytes)}: {', '.join(done.files)}")
     table.add_row("carried along", ", ".join(done.carried) or "nothing: no config.json or tokenizer lies beside the checkpoint")
     if done.kept:

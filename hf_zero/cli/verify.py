@@ -15,14 +15,14 @@ DAMAGED = 1
 
 
 def verify(
-    src: Annotated[
-        str, typer.Argument(help="What save_checkpoint was given (a folder or a URL), one checkpoint in it, or a Trainer's checkpoint-N.")
-    ],
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every checkpoint in SRC.")] = False,
+    src: Annotated[str, typer.Argument(help="A checkpoint, a model folder, or a folder or URL with checkpoints in it at any depth.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest, or the newest.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint and model folder in SRC.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit code 1 if a checkpoint is damaged.
+    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit code 1 if something is damaged.
+
+    Model folders have no hashes: of their safetensors the headers, the sizes and the index are checked.
 
     Example: hf-zero verify runs/bert-mlm --all
     """
@@ -38,8 +38,19 @@ def verify(
     else:
         table = Table("checkpoint", "verdict", "files", "read", "parameters", "elements")
         for found in verdicts:
-            said = Text("whole", style="green") if found.whole else Text("damaged", style="red")
-            table.add_row(str(found.folder), said, str(found.files), in_units(found.nbytes), f"{found.parameters:,}", f"{found.elements:,}")
+            said = (
+                Text("whole" if found.kind == "checkpoint" else "whole model", style="green")
+                if found.whole
+                else Text("damaged", style="red")
+            )
+            table.add_row(
+                str(found.folder),
+                said,
+                str(found.files),
+                in_units(found.nbytes) if found.kind == "checkpoint" else "headers",
+                f"{found.parameters:,}",
+                f"{found.elements:,}",
+            )
         print_table(table)
         for problem in (problem for found in verdicts for problem in found.problems):
             typer.echo(problem, err=True)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.finding import find
 from hf_zero.checkpoint.opened import Checkpoint
 
 
@@ -40,7 +40,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
     A checkpoint of hf-zero holds them in its manifest; this is a file in memory.
     """
-    with Checkpoint(folders.find(checkpoint_dir)) as checkpoint:
+    with Checkpoint(find(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
         return _in_memory({**checkpoint.client_state(), **counters, "dp_world_size": manifest.world["size"]})
@@ -48,7 +48,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO]:
     """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO stage."""
-    with Checkpoint(folders.find(checkpoint_dir)) as checkpoint:
+    with Checkpoint(find(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
         return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]

@@ -14,6 +14,7 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import folders, streaming
+from hf_zero.checkpoint.finding import find
 from hf_zero.checkpoint.folders import DROPPED, REPLACED, SAVING
 from hf_zero.checkpoint.wholeness import trouble
 from tests.checkpoint.fakes import Engine, Job, good, run, small, state_of, train_some
@@ -107,7 +108,7 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
 def test_what_is_left_over_is_no_checkpoint(tmp_path: Path, start: Path, kind: str) -> None:
     shutil.copytree(start / "a", start / (kind + "z"))
     assert folders.tags(start) == ["a"]
-    assert folders.find(start) == start / "a"
+    assert find(start) == start / "a"
 
 
 def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.finding import find
 from hf_zero.checkpoint.landing import landing
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
@@ -42,13 +43,7 @@ def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
 def test_latest(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "latest").write_text("a\n")
-    assert (
-        folders.locate(tmp_path)
-        == tmp_path / "a"
-        == folders.locate(tmp_path, "a")
-        == folders.find(tmp_path)
-        == folders.find(tmp_path / "a")
-    )
+    assert folders.locate(tmp_path) == tmp_path / "a" == folders.locate(tmp_path, "a") == find(tmp_path) == find(tmp_path / "a")
 
 
 def test_missing_names_what_exists(tmp_path):
@@ -62,7 +57,7 @@ def test_missing_names_what_exists(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
         folders.locate(tmp_path / "c")
     with pytest.raises(CheckpointError, match="is no folder; pass the folder that was given to save_checkpoint"):
-        folders.find(tmp_path / "nothing")
+        find(tmp_path / "nothing")
 
 
 def test_latest_that_points_outside(tmp_path):
@@ -71,19 +66,6 @@ def test_latest_that_points_outside(tmp_path):
     (tmp_path / "run" / "latest").write_text("../outside")
     with pytest.raises(CheckpointError, match="cannot be a tag"):
         folders.locate(tmp_path / "run")
-
-
-def test_a_single_tag_needs_no_latest(tmp_path):
-    made(tmp_path / "a")
-    assert folders.find(tmp_path) == tmp_path / "a"
-
-
-def test_a_trainers_output_folder(tmp_path):
-    for step in (9, 10, 100):
-        made(tmp_path / f"checkpoint-{step}" / f"global_step{step}")
-        if step < 100:
-            (tmp_path / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
-    assert folders.find(tmp_path) == tmp_path / "checkpoint-10" / "global_step10"
 
 
 def test_a_save_stopped_between_its_renames(tmp_path):
@@ -143,12 +125,12 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 def test_folders_of_runs_below_are_named(tmp_path):
-    """What Accelerate's save_state wrote lies a folder deeper than what people pass."""
+    """What Accelerate's save_state wrote lies a folder deeper than what is passed."""
     for name in ("step_20", "step_40"):
         made(tmp_path / name / "global_step1")
     (tmp_path / "logs").mkdir()
     with pytest.raises(CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"):
-        folders.find(tmp_path)
+        folders.locate(tmp_path)
 
 
 def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """``folder`` as a checkpoint without an optimizer. Raises CheckpointError for a file that is missing or damaged."""
-    names = _files(folder)
+    names = files_of(folder)
     parameters, opened = [], []
     try:
         for number, name in enumerate(names):
@@ -30,14 +30,17 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
         raise
 
 
-def _files(folder: Path) -> list[str]:
+def files_of(folder: Path) -> dict[str, set[str]]:
+    """The weight files, each with the tensors that the index promises in it (none without an index). Raises CheckpointError."""
     index = folder / INDEX
     if not index.is_file():
-        return [WEIGHTS]
+        return {WEIGHTS: set()}
+    promised: dict[str, set[str]] = {}
     try:
-        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
+            promised.setdefault(str(name), set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error}); restore it, or name another folder") from error
-    if odd := [name for name in names if Path(name).name != name]:
+    if odd := sorted(name for name in promised if Path(name).name != name):
         raise CheckpointError(f"{index} names files out of its folder: {', '.join(odd)}; restore it, or name another folder")
-    return names
+    return dict(sorted(promised.items()))
