@@ -33,6 +33,7 @@ from hf_zero.checkpoint.publishing import Rest, announce, publish
 from hf_zero.checkpoint.streaming import copy_bytes, write_image
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.checkpoint.together import told, told_of_all
+from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logs import logger
 from hf_zero.ops.host_memory import HostArena
@@ -111,8 +112,7 @@ class Behind:
             values = draft.tensors[entry.name].values().detach().reshape(-1)
             copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
             del values
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # before training goes on to change it
+        kinds.synchronize(self._device)  # before training goes on to change it
         self._size, self._stall = size, time.perf_counter() - begun
         return draft.written
 

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.contract import Bound, Engine, Flat
 from hf_zero.checkpoint.naming import bare
 from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export
 from hf_zero.core.consolidate import belongs, written
+from hf_zero.device import kinds
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
 BUFFER, RNG = "buffer::", "rng::"
@@ -82,11 +83,12 @@ def frozen(engine: Engine) -> set[str]:
 
 
 def rng_states() -> dict[str, torch.Tensor]:
-    """The state of this rank's generators; CUDA's only where it is in use, so that saving does not initialise it."""
+    """The state of this rank's generators; the accelerator's only where it is in use, so that saving does not initialise it."""
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states[f"{RNG}cuda"] = torch.cuda.get_rng_state()
+    kind = kinds.in_use()
+    if kind is not None:
+        states[f"{RNG}{kind}"] = kinds.module_of(kind).get_rng_state()
     return states
 
 

@@ -20,6 +20,7 @@ from hf_zero.checkpoint.places import Place
 from hf_zero.checkpoint.reshard import Run, runs
 from hf_zero.checkpoint.together import together
 from hf_zero.checkpoint.wholeness import whole_beside
+from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import log_rank0
 
@@ -253,8 +254,10 @@ class _Load:
             log_rank0(text, logging.WARNING)
             return
         file = self.checkpoint.file(index)
-        for name, put in ((f"{RNG}cpu", torch.set_rng_state), (f"{RNG}cuda", torch.cuda.set_rng_state)):
-            if name in file.entries and (name.endswith("cpu") or torch.cuda.is_available()):
+        for kind in ("cpu", kinds.accelerator() or "cpu"):
+            name = f"{RNG}{kind}"
+            if name in file.entries:
+                put = torch.set_rng_state if kind == "cpu" else kinds.module_of(kind).set_rng_state
                 state = torch.empty(file.entries[name].numel, dtype=torch.uint8)
                 file.read_into(name, 0, state)
                 put(state)

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.hashes import Hash
 from hf_zero.checkpoint.objectstore import Upload
 from hf_zero.checkpoint.places import BLOCK, Place, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, bytes_view
+from hf_zero.device import kinds
 
 FILLED = 4 << 20  # bytes of each of the blocks that tensors pass through
 DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
@@ -97,7 +98,7 @@ class _Blocks:
     def __init__(self, output: Output | Upload, size: int, writer: ThreadPoolExecutor, tick: Callable[[int], None] | None) -> None:
         self._hash = Hash()
         self._output, self._writer, self._tick = output, writer, tick
-        pin = torch.cuda.is_initialized()
+        pin = kinds.in_use() is not None
         self._blocks = [aligned(min(size, FILLED), pin) for _ in range(2)]
         self._under_way: Future[None] | None = None  # what still reads the second one
         self._used = 0  # bytes of the first one

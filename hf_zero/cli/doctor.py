@@ -80,18 +80,21 @@ def _devices() -> Iterator[Finding]:
     import psutil
     import torch
 
+    from hf_zero.device import kinds
+
     cores, memory = (
         len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
         psutil.virtual_memory(),
     )
     yield Finding("devices", "cpu", "ok", f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            yield Finding("devices", f"cuda:{index}", "ok", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
+    kind = kinds.accelerator()
+    if kind is not None:
+        for index in range(kinds.device_count()):
+            properties = kinds.properties(torch.device(kind, index))
+            yield Finding("devices", f"{kind}:{index}", "ok", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
     else:
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "no driver or no visible GPU"
-        yield Finding("devices", "cuda", "off", f"{why}; training runs on CPU ranks")
+        why = "this torch is built for CPUs alone" if torch.accelerator.current_accelerator() is None else "no driver or no visible GPU"
+        yield Finding("devices", "accelerator", "off", f"{why}; training runs on CPU ranks")
     for name, here, use in (
         ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),
         ("nccl", torch.distributed.is_nccl_available(), "GPU ranks"),
@@ -182,24 +185,25 @@ def _triton() -> Finding:
 def _gpu_kernels() -> Iterator[Finding]:
     import torch
 
+    from hf_zero.device import kinds
     from hf_zero.ops import dispatch, trial
 
-    kernels = trial.declared()
+    kernels, kind = trial.declared(), kinds.accelerator()
     why_not = (
         "HF_ZERO_TRITON=0; unset it"
         if os.environ.get("HF_ZERO_TRITON") == "0"
         else "no GPU"
-        if not torch.cuda.is_available()
+        if kind is None or not kinds.runs_triton(kind)
         else "no triton"
         if not dispatch.installed()
         else "TRITON_INTERPRET=1; unset it"
         if dispatch.interpreted()
         else ""
     )
-    if why_not:
+    if why_not or kind is None:
         yield Finding("kernels", "GPU kernels", "off", f"{len(kernels)} kernels run their references: {why_not}")
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(kind, kinds.current_index(kind))
     for name, kernel in sorted(kernels.items()):
         wrong = trial.try_out(kernel, device)
         yield (

@@ -90,12 +90,13 @@ def _free(device_memory: str | None, ram: str | None, folders: list[str], ranks:
 
     import torch
 
+    from hf_zero.device import kinds
     from hf_zero.memory import measure
     from hf_zero.sizes import parse_size
 
-    gpus = torch.cuda.device_count()
+    gpus = kinds.device_count()
     here = ranks_per_host or min(ranks, gpus or ranks)
-    free = measure(torch.device("cuda" if gpus else "cpu"), [os.path.abspath(folder) for folder in folders], here)
+    free = measure(torch.device(kinds.accelerator() or "cpu"), [os.path.abspath(folder) for folder in folders], here)
     if device_memory is not None:
         free = replace(free, device=parse_size(device_memory), host_device=False)
     if ram is not None:

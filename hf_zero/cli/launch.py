@@ -156,6 +156,6 @@ def _accelerate(preset: str | None, config: Path | None, precision: str | None, 
 
 
 def _default_ranks() -> int:
-    import torch
+    from hf_zero.device import kinds
 
-    return torch.cuda.device_count() or CPU_RANKS
+    return kinds.device_count() or CPU_RANKS

@@ -18,13 +18,14 @@ from hf_zero.core.saved import Offload
 from hf_zero.core.slabs import Slabs
 from hf_zero.core.transfers import Streams, Transfers
 from hf_zero.core.wrap import repeated_blocks
+from hf_zero.device import kinds
 from hf_zero.logs import logger
 from hf_zero.ops.host_memory import HostArena
 
 
 def transfers_of(device: torch.device) -> Transfers | None:
     """How activations leave ``device``; None where it is the host, which has them in its memory already."""
-    return Streams(device) if device.type == "cuda" else None
+    return None if kinds.is_host(device) else Streams(device)
 
 
 def offload_of(device: torch.device, section: ActivationOffload) -> Offload | None:
@@ -32,7 +33,7 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
     transfers = transfers_of(device)
     if transfers is None:
         return None
-    arena = HostArena(section.pin_memory is not False, device if device.type == "cuda" else None)
+    arena = HostArena(section.pin_memory is not False, device)
     return Offload(device, transfers, Slabs(arena.take), section.min_bytes, section.in_flight_bytes)
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from hf_zero.device import kinds
+
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -26,7 +28,7 @@ class AttentionOrder:
         self._before: list[int] = []
         if backend == "auto":
             return
-        if device.type == "cuda":
+        if not kinds.is_host(device):
             # torch sets its own order for the GPU in the first call, over whatever was set before.
             nothing = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
             F.scaled_dot_product_attention(nothing, nothing, nothing)

@@ -24,6 +24,7 @@ from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.mailbox import Mailbox
 from hf_zero.core.presence import Presence, first_line
 from hf_zero.core.watch import Watch
+from hf_zero.device import kinds
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logs import log_rank0
 
@@ -98,9 +99,15 @@ def default_device() -> torch.device:
     if _chosen is not None:
         return _chosen
     forced = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    if torch.cuda.is_available() and not forced:
-        return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+    kind = None if forced else kinds.accelerator()
+    if kind is not None:
+        return torch.device(kind, get_local_rank() % kinds.device_count())
     return torch.device("cpu")
+
+
+def backend_for(device: torch.device | str) -> str:
+    """The backend of torch.distributed for this kind of device: "nccl" on CUDA, "gloo" on the host."""
+    return "gloo" if kinds.is_host(device) else dist.get_default_backend_for_device(device)
 
 
 def init_distributed(
@@ -126,9 +133,8 @@ def init_distributed(
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     device = default_device()
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    backend = backend or backend_for(device)
+    kinds.set_device(device)
     meeting = place.master_addr if place else urlsplit(init_method or "").hostname if by_address else LOOPBACK
     choose_interface(meeting, bool(place and place.several_hosts), interface)
     if by_address:
@@ -248,7 +254,8 @@ class Comm:
         self.ledger = Ledger()
         self.timeout = timeout
         backend = _backend_of(device)
-        self.blocks = device.type == "cpu"  # waiting for a collective blocks the host, not a stream
+        self.device = device
+        self.blocks = kinds.is_host(device)  # waiting for a collective blocks the host, not a stream
         self.watch = Watch(enabled=False)
         self.agreement: Agreement | None = None
         self.name = "engine"

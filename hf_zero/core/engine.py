@@ -41,6 +41,7 @@ from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.core.updating import Updating
 from hf_zero.core.wrap import cut
+from hf_zero.device import kinds
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.ops import native
@@ -76,8 +77,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.kept_when_frozen: frozenset[str] = frozenset()  # names that whole state dicts without frozen parameters have all the same
         self.stage = config.stage
         self.device = device or comms.default_device()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        kinds.set_device(self.device)
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
@@ -151,7 +151,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item, self._placement.reads_ahead)
         scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
         away = self._placement.offloads_optimizer and self.bound is not None
-        homeward = Homeward(self.device, self._placement.take_pinned) if away and self.device.type == "cuda" else None
+        homeward = Homeward(self.device, self._placement.take_pinned) if away and not kinds.is_host(self.device) else None
         if away:
             self.updater = Updater(self.units, self.comm, self.device, self._placement.piece, self._placement.take_pinned, homeward)
         self._reducer = GradientReducer(
@@ -353,8 +353,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._destroyed = True
         failure = self.updater.close() if self.updater is not None else None
         unsaved = self._last_save()
-        if self._placement.offloads_anything and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no copy may outlive the host memory that it reads or fills
+        if self._placement.offloads_anything:
+            kinds.synchronize(self.device)  # no copy may outlive the host memory that it reads or fills
         if self._threads is not None:
             native.set_threads(self._threads)
         self._give_signals_back()

@@ -21,6 +21,7 @@ from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, become, given_class
 from hf_zero.core.states import MASTER, States
 from hf_zero.core.storage import Storage
+from hf_zero.device import streams
 
 if TYPE_CHECKING:
     from hf_zero.core.unit import Unit
@@ -73,8 +74,8 @@ class Flat:
         self.squares: torch.Tensor | None = None  # the sum of its squares, where that was taken on the device before it left
         self.window: torch.Tensor | None = None  # the whole gradient of the accumulation window, where the stage keeps it whole
         self.updating: Callable[[], None] | None = None  # waits for the update of this flat that is under way
-        self.update: Future[torch.cuda.Event | None] | None = None  # that one; it gives what tells of its last copy to the device
-        self.copied: torch.cuda.Event | None = None  # the same of the last update that is over: only streams that compute wait for it
+        self.update: Future[streams.Event | None] | None = None  # that one; it gives what tells of its last copy to the device
+        self.copied: streams.Event | None = None  # the same of the last update that is over: only streams that compute wait for it
         self._master: torch.Tensor | None = None
         self._storage: Storage | None = None
         self._at = 0

@@ -8,6 +8,7 @@ import torch
 
 from hf_zero.core.flat import Flat
 from hf_zero.core.states import Take
+from hf_zero.device import streams
 from hf_zero.ops import host
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
@@ -18,7 +19,7 @@ UNDER_WAY = 4  # gradients whose copy on the GPU is kept; the host waits for the
 class _Crossing:
     flat: Flat
     values: torch.Tensor  # on the GPU; kept until they have been copied
-    arrived: torch.cuda.Event
+    arrived: streams.Event
     staged: torch.Tensor | None
 
 
@@ -28,16 +29,16 @@ class Homeward:
     def __init__(self, device: torch.device, take: Take):
         self._device = device
         self._take = take
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: streams.Stream | None = None
         self._crossings: list[_Crossing] = []
         self.last: Flat | None = None  # that was sent
-        self._events: dict[Flat, torch.cuda.Event] = {}  # of each flat's last crossing
+        self._events: dict[Flat, streams.Event] = {}  # of each flat's last crossing
         self._staging: list[torch.Tensor] = []
 
     def send(self, flat: Flat, values: torch.Tensor, accumulate: bool) -> None:
         """``flat.grad = values``, or ``+=``; :meth:`arrive` tells when."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = streams.new_stream(self._device)
         assert flat.grad is not None
         target, staged = flat.grad, None
         if accumulate or flat.grad.dtype != values.dtype:
@@ -47,10 +48,10 @@ class Homeward:
                 flat.grad.zero_()
         while len(self._crossings) >= UNDER_WAY:
             self._land()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(streams.current_stream(self._device))
+        with streams.on_stream(self._stream):
             target.copy_(values, non_blocking=True)
-            self.last, self._events[flat] = flat, self._stream.record_event()
+            self.last, self._events[flat] = flat, streams.record_event(self._stream)
             self._crossings.append(_Crossing(flat, values, self._events[flat], staged))
 
     @property
@@ -58,7 +59,7 @@ class Homeward:
         """Whether something is on its way that the host has to add."""
         return any(crossing.staged is not None for crossing in self._crossings)
 
-    def event(self, flat: Flat) -> torch.cuda.Event | None:
+    def event(self, flat: Flat) -> streams.Event | None:
         """What tells that the gradient of ``flat`` has been copied, if nothing has to be added to it."""
         return self._events.get(flat)
 

@@ -15,6 +15,7 @@ from hf_zero.core.states_in_files import Buffers, StatesInFiles, paged, size_in_
 from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
 from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
 from hf_zero.core.tier import FileTier
+from hf_zero.device import kinds, usage
 from hf_zero.ops.host_memory import HostArena
 
 PIECE_ELEMENTS = 4096  # a piece is a multiple of this many, so that it begins at a page and at a block
@@ -37,10 +38,7 @@ class Chunk:
 
 def room_beside_a_step(device: torch.device) -> int:
     """Bytes of ``device`` that the largest step so far has left, but for a tenth that fragmentation may take. None of a CPU: its memory is the host's."""
-    if device.type != "cuda":
-        return 0
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return max(0, int(0.9 * free))
+    return 0 if kinds.is_host(device) else max(0, int(0.9 * usage.free_at_the_peak(device)))
 
 
 class Placement:
@@ -149,11 +147,11 @@ class Placement:
         return self._taken(self._param.pin_memory, numel, dtype)
 
     def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._arena(pinned=pin is not False and self._device.type == "cuda").take(numel, dtype)
+        return self._arena(pinned=pin is not False and not kinds.is_host(self._device)).take(numel, dtype)
 
     def _arena(self, pinned: bool) -> HostArena:
         if pinned not in self._arenas:
-            self._arenas[pinned] = HostArena(pinned, self._device if self._device.type == "cuda" else None)
+            self._arenas[pinned] = HostArena(pinned, self._device)
         return self._arenas[pinned]
 
     def _tier(self, paths: tuple[str, ...]) -> FileTier:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hf_zero.config import ActivationCheckpointing
 from hf_zero.core.guards import Override
 from hf_zero.core.wrap import repeated_blocks
+from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 
@@ -70,8 +71,7 @@ class Timing:
                 self.tell()
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        kinds.synchronize(self._device)
 
     def tell(self) -> None:
         if self._profile and self._tells:

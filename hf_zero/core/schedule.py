@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from hf_zero.core.comm import Comm, first_line
 from hf_zero.core.unit import State, Unit
+from hf_zero.device import streams
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0
@@ -45,7 +44,7 @@ class Schedule:
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self._written: dict[int, torch.cuda.Event] = {}  # on a GPU: when the shards were written, by epoch
+        self._written: dict[int, streams.Event] = {}  # on a GPU: when the shards were written, by epoch
         self.gathers = any(unit.sharded for unit in units)
         self.on_need: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
 
@@ -190,7 +189,8 @@ class Schedule:
         with agreement.writing():
             yield
             if not self._comm.blocks:
-                self._written[agreement.epoch + 1] = torch.cuda.current_stream().record_event()
+                here = streams.current_stream(self._comm.device)
+                self._written[agreement.epoch + 1] = streams.record_event(here)
                 self._written.pop(agreement.epoch + 1 - EVENTS, None)
 
     def read(self, index: int, epoch: int) -> bytes:
@@ -204,8 +204,8 @@ class Schedule:
                 )
             return self._units[index].chunk_bytes()
         # Not in the stream that computes: what this host has put there already may wait for the rank that asks.
-        stream = torch.cuda.Stream(self._units[index].sharded[0].full.device)
-        with torch.cuda.stream(stream):
+        stream = streams.new_stream(self._units[index].sharded[0].full.device)
+        with streams.on_stream(stream):
             stream.wait_event(written)
             return self._units[index].chunk_bytes()
 

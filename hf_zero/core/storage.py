@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from hf_zero.device import kinds
+
 
 class Storage(Protocol):
     """A one-dimensional array of this rank's shards, addressed in elements."""
@@ -75,7 +77,7 @@ class _InMemory:
     def store(self, start: int, values: torch.Tensor) -> None:
         own = self._memory[start : start + values.numel()]
         if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-            own.copy_(values, non_blocking=own.device.type == "cuda")  # to a GPU only: nobody waits for what comes from one
+            own.copy_(values, non_blocking=not kinds.is_host(own.device))  # to a GPU only: nobody waits for what comes from one
 
     def in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
         return self._memory[start:stop] if self._memory.device.type == "cpu" else None

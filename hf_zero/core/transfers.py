@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_zero.device import streams
+
 
 class Brought(Protocol):
     """A copy on its way to the device."""
@@ -47,26 +49,26 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = streams.new_stream(device)
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> streams.Event:
+        self._stream.wait_stream(streams.current_stream(self._device))
+        with streams.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            return streams.record_event(self._stream)
 
-    def leave(self, sent: torch.cuda.Event) -> None:
+    def leave(self, sent: streams.Event) -> None:
         if not sent.query():
-            torch.cuda.current_stream(self._device).wait_event(sent)
+            streams.current_stream(self._device).wait_event(sent)
 
     def bring(self, source: torch.Tensor) -> _OnStream:
-        current = torch.cuda.current_stream(self._device)
+        current = streams.current_stream(self._device)
         # From the computing stream's memory: given back, it is used next by what that stream launches later.
         values = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with streams.on_stream(self._stream):
             values.copy_(source, non_blocking=True)
-            return _OnStream(values, self._stream.record_event(), current)
+            return _OnStream(values, streams.record_event(self._stream), current)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -77,12 +79,12 @@ class _OnStream:
 
     __slots__ = ("_came", "_home", "_used", "_values")
 
-    def __init__(self, values: torch.Tensor, came: torch.cuda.Event, home: torch.cuda.Stream):
+    def __init__(self, values: torch.Tensor, came: streams.Event, home: streams.Stream):
         self._values, self._came, self._home = values, came, home
         self._used = False
 
     def use(self) -> torch.Tensor:
-        current = torch.cuda.current_stream(self._values.device)
+        current = streams.current_stream(self._values.device)
         current.wait_event(self._came)
         if current == self._home:
             self._used = True

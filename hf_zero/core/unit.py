@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -14,16 +12,7 @@ from torch import nn
 from hf_zero.core.axis import Handle
 from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, become, given_class, owned_class
-
-
-def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream on which shards come from host memory to ``device``, beside what it computes; None where transfers are plain copies."""
-    return _stream_of(device) if device.type == "cuda" else None
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+from hf_zero.device import streams
 
 
 class State(Enum):
@@ -76,7 +65,7 @@ class Unit:
         self._watchers = 0
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
-        self._brought: torch.cuda.Event | None = None  # the shards are here, and their gather is on its way
+        self._brought: streams.Event | None = None  # the shards are here, and their gather is on its way
         for flat in self.flats:
             flat.unit = self
 
@@ -147,21 +136,21 @@ class Unit:
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
             device = self.sharded[0].full.device
-            beside = stream_beside(device) if any(flat.is_away for flat in self.sharded) else None
+            beside = streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
             if beside is not None:
-                beside.wait_stream(torch.cuda.current_stream(device))  # which has used this memory before
-            with torch.no_grad(), torch.cuda.stream(beside) if beside is not None else contextlib.nullcontext():
+                beside.wait_stream(streams.current_stream(device))  # which has used this memory before
+            with torch.no_grad(), streams.on_stream(beside):
                 for flat in self.sharded:
                     pairs.append((flat.full, flat.bring_shard()))
                 self._handle = self.sharded[0].axis.all_gather(pairs, self.label)
-                self._brought = beside.record_event() if beside is not None else None
+                self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
         if self._brought is not None:
-            torch.cuda.current_stream(self.sharded[0].full.device).wait_event(self._brought)
+            streams.current_stream(self.sharded[0].full.device).wait_event(self._brought)
             self._brought = None
         if self._handle is not None:
             self._handle.wait()

@@ -10,7 +10,6 @@ before ``engine.step`` returns.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import threading
 import weakref
@@ -29,7 +28,8 @@ from hf_zero.core.homeward import Homeward
 from hf_zero.core.lane import Wait
 from hf_zero.core.parameter import OwnedParameter, UpdatingParameter, become, given_class, owned_class
 from hf_zero.core.states import Take
-from hf_zero.core.unit import Unit, stream_beside
+from hf_zero.core.unit import Unit
+from hf_zero.device import kinds, streams
 from hf_zero.optim.piecewise import Update
 
 STAGED = 3  # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
@@ -41,8 +41,8 @@ class _Task:
 
     urgency: int
     number: int
-    run: Callable[[], torch.cuda.Event | None] = field(compare=False)
-    future: Future[torch.cuda.Event | None] = field(compare=False)
+    run: Callable[[], streams.Event | None] = field(compare=False)
+    future: Future[streams.Event | None] = field(compare=False)
 
 
 class Updater:
@@ -59,11 +59,11 @@ class Updater:
         self._piece = piece
         self._take = take
         self._homeward = homeward
-        self._pending: dict[Unit, Future[torch.cuda.Event | None]] = {}
+        self._pending: dict[Unit, Future[streams.Event | None]] = {}
         self._uses: list[Unit] = []  # in the order of the forward under way
         self._worker: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._staged: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._stream: streams.Stream | None = None
+        self._staged: list[tuple[torch.Tensor, streams.Event | None]] = []
         self.early: Update | None = None  # begun in the backward under way
         self._started: list[Unit] = []  # by it
         self._waiting: list[_Task] = []  # a heap
@@ -113,11 +113,11 @@ class Updater:
 
     def _submit(self, update: Update, units: Sequence[Unit]) -> None:
         units = self._begun_at_once(units)
-        events: list[torch.cuda.Event] = []
-        if self._device.type == "cuda":
-            events.append(torch.cuda.current_stream(self._device).record_event())  # nothing reads the parameters any more
-            beside = stream_beside(self._device)
-            events += [beside.record_event()] if beside is not None else []  # nor do shards leave the memory that is written
+        events: list[streams.Event] = []
+        if not kinds.is_host(self._device):
+            events.append(streams.record_event(streams.current_stream(self._device)))  # nothing reads the parameters any more
+            beside = streams.shard_stream(self._device)
+            events += [streams.record_event(beside)] if beside is not None else []  # nor do shards leave the memory that is written
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat)
@@ -129,7 +129,7 @@ class Updater:
             self._worker = ThreadPoolExecutor(1, "hf-zero update")
             weakref.finalize(self, self._worker.shutdown, wait=False)
         for place, unit in enumerate(units):
-            future: Future[torch.cuda.Event | None] = Future()
+            future: Future[streams.Event | None] = Future()
             self._pending[unit] = future
             _mark(unit, partial(self.finish, unit), future)
             # Of those that wait the thread takes the one that the next forward needs first; where all ranks gather, the first that came.
@@ -139,7 +139,7 @@ class Updater:
                 heapq.heappush(self._waiting, task)
             self._worker.submit(self._run_next)
 
-    def _landings(self, unit: Unit) -> list[torch.cuda.Event]:
+    def _landings(self, unit: Unit) -> list[streams.Event]:
         """What tells that the gradients of ``unit`` are in host memory."""
         if self._homeward is None:
             return []
@@ -165,9 +165,9 @@ class Updater:
             if self._pending.pop(each, None) is not None:
                 _unmark(each, copied)
 
-    def _wait_for(self, copied: torch.cuda.Event | None) -> None:
+    def _wait_for(self, copied: streams.Event | None) -> None:
         if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
+            streams.current_stream(self._device).wait_event(copied)
 
     def close(self) -> BaseException | None:
         """Wait, and end the thread; returns what an update has raised, if one has."""
@@ -195,7 +195,7 @@ class Updater:
             task.future.set_exception(error)
 
     @torch.no_grad()
-    def _run(self, update: Update, unit: Unit, ready: Sequence[torch.cuda.Event]) -> torch.cuda.Event | None:
+    def _run(self, update: Update, unit: Unit, ready: Sequence[streams.Event]) -> streams.Event | None:
         for event in ready:
             event.synchronize()
         for flat in unit.offloaded:
@@ -203,12 +203,12 @@ class Updater:
             flat.updated()
         if self._axis is not None:
             self._gather(unit, self._axis)
-        return self._stream.record_event() if self._stream is not None else None
+        return streams.record_event(self._stream) if self._stream is not None else None
 
     def _gather(self, unit: Unit, axis: Axis) -> None:
         """Have the other ranks' parts of the whole parameters of ``unit``."""
         pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.offloaded]
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with streams.on_stream(self._stream):
             axis.all_gather(pairs, f"updated {unit.label}").wait()
 
     def _place(self, flat: Flat, start: int, stop: int) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ class Updater:
         if own is not None:
             return own
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = streams.new_stream(self._device)
         if len(self._staged) < STAGED:
             memory, left = self._take(self._piece * torch.float32.itemsize, torch.uint8), None
         else:
@@ -229,20 +229,20 @@ class Updater:
     def _placed(self, flat: Flat, start: int, stop: int, values: torch.Tensor | None) -> None:
         if values is None or self._stream is None or flat.part_in_host_memory(start, stop) is not None:
             return
-        with torch.cuda.stream(self._stream):
+        with streams.on_stream(self._stream):
             flat.store_part(start, values)
             memory, _ = self._staged[-1]
-            self._staged[-1] = (memory, self._stream.record_event())
+            self._staged[-1] = (memory, streams.record_event(self._stream))
 
 
-def _mark(unit: Unit, finish: Callable[[], None], future: Future[torch.cuda.Event | None]) -> None:
+def _mark(unit: Unit, finish: Callable[[], None], future: Future[streams.Event | None]) -> None:
     for flat in unit.offloaded:
         flat.updating, flat.update = finish, future
         if not flat.sharded:
             _turn(flat, OwnedParameter, UpdatingParameter)
 
 
-def _unmark(unit: Unit, copied: torch.cuda.Event | None = None) -> None:
+def _unmark(unit: Unit, copied: streams.Event | None = None) -> None:
     for flat in unit.trainable:
         if flat.updating is not None:
             flat.copied = copied  # first: a thread beside this one reads the one or the other

@@ -144,11 +144,10 @@ def _start_on_cpu(**kwargs: Any) -> None:
 
 def _join_group(state: Any, timeout: Any) -> None:
     """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise: make one of one rank."""
-    import torch
-
     from hf_zero.core import comm
+    from hf_zero.device import kinds
 
-    if state.device.type == "cpu" and torch.cuda.is_available():
+    if kinds.is_host(state.device) and kinds.accelerator() is not None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the engine computes where Accelerate puts the batches
     comm.init_distributed(timeout=timeout)
     if comm.get_world_size() != state.num_processes:

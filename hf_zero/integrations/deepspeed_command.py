@@ -97,6 +97,6 @@ def _unless_negative(number: int) -> int | None:
 
 
 def _ranks_here() -> int:
-    import torch
+    from hf_zero.device import kinds
 
-    return torch.cuda.device_count() or 2
+    return kinds.device_count() or 2

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.comm import default_device
+from hf_zero.core.comm import backend_for, default_device
+from hf_zero.device import kinds
 from hf_zero.integrations import cpu_device
 
 
 class Device:
-    """CPU or CUDA, whichever the engine uses here. Whatever is not listed is asked of ``torch.cuda``, or of ``cpu_device``."""
+    """CPU or accelerator, whichever the engine uses here. Whatever is not listed is asked of torch's module for it, or of ``cpu_device``."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
+        self._module: Any = cpu_device if kind == "cpu" else kinds.module_of(kind)
 
     def device_name(self, device_index: int | str | None = None) -> str:
         return self._name if self._name == "cpu" or device_index is None else f"{self._name}:{device_index}"
@@ -24,19 +26,19 @@ class Device:
         return self.device_name(self.current_device())
 
     def current_device(self) -> int:
-        return torch.cuda.current_device() if self._name == "cuda" else 0
+        return kinds.current_index(self._name)
 
     def device(self, device_index: int | None = None) -> Any:
         return torch.device(self.device_name(device_index))
 
     def communication_backend_name(self) -> str:
-        return "nccl" if self._name == "cuda" else "gloo"
+        return backend_for(self._name)
 
     def is_available(self) -> bool:
-        return self._name == "cpu" or torch.cuda.is_available()
+        return bool(self._name == "cpu" or self._module.is_available())
 
     def is_bf16_supported(self) -> bool:
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
+        return bool(self._name == "cpu" or self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -48,7 +50,7 @@ class Device:
         return tensor.device.type == self._name
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor.pin_memory() if self._name == "cuda" else tensor
+        return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(self.mem_get_info(device_index)[1])
@@ -57,11 +59,11 @@ class Device:
         return int(self.mem_get_info(device_index)[0])
 
     def empty_cache(self) -> None:
-        if self._name == "cuda":
-            torch.cuda.empty_cache()
+        if self._name != "cpu":
+            self._module.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda if self._name == "cuda" else cpu_device, name)
+        return getattr(self._module, name)
 
 
 @functools.cache

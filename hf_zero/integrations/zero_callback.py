@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from hf_zero.device import kinds, usage
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.trainer_config import ZeroConfigLike, read
@@ -96,8 +97,8 @@ def _sharding() -> bool:
 
 def memory(device: torch.device) -> dict[str, float]:
     """``memory_mib`` and ``peak_memory_mib`` of this rank."""
-    if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    if not kinds.is_host(device):
+        now, peak = usage.allocated(device), usage.most_allocated(device)
     else:
         import psutil
 

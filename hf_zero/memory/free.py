@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.device import kinds, usage
 from hf_zero.memory.host import free_ram, memlock
 
 
@@ -63,9 +64,7 @@ class Free:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that are free on ``device`` for this rank: on a GPU with what torch holds unused, on the CPU its share of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_ram(ranks=_ranks_here()).nbytes
+    return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else usage.free(device)
 
 
 def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
@@ -75,7 +74,7 @@ def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None
     """
     ranks = ranks or _ranks_here()
     ram = free_ram(ranks=ranks)
-    on_host = device.type != "cuda"
+    on_host = kinds.is_host(device)
     return Free(
         device=ram.nbytes if on_host else free_bytes(device),
         ram=ram.nbytes,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.device import kinds
 from hf_zero.ops import dispatch
 from hf_zero.ops import linear_cross_entropy_reference as reference
 from hf_zero.ops.dispatch import Kernel
@@ -100,7 +101,7 @@ class Gradients:
         self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
         # Where no GEMM takes 16 bits and gives 32, all of it is done in 32: a product rounded to 16 is no better for being added in 32.
-        self._widens = dtype != hidden.dtype and not _gives_fp32(hidden)
+        self._widens = dtype != hidden.dtype and not kinds.gemm_widens(hidden.device)
         self._wanted, self._head, self._begun = wanted, weight.to(dtype) if self._widens and wanted.hidden else weight, False
 
     def add(self, grad: torch.Tensor, hidden: torch.Tensor, rows: slice | torch.Tensor) -> None:
@@ -122,10 +123,6 @@ class Gradients:
         if not self._begun:
             self.weight.zero_()
         return self.hidden, self.weight, self.bias
-
-
-def _gives_fp32(hidden: torch.Tensor) -> bool:
-    return hidden.is_cuda and torch.version.hip is None
 
 
 def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:

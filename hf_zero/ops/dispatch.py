@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import kinds
 from hf_zero.logs import logger
 
 KERNELS: dict[str, Kernel] = {}
@@ -84,14 +85,14 @@ def runs_on(device: torch.device) -> bool:
     """Whether tensors of ``device`` go to Triton kernels."""
     if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
         return False
-    return device.type == "cuda" or (device.type == "cpu" and interpreted())
+    return kinds.runs_triton(device) or (device.type == "cpu" and interpreted())
 
 
 def wanted(name: str, kernels: Any, device: torch.device) -> bool:
     """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on ``device``; "auto" does on a GPU."""
     if kernels in (None, "off") or not runs_on(device):
         return False
-    return device.type == "cuda" if kernels == "auto" else isinstance(kernels, str) or name in kernels
+    return kinds.runs_triton(device) if kernels == "auto" else isinstance(kernels, str) or name in kernels
 
 
 @functools.cache
@@ -129,9 +130,9 @@ def _device(args: Iterable[Any]) -> torch.device:
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes ``device`` the current one: Triton launches there, and on its stream, wherever the tensors lie."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if not kinds.runs_triton(device) or device.index == kinds.current_index(device):
         return nullcontext()
-    return torch.cuda.device(device)
+    return kinds.current(device)
 
 
 def _cannot_compile(error: Exception) -> bool:

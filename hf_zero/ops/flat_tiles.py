@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.device import pinned
 from hf_zero.errors import KernelError
 
 PHASE = 8  # elements: 16 bytes of the narrowest dtype
@@ -81,9 +82,8 @@ class Tiles:
 
 def upload(table: Tensor, device: torch.device | str) -> Tensor:
     """``table``, which is on the CPU, on ``device``, without waiting for what runs there."""
-    if torch.device(device).type == "cuda":
-        table = table.pin_memory()  # torch keeps the memory until the copy has been made
-    return table.to(device, non_blocking=True)
+    # torch keeps pinned memory until the copy has been made
+    return pinned.for_copy(table, torch.device(device)).to(device, non_blocking=True)
 
 
 def _joined(pieces: Iterable[Piece]) -> Sequence[Piece]:

@@ -1,7 +1,8 @@
-"""Host memory for offloaded state: exact to a page, there from the start, pinned where there is a GPU.
+"""Host memory for offloaded state: exact to a page, there from the start, pinned where a device copies from it.
 
 torch's own pinned allocator rounds up to a power of two and zeroes on one thread. Here memory is mapped, advised for huge pages, put on
-the GPU's NUMA node, brought in by all threads and then registered with CUDA. It goes back when the last tensor on it dies.
+the device's NUMA node, brought in by all threads and then registered with the device's runtime; where that cannot register memory, torch's
+pinned allocator has to do. It goes back when the last tensor on it dies.
 
 Forked children do not get it (MADV_DONTFORK): with it, each page that the parent writes while a data loader's worker lives would
 be kept twice, and a page under a transfer could move from under it.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import kinds, pinned
 from hf_zero.errors import HostMemoryError
 from hf_zero.logs import logger
 from hf_zero.memory.host import free_ram
@@ -34,18 +36,17 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
 _PREFERRED = 1  # of mbind: another node where this one is full
-_PORTABLE = 1  # of cudaHostRegister: pinned for all contexts
 _CHUNK = 64 << 20  # bytes that a thread brings in at a time; a multiple of the huge page
 _PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that a GPU hangs on; None where there is only one, or the system does not say."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    """The NUMA node that a device hangs on; None where there is only one, or neither driver nor system says."""
+    properties = kinds.properties(device)
     try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int((_PCI / address / "numa_node").read_text())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return None
     return node if node >= 0 else None
 
@@ -82,14 +83,6 @@ def _bring_in(address: int, nbytes: int) -> int:
         return max(pool.map(populate, starts))
 
 
-def _forget_cuda_error(device: torch.device | None) -> None:
-    """CUDA keeps the refusal as its last error and would lay it to the next kernel; torch has no call for it but to launch one."""
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError:
-        torch.zeros(1, device=device)  # in earnest: the refusal is out of the way
-
-
 def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
     if os.getpid() != process:
         return  # a forked child: it never had the pages, and may have put something else there
@@ -101,24 +94,23 @@ def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
 class HostArena:
     """Tensors on host memory of a rank.
 
-    pin: register the memory with CUDA, so that copies to and from ``device`` are asynchronous and fast. Without CUDA it does nothing:
-        memory is not locked then. Where CUDA refuses, one warning is given and memory stays pageable.
-    device: the GPU that copies from here; memory is put on its NUMA node.
+    pin: make copies to and from ``device`` asynchronous and fast. Where the device is the host it does nothing: memory is not locked
+        then. Where the runtime refuses, one warning is given and memory stays pageable.
+    device: what copies from here; memory is put on its NUMA node.
 
     A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped when the last tensor on it dies.
     """
 
     def __init__(self, pin: bool = False, device: torch.device | None = None):
-        on_gpu = device is not None and device.type == "cuda"
-        self._device = device
-        self._cuda: Any = torch.cuda.cudart() if pin and on_gpu else None
-        self._node = numa_node(device) if device is not None and on_gpu else None
+        self._device = device if device is not None and not kinds.is_host(device) else None
+        self._pins = pin and self._device is not None
+        self._node = numa_node(self._device) if self._device is not None else None
         self._mapped: dict[int, int] = {}
 
     @property
     def pinned(self) -> bool:
         """Whether what is taken next will be pinned."""
-        return self._cuda is not None
+        return self._pins
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +126,8 @@ class HostArena:
         free = free_ram().nbytes
         if nbytes > free:
             raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
+        if self._pins and self._device is not None and not pinned.registers(self._device):
+            return self._allocate(asked, nbytes)[: numel * dtype.itemsize].view(dtype)
         address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if address == _MAP_FAILED:
             raise self._refused(asked, f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); {free / 1e9:.2f} GB are free")
@@ -148,11 +142,27 @@ class HostArena:
             _LIBC.munmap(address, nbytes)
             raise self._refused(asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free")
         unregister = self._register(address, nbytes)
-        memory = (ctypes.c_char * nbytes).from_address(address)
+        memory = self._held(address, nbytes)
         weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _held(self, address: int, nbytes: int) -> Any:
+        """The bytes at ``address``, counted as long as a tensor on them lives."""
+        memory = (ctypes.c_char * nbytes).from_address(address)
         self._mapped[address] = nbytes
         weakref.finalize(memory, self._mapped.pop, address, None).atexit = False
-        return torch.frombuffer(memory, dtype=dtype, count=numel)
+        return memory
+
+    def _allocate(self, asked: int, nbytes: int) -> torch.Tensor:
+        """Zeros from torch's pinned allocator, on a page: [nbytes], uint8."""
+        try:
+            block = pinned.empty(nbytes + mmap.PAGESIZE, torch.uint8)
+        except RuntimeError as error:
+            raise self._refused(asked, f"torch says: {str(error).splitlines()[0]}") from error
+        at = -block.data_ptr() % mmap.PAGESIZE
+        memory = self._held(block.data_ptr() + at, nbytes)
+        weakref.finalize(memory, block.untyped_storage).atexit = False  # which keeps the block as long
+        return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def _refused(self, asked: int, why: str) -> HostMemoryError:
         return HostMemoryError(
@@ -162,18 +172,16 @@ class HostArena:
 
     def _register(self, address: int, nbytes: int) -> Any:
         """Pin the pages; the function that undoes it, or None."""
-        if self._cuda is None:
+        if self._device is None or not self._pins:
             return None
-        with torch.cuda.device(self._device):
-            answer = self._cuda.cudaHostRegister(address, nbytes, _PORTABLE)
-        if int(answer) == 0:
-            return self._cuda.cudaHostUnregister
+        error, unregister = pinned.register(self._device, address, nbytes)
+        if not error:
+            return unregister
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         reason = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
         logger.warning(
-            "CUDA does not pin %d bytes of host memory (error %d%s). It stays pageable: copies to %s will be slower",
-            nbytes, int(answer), reason, self._device,
+            "the driver does not pin %d bytes of host memory (error %d%s). It stays pageable: copies to %s will be slower",
+            nbytes, error, reason, self._device,
         )  # fmt: skip
-        self._cuda = None
-        _forget_cuda_error(self._device)
+        self._pins = False
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import pinned, streams
 from hf_zero.errors import KernelError
 
 GRANULE = 128  # places come in multiples of a GEMM's tile
@@ -48,7 +49,7 @@ class RowCapacity:
 
     def __init__(self) -> None:
         self._share = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor, int, int]] = deque()
+        self._pending: deque[tuple[streams.Event, torch.Tensor, int, int]] = deque()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
@@ -75,10 +76,9 @@ class RowCapacity:
         """``lost`` is on its way to the host."""
         if lost.device.type == "cpu" or places >= tokens:
             return
-        arrived = torch.empty_like(lost, device="cpu", pin_memory=True)
+        arrived = pinned.empty(1, lost.dtype).view(lost.shape)
         arrived.copy_(lost, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = streams.record_event(streams.current_stream(lost.device))
         self._pending.append((event, arrived, places, tokens))
 
     def _learn(self, rows: int, tokens: int) -> None:

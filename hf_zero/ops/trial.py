@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import kinds
 from hf_zero.ops import dispatch
 from hf_zero.ops.dispatch import Kernel
 
@@ -30,16 +31,15 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
     """Runs ``kernel`` on its example on ``device``: why it is broken there, or "". Draws from torch's generators and puts them back."""
     if kernel.example is None:
         return "it declares no example"
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    devices = [] if kinds.is_host(device) else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
         seen = []
         for body in (kernel, kernel.reference):
             torch.manual_seed(0)
             arguments = kernel.example(device)
             try:
                 result = body(*arguments)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                kinds.synchronize(device)
             except Exception as error:  # whatever a launch says is what the doctor tells
                 return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
             # In-place kernels answer in their arguments.

@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.core.parameter import owner_of
 from hf_zero.core.wrap import Cut, cut
+from hf_zero.device import kinds
 from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
 from hf_zero.preflight.fit import Fit, fit
@@ -62,11 +63,11 @@ def check(
     """
     cuts = cut(model)[0] if isinstance(model, nn.Module) else list(model)
     root = cuts[0].module
-    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = device or torch.device(kinds.accelerator() or "cpu")
     groups = groups_of(cuts, root, config.precision)
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
-    plan = Plan.of(config, world, where.type == "cuda", moments)
+    plan = Plan.of(config, world, not kinds.is_host(where), moments)
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)
@@ -87,7 +88,7 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
         if key not in seen:
             seen.add(key)
             ram += nbytes if where == "cpu" else 0
-            gpu += nbytes if where == "cuda" else 0
+            gpu += 0 if kinds.is_host(where) else nbytes
     found = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
     return found.with_room(device=ram if found.host_device else gpu, ram=0 if found.host_device else ram)
 

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_zero.device import kinds
+
 PROGRAMS_WHERE_INTERPRETED = 3
 
 
@@ -217,7 +219,7 @@ def shaped(block: int, warps: int, *, dropout: bool) -> dict[str, bool | int]:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return int(kinds.properties(device).multi_processor_count) if kinds.runs_triton(device) else 0
 
 
 def programs_for(device: torch.device, tiles: int, warps: int, *, dropout: bool) -> int:

@@ -210,8 +210,8 @@ def evaluate(model: torch.nn.Module, loader: DataLoader, collator: PositionSeede
 
 def peak_bytes() -> int:
     """The most memory this process has held: on its GPU, else resident in RAM, libraries included."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+        return torch.get_device_module().max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -126,7 +126,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="runs/translation", max_steps=800, per_device_train_batch_size=32, per_device_eval_batch_size=50, learning_rate=1e-3, adam_beta2=0.98,
         lr_scheduler_type="cosine", warmup_steps=50, logging_steps=50, save_strategy="steps", save_steps=200, predict_with_generate=True,
-        generation_max_length=48, label_names=["labels"], report_to="none", use_cpu=not torch.cuda.is_available(), disable_tqdm=True, seed=42,
+        generation_max_length=48, label_names=["labels"], report_to="none", use_cpu=not torch.accelerator.is_available(), disable_tqdm=True, seed=42,
     )  # fmt: skip
     data, shape, args = parser.parse_args_into_dataclasses()
     if args.resume_from_checkpoint == "latest":

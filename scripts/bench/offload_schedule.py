@@ -216,8 +216,9 @@ class Recorder:
         return _Stream(self, f"copy {self._streams}")
 
     @contextmanager
-    def _under(self, stream: _Stream) -> Iterator[None]:
-        before, self._here.stream = getattr(self._here, "stream", None), stream
+    def _under(self, stream: _Stream | None) -> Iterator[None]:
+        before = getattr(self._here, "stream", None)
+        self._here.stream = before if stream is None else stream
         try:
             yield
         finally:
@@ -245,10 +246,10 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[Schedule]:
         """Steps in the block are recorded; :meth:`mark` after each."""
-        from hf_zero.core import unit as units
         from hf_zero.core import update as updates
         from hf_zero.core.flat import Flat
         from hf_zero.core.homeward import Homeward
+        from hf_zero.device import streams
         from hf_zero.optim.piecewise import Update
 
         engine, gpu = self._engine, torch.device("cuda", 0)
@@ -259,12 +260,12 @@ class Recorder:
             def replace(owner: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(owner, name, value))
 
-            replace(torch.cuda, "Stream", self._new_stream)
-            replace(torch.cuda, "stream", self._under)
-            replace(torch.cuda, "current_stream", lambda device=None: self._current())
             beside = self._new_stream()
-            replace(units, "stream_beside", lambda device: beside)
-            replace(updates, "stream_beside", lambda device: beside)
+            replace(streams, "new_stream", self._new_stream)
+            replace(streams, "on_stream", self._under)
+            replace(streams, "current_stream", lambda device=None: self._current())
+            replace(streams, "record_event", lambda stream: stream.record_event())
+            replace(streams, "shard_stream", lambda device: beside)
             replace(Flat, "part_in_host_memory", _where_a_gpu_would(Flat.part_in_host_memory))
             replace(Flat, "bring_shard", self._bring(Flat.bring_shard))
             replace(Flat, "store_part", self._store(Flat.store_part))

@@ -15,6 +15,7 @@ from hf_zero.core import comm
 from hf_zero.errors import RankMismatchError
 from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations import finder
+from tests.helpers.accelerators import play_accelerator
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -75,7 +76,7 @@ def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    play_accelerator(monkeypatch)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
     assert accelerator.device.type == "cpu" == comm.default_device().type

@@ -22,6 +22,7 @@ from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
 from hf_zero.ops import dispatch, native, trial
+from tests.helpers.accelerators import play_accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
@@ -105,7 +106,7 @@ def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gpus", "share"), [(0, 8), (4, 4)])
 def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    play_accelerator(monkeypatch, count=gpus)
     monkeypatch.setattr("hf_zero.memory.free.free_bytes", lambda device: 1 << 30)
     found = json.loads(invoke("estimate", model, "--ranks", "8", "--fit", "--ram", "8GiB", "--json"))["free"]
     assert found["ram"] == (8 << 30) // share and found["host_device"] is (gpus == 0)
@@ -206,9 +207,9 @@ def test_launch_shows_what_each_host_would_run(chosen: list[str], tmp_path: Path
 
 
 def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    play_accelerator(monkeypatch, count=0)
     assert launch._default_ranks() == 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    play_accelerator(monkeypatch, count=5)
     assert launch._default_ranks() == 5
 
 
@@ -265,7 +266,9 @@ def test_doctor_knows_the_slot_and_the_devices() -> None:
     assert found["slot", "deepspeed"]["status"] == "ok"
     assert found["slot", "entry point"]["status"] == "ok"
     assert found["devices", "gloo"]["status"] == "ok"
-    assert found["devices", "cuda:0" if torch.cuda.is_available() else "cuda"]["status"] == ("ok" if torch.cuda.is_available() else "off")
+    assert found["devices", "cuda:0" if torch.cuda.is_available() else "accelerator"]["status"] == (
+        "ok" if torch.cuda.is_available() else "off"
+    )
     assert "hf-zero doctor" in invoke("doctor")
 
 
@@ -325,7 +328,7 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    play_accelerator(monkeypatch, count=0)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     count = len(trial.declared())
     assert count and found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
@@ -350,8 +353,7 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    play_accelerator(monkeypatch)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     monkeypatch.setattr(dispatch, "installed", lambda: True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)

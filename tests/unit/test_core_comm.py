@@ -20,6 +20,7 @@ from hf_zero.core.comm import Comm
 from hf_zero.core.lane import Wait
 from hf_zero.core.watch import Watch
 from hf_zero.hosts.reaching import free_port
+from tests.helpers.accelerators import play_accelerator
 
 CPU = torch.device("cpu")
 OFF = Watch(enabled=False)
@@ -120,8 +121,7 @@ def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("forced, kind", [("true", "cpu"), ("1", "cpu"), ("false", "cuda"), ("0", "cuda")])
 def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(forced: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.default_device() == CPU or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    play_accelerator(monkeypatch, count=4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
     monkeypatch.setenv("LOCAL_RANK", "6")
     assert comm.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
@@ -278,8 +278,7 @@ def test_peers_start_with_the_next_rank() -> None:
 
 
 def test_a_trainer_may_decide_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    play_accelerator(monkeypatch, count=2)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert comm.default_device() == torch.device("cuda", 1)
     comm.choose_device(CPU)

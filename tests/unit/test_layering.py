@@ -18,6 +18,7 @@ CORE = {f"hf_zero.core.{name}": int(level) for level, name in CORE_ROW.findall((
 LAYERS = {
     "hf_zero": 0,
     "hf_zero.config": 0,
+    "hf_zero.device": 0,
     "hf_zero.errors": 0,
     "hf_zero.logs": 0,
     "hf_zero.memory": 0,

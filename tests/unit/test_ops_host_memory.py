@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.device import pinned
 from hf_zero.errors import HostMemoryError
 from hf_zero.memory.host import Bound
 from hf_zero.ops import host_memory
@@ -182,7 +183,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(host_memory, "_forget_cuda_error", lambda device: None)
+    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)
     monkeypatch.setattr(host_memory, "_PCI", tmp_path)
     (tmp_path / "0000:1b:00.0").mkdir()
     yield played
@@ -222,7 +223,7 @@ def test_cudas_last_error_is_taken_away(monkeypatch: pytest.MonkeyPatch, answers
             raise answer
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    host_memory._forget_cuda_error(GPU)
+    pinned._forget_error(GPU)
     assert len(answers) == left
 
 

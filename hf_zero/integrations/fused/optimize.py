@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_zero.config.kernels import NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.core.parameter import owner_of, source_of
 from hf_zero.core.wrap import PACKED
+from hf_zero.device import kinds
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import families, norms
 from hf_zero.integrations.fused.conditions import replaced
@@ -70,7 +70,7 @@ def optimize(
     Raises:
         KernelError: a name that is no kernel, or a model that ``sparse_attention`` or ``pre_layer_norm`` is not for.
     """
-    names = _names(kernels, "cuda" if torch.cuda.is_available() else "cpu", False)
+    names = _names(kernels, kinds.accelerator() or "cpu", False)
     _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
 

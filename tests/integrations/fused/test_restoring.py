@@ -14,6 +14,7 @@ import hf_zero
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
+from tests.helpers.accelerators import play_accelerator
 from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_every, step
 
 ALL = (*BLOCKS, "loss")
@@ -189,7 +190,7 @@ def test_the_table_counts_like_modules(heard: list[str]) -> None:
 
 
 def test_auto_without_a_gpu_is_what_helps_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    play_accelerator(monkeypatch, count=0)
     model = hf_zero.optimize(build("bert"))
     assert {line.kernels for line in report(model).lines} == {(name,) for name in AUTO["cpu", False]}
     assert not report(hf_zero.optimize(build("bert"), "off")).lines

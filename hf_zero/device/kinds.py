@@ -1,0 +1,91 @@
+"""Which kind of device computes here, and what such a kind can do.
+
+A kind is the name of a device type: "cuda" (CUDA and ROCm), "xpu", "npu", the name of a PrivateUse1 backend. What torch offers
+for one lies in the module ``torch.<kind>``, with the same names for all. Nothing here initialises a device by being imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+IN_HOST_MEMORY = frozenset({"cpu", "meta"})
+TRITON = frozenset({"cuda"})  # the kinds that kernels/gpu is written for
+
+
+@functools.cache
+def _drives_streams(kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    names = ("Stream", "Event", "stream", "current_stream")
+    return kind not in IN_HOST_MEMORY and all(hasattr(module, name) for name in names)
+
+
+def is_host(device: torch.device | str) -> bool:
+    """Whether ``device``, or a device of this kind, computes in the host's order: no streams, and copies that are plain ones."""
+    return not _drives_streams(device if isinstance(device, str) else device.type)
+
+
+def module_of(device: torch.device | str) -> Any:
+    """torch's module for the kind of ``device``: ``torch.cuda``, ``torch.xpu``, ``torch.cpu``."""
+    return torch.get_device_module(device)
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator that is here; None where the CPU has to do."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and not is_host(found) else None
+
+
+def in_use() -> str | None:
+    """As :func:`accelerator`, if this process has initialised it."""
+    kind = accelerator()
+    return kind if kind is not None and module_of(kind).is_initialized() else None
+
+
+def device_count() -> int:
+    """How many accelerators this process sees."""
+    kind = accelerator()
+    return int(module_of(kind).device_count()) if kind is not None else 0
+
+
+def current_index(device: torch.device | str) -> int:
+    """The index of the current device of this kind in this thread; 0 on the host."""
+    return 0 if is_host(device) else int(module_of(device).current_device())
+
+
+def set_device(device: torch.device) -> None:
+    """Make ``device`` this thread's current one. A new thread begins with device 0, and whatever it calls opens a context there."""
+    if not is_host(device) and device.index is not None:
+        module_of(device).set_device(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """``device`` is this thread's current one inside."""
+    if is_host(device):
+        return nullcontext()
+    inside: AbstractContextManager[Any] = module_of(device).device(device)
+    return inside
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when ``device`` has done all that was launched on it, on every stream."""
+    if not is_host(device):
+        module_of(device).synchronize(device)
+
+
+def properties(device: torch.device) -> Any:
+    """What the driver says of ``device``: name, total_memory, and what else its kind has."""
+    return module_of(device).get_device_properties(device)
+
+
+def runs_triton(device: torch.device | str) -> bool:
+    """Whether the kernels of kernels/gpu are compiled for this kind."""
+    return (device if isinstance(device, str) else device.type) in TRITON
+
+
+def gemm_widens(device: torch.device) -> bool:
+    """Whether a GEMM takes operands in 16 bits and gives fp32: cuBLAS does, hipBLAS and others do not."""
+    return device.type == "cuda" and torch.version.hip is None

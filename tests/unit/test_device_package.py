@@ -1,0 +1,203 @@
+"""hf_zero/device: the one way to streams, events, pinned memory and memory counters, whatever kind of device torch drives."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.core.comm import backend_for
+from hf_zero.device import kinds, pinned, streams, usage
+from hf_zero.ops.host_memory import HostArena, numa_node
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINES = [
+    path
+    for folder in ("hf_zero", "kernels")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "hf_zero/device/" not in str(path) and "triton_kernels" not in str(path)
+]
+NAMES = {"cuda", "is_cuda", "xpu", "hip"}
+# A table of what "auto" means by kind of device; the attributes that a parameter hands through.
+TABLES = {"hf_zero/config/kernels.py"}
+
+
+def bound_to_a_kind(source: str) -> Iterator[str]:
+    """Where ``source`` asks for one kind of accelerator: ``torch.cuda``, ``tensor.is_cuda``, a comparison with or a call of "cuda"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.backends.cuda":
+            continue  # switches of numerics
+        if isinstance(node, ast.Attribute) and node.attr in NAMES:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and node.value in NAMES:
+            yield f"{node.lineno}: {node.value!r}"
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_kind_of_accelerator_is_named_outside_the_package(path: Path) -> None:
+    if str(path.relative_to(ROOT)) not in TABLES:
+        assert not list(bound_to_a_kind(path.read_text())), "go through hf_zero.device"
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.cuda.Stream(d)", 'if d.type == "cuda":\n    pass', "x.is_cuda", "torch.device('cuda', 0)", "torch.version.hip"]
+)
+def test_a_kind_that_is_named_is_seen(source: str) -> None:
+    assert len(list(bound_to_a_kind(source))) == 1
+
+
+def test_the_host_has_no_streams() -> None:
+    for kind in ("cpu", "meta", "mps"):
+        assert kinds.is_host(kind)
+    host = torch.device("cpu")
+    assert streams.shard_stream(host) is None and streams.record_here(host) is None
+    assert kinds.current_index(host) == 0 and backend_for(host) == "gloo"
+    with kinds.current(host), streams.on_stream(None):
+        kinds.set_device(host)
+        kinds.synchronize(host)
+    tensor = torch.ones(2)
+    assert pinned.for_copy(tensor, host) is tensor and not pinned.registers(host)
+
+
+def test_what_torch_says_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(kind: str | None) -> None:
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for kind in (None, "mps"):  # the second has no streams
+        here(kind)
+        assert kinds.accelerator() is None and kinds.in_use() is None and kinds.device_count() == 0
+    here("cuda")
+    assert kinds.accelerator() == "cuda" and kinds.in_use() is None and kinds.device_count() == 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert kinds.in_use() == "cuda"
+
+
+class _Played(ModuleType):
+    """``torch.<kind>`` of a made-up kind; ``calls`` in their order."""
+
+    def __init__(self, name: str, calls: list[Any], **made: Any):
+        super().__init__(name)
+        self.calls = calls
+        self.__dict__.update(made)
+
+        class Stream:
+            def __init__(stream, device: Any):
+                stream.device = device
+                calls.append(("Stream", device))
+
+        class Event:
+            def record(event, stream: Any) -> None:
+                calls.append(("record", stream))
+
+        self.Stream, self.Event = Stream, Event
+        self.current = Stream(SimpleNamespace(type=name, index=1))
+        calls.clear()
+
+    def current_stream(self, device: Any) -> Any:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append("in")
+        yield
+        self.calls.append("out")
+
+    def set_device(self, device: Any) -> None:
+        self.calls.append(("set_device", device.index))
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return 100, 200
+
+    def memory_reserved(self, device: Any) -> int:
+        return 50
+
+    def memory_allocated(self, device: Any) -> int:
+        return 30
+
+    def max_memory_allocated(self, device: Any) -> int:
+        return 45
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(name="made up")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
+    played = _Played("made_up", [])
+    monkeypatch.setattr(torch, "made_up", played, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: played)
+    yield played, SimpleNamespace(type="made_up", index=1)
+    for cached in (kinds._drives_streams, streams._options, streams.shard_stream):
+        cached.cache_clear()
+
+
+def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(made_up: tuple[_Played, Any]) -> None:
+    played, device = made_up
+    assert not kinds.is_host(device)
+    stream = streams.new_stream(device)
+    with streams.on_stream(stream):
+        assert isinstance(streams.record_event(stream), played.Event)  # though its events know no ``blocking``
+    assert isinstance(streams.record_here(device), played.Event)
+    kinds.set_device(device)
+    kinds.set_device(SimpleNamespace(type="made_up", index=None))  # type: ignore[arg-type]
+    assert played.calls == [("Stream", device), "in", ("record", stream), "out", ("record", played.current), ("set_device", 1)]
+    assert (usage.free(device), usage.free_at_the_peak(device), usage.allocated(device)) == (120, 105, 30)
+
+
+def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played, Any]) -> None:
+    played, device = made_up
+    given: list[dict[str, Any]] = []
+
+    class Event:
+        def __init__(self, **options: Any):
+            given.append(options)
+
+        def record(self, stream: Any) -> None:
+            pass
+
+    played.Event = Event
+    streams.record_event(streams.new_stream(device))
+    assert given[-1] == {"blocking": True}
+
+
+def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
+    made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, device = made_up
+    asked: list[int] = []
+
+    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(numel)
+        return torch.full((numel,), 7, dtype=dtype)
+
+    monkeypatch.setattr(pinned, "empty", empty)
+    assert numa_node(device) is None and not pinned.registers(device)
+    arena = HostArena(pin=True, device=device)
+    tensor = arena.take(5000, torch.float32)
+    assert arena.pinned and tensor.shape == (5000,) and not tensor.any() and tensor.data_ptr() % 4096 == 0
+    assert arena.nbytes == 20480 and asked[0] >= 20480
+    part = tensor[10:20]
+    del tensor
+    assert arena.nbytes == 20480 and part.sum() == 0
+    del part
+    assert arena.nbytes == 0
+
+
+def test_what_torch_does_not_pin_is_refused_by_name(made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.errors import HostMemoryError
+
+    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("no pages left\nelsewhere")
+
+    monkeypatch.setattr(pinned, "empty", empty)
+    with pytest.raises(HostMemoryError, match=r"torch says: no pages left\. Offload to nvme"):
+        HostArena(pin=True, device=made_up[1]).take(10, torch.float32)
