@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_zero.config import CompileSection
+from hf_zero.core.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.core.guards import Attached, Override
 from hf_zero.core.unit import Unit
 from hf_zero.errors import ConfigError
@@ -61,10 +62,17 @@ def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
     return None
 
 
-def check_compilation(section: CompileSection) -> None:
-    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not know."""
+def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) -> None:
+    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not know.
+
+    Without ``fixed`` addresses of parameters also for CUDA graphs, asked for here or in ``model`` already.
+    """
+    if not fixed:
+        refuse_recorded(model)
     if not section.blocks:
         return
+    if not fixed:
+        refuse_backend(section.backend, section.mode, None)
     backends = torch.compiler.list_backends(())
     if section.backend not in backends:
         raise ConfigError(f"compile.backend = {section.backend!r} is none that torch has here; write one of {', '.join(backends)}")
@@ -134,8 +142,9 @@ def _has_hooks(module: nn.Module) -> bool:
 class CompiledBlocks:
     """The blocks of an engine that are compiled."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]):
-        """Made when the engine's hooks are on ``model``."""
+    def __init__(self, model: nn.Module, units: Sequence[Unit], fixed: bool = True):
+        """Made when the engine's hooks are on ``model``. ``fixed``: parameters stay at their addresses, as CUDA graphs need."""
+        self._fixed = fixed
         self._root = units[0]
         self._unit_of = {unit.module: unit for unit in units}
         self._blocks = [unit.module for unit in units[1:] if _is_block(unit.module)]
@@ -165,6 +174,8 @@ class CompiledBlocks:
         """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend, **options)``, in place of an earlier compilation."""
         import torch._dynamo.config as limits  # not before somebody compiles: it takes a second
 
+        if not self._fixed:
+            refuse_backend(backend, options.get("mode"), options.get("options"))
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
         if module is None:
             chosen = self._blocks

@@ -114,7 +114,8 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         config = self.config
-        check_compilation(config.compile)  # before anything is changed
+        fixed = not self._policy.shards_parameters  # parameters keep their addresses
+        check_compilation(config.compile, model, fixed)  # before anything is changed
         cuts, self.aliases = cut(model)
         checkpointed = blocks_to_checkpoint(model, config.activation_checkpointing)
         check_parameters(cuts, self.device)
@@ -163,7 +164,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._losses = Losses(self.global_rank, self.scaler, config.precision == "fp16", self._training, self._hooks.is_in_backward)
         self._guards = ModuleGuards(model, self.units, self.schedule)
         self._activations = Activations(model, checkpointed, config, self.flats, self.device, self.global_rank == 0)
-        self._compiled = CompiledBlocks(model, self.units)  # around checkpointing: one graph holds both passes
+        self._compiled = CompiledBlocks(model, self.units, fixed)  # around checkpointing: one graph holds both passes
         self._compiled.install(config.compile)
         self._attention = AttentionOrder(config.attention_backend, self.device)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -310,6 +310,77 @@ def test_what_torch_cannot_compile_with_is_refused(section: dict, said: str) -> 
     model = seeded(Stack)
     with pytest.raises(ConfigError, match=said):
         start(model, plain_sgd(model), config_of(0, compile=section))
+
+
+def compiled_before(**asked: Any) -> Callable[[Stack], Any]:
+    def compile_it(model: Stack) -> None:
+        model.blocks[1].compile(**asked)
+
+    return compile_it
+
+
+def forward_compiled_before(model: Stack) -> None:
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="cudagraphs")
+
+
+def wrapped_before(model: Stack) -> None:
+    model.blocks[1] = torch.compile(model.blocks[1], mode="max-autotune")
+
+
+def captured_before(model: Stack) -> None:
+    def replay(x: torch.Tensor) -> torch.Tensor: ...
+
+    replay.__module__ = "torch.cuda.graphs"  # as torch.cuda.make_graphed_callables leaves it
+    model.blocks[1].forward = replay
+
+
+@pytest.mark.parametrize(
+    ("before", "section", "said"),
+    [
+        (compiled_before(mode="reduce-overhead"), None, "torch.compile of blocks.1 before hf_zero.initialize"),
+        (compiled_before(backend="cudagraphs"), None, "torch.compile of blocks.1"),
+        (compiled_before(options={"triton.cudagraphs": True}), None, "torch.compile of blocks.1"),
+        (forward_compiled_before, None, "torch.compile of blocks.1"),
+        (wrapped_before, None, "torch.compile of blocks.1"),
+        (captured_before, None, "make_graphed_callables of blocks.1"),
+        (None, {"blocks": True, "backend": "cudagraphs"}, "backend='cudagraphs' records CUDA graphs"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_parameters_move(before: Any, section: Any, said: str) -> None:
+    model = seeded(Stack)
+    if before is not None:
+        before(model)
+    with pytest.raises(ConfigError, match=rf"{said}.* stage 3 gathers parameters into new memory; use mode 'default'"):
+        start(model, plain_sgd(model), config_of(3, **({"compile": section} if section else {})))
+    assert [type(each) for each in model.parameters()] == [nn.Parameter] * len([*model.parameters()])
+    start(model, plain_sgd(model), config_of(2)).destroy()  # their addresses stay
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
+        ({"compile_kwargs": {"mode": "max-autotune"}}, "mode='max-autotune'"),
+        ({"options": {"triton.cudagraphs": True}}, "options="),
+        ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
+    ],
+)
+def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(asked: Any, said: str) -> None:
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
+    with pytest.raises(ConfigError, match=said):
+        engine.compile(**asked)
+    if "compile_kwargs" not in asked:
+        with pytest.raises(ConfigError, match=said):
+            model.blocks[0].compile(**asked)
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        with pytest.raises(ConfigError, match="TORCHINDUCTOR_CUDAGRAPHS"):
+            engine.compile()
+        engine.compile(options={"triton.cudagraphs": False})
+    engine.compile(mode="max-autotune-no-cudagraphs")
+    engine.destroy()
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(2))
+    engine.compile(**asked)  # nothing is compiled before it is called
+    engine.destroy()
 
 
 def test_compile_called_by_a_script() -> None:
