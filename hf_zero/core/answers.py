@@ -30,6 +30,7 @@ class Answers:
 
     config: ZeroConfig
     counters: Counters
+    device: torch.device
     stage: int
     world_size: int
     optimizer: Any
@@ -59,8 +60,15 @@ class Answers:
         return float(self.config.gradient_clipping or 0.0)
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step."""
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step.
+
+        The host waits for the device: :meth:`grad_norm_tensor` does not.
+        """
         return 0.0 if self._norm is None else float(self._norm)
+
+    def grad_norm_tensor(self) -> torch.Tensor:
+        """The same as a 0-dim tensor on the device, which later steps leave as it is."""
+        return torch.zeros((), dtype=torch.float64, device=self.device) if self._norm is None else self._norm
 
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -136,7 +136,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, parameters, max_norm, norm_type=2)",
         wrapper="hf_zero.integrations.several:clip_by_the_engine",
         versions=ACCELERATE,
-        why="drops max_norm in silence, and knows the norm of one engine alone",
+        why="drops max_norm in silence, knows the norm of one engine alone, and reads it back in each step",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
@@ -158,6 +158,36 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.accelerate_states:resume_from_whole",
         versions=ACCELERATE,
         why="loads the state with the highest number, torn or not",
+    ),
+    Seam(
+        target="accelerate.data_loader:send_to_device",
+        signature="(tensor, device, non_blocking=False, skip_keys=None)",
+        wrapper="hf_zero.integrations.padding:note_padding",
+        versions=ACCELERATE,
+        why="the last place where an attention mask can be read without waiting for the device",
+    ),
+    *(
+        Seam(f"transformers.masking_utils:{name}", signature, f"hf_zero.integrations.padding:{wrapper}", TRANSFORMERS, why)
+        for name, signature, wrapper, why in (
+            (
+                "_preprocess_mask_arguments",
+                "(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, encoder_hidden_states=None)",
+                "drop_whole_masks",
+                "reads back in each forward whether a mask masks anything, which the data loader knew",
+            ),
+            (
+                "_ignore_causal_mask_sdpa",
+                "(padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size=None)",
+                "keep_causal_mask",
+                "the same for a causal mask with padding",
+            ),
+            (
+                "_ignore_bidirectional_mask_sdpa",
+                "(padding_mask, kv_length, local_attention_size=None)",
+                "keep_bidirectional_mask",
+                "the same for a bidirectional mask with padding",
+            ),
+        )
     ),
     Seam(
         target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
@@ -285,6 +315,13 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.trainer_seams:prepare_engine",
         versions=TRANSFORMERS,
         why="a model that is wrapped in something else than the engine would train unsharded in silence",
+    ),
+    Seam(
+        target="transformers.trainer:Trainer._get_grad_norm",
+        signature="(self, model, grad_norm=None)",
+        wrapper="hf_zero.integrations.trainer_seams:leave_norm_on_device",
+        versions=TRANSFORMERS,
+        why="reads the norm back in each step, also where it is not logged",
     ),
     Seam(
         target="transformers.trainer:deepspeed_init",

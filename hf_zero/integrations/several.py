@@ -12,6 +12,7 @@ steps its engine, and forget what it has left in the other where the script says
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,7 @@ def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
 
 
 def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm is that of the model whose parameters are given; another limit than the engine's is told (``Accelerator.clip_grad_norm_``)."""
+    """The norm, on the device, of the model whose parameters are given; another limit than the engine's is told (``Accelerator.clip_grad_norm_``)."""
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         given = [parameters] if hasattr(parameters, "numel") else list(parameters)
@@ -90,14 +91,15 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         _tell_limit(engine, float(max_norm))
         if isinstance(self.deepspeed_engine_wrapped, SeveralEngines):
             return engine.gradient_norm() if self.sync_gradients else None
-        return original(self, given, max_norm, norm_type)
+        wrapped = self.deepspeed_engine_wrapped
+        return None if wrapped is None else wrapped.engine.grad_norm_tensor()
 
     return clip_grad_norm_
 
 
 def _tell_limit(engine: Engine, max_norm: float) -> None:
     limit = float(engine.config.gradient_clipping or 0.0)
-    if limit != max_norm and engine not in _told:
+    if limit != max_norm != math.inf and engine not in _told:  # infinity only asks for the norm
         _told.add(engine)
         log_rank0(
             f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the engine clips in its step, "

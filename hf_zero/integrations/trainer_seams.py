@@ -106,6 +106,17 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_for_training
 
 
+def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm as a tensor, which the Trainer reads when it logs (``Trainer._get_grad_norm``)."""
+
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        if not under_zero(self):
+            return original(self, model, grad_norm)
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+    return _get_grad_norm
+
+
 def _keep_given_optimizer(trainer: Any) -> None:
     import torch
 
