@@ -1,23 +1,27 @@
-"""Sparse output: only the rows whose label counts go through a masked language model's head (Izsak et al. 2021, section 3; about 15% of them).
+"""Sparse output: only the rows whose label counts go through a masked language model's head (Izsak et al. 2021, section 3; about
+15% of them).
 
-How many rows count is known to the device alone, and asking it would stop the step. So rows are put, in order, into a fixed number of places,
-and a count of those that found none comes back; :class:`RowCapacity` reads it when it has arrived, and raises. On a CPU there is nothing to wait
-for, and the number of places is exact.
+[Note: the number of rows]
+The rows are put, in order, into a number of places that the host must know when it launches the head; no row may be left out. Labels
+in host memory are counted there. Labels on a device are counted by it on a stream of its own before the model's body is launched, and
+the count is copied to pinned memory. The head waits for that copy alone. Where the host launches no faster than the device computes,
+the count is there by then. Where the host is ahead, it waits until the device has reached this forward, and the whole body is queued
+behind the count: the device does not idle. So the count is exact for every batch, whatever earlier batches were like. Inside a graph
+of torch.compile the host learns nothing, and there are as many places as tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from typing import Any
 
 import torch
 
-from hf_zero.device import pinned, streams
+from hf_zero.device import kinds, pinned, streams
 from hf_zero.errors import KernelError
 
 GRANULE = 128  # places come in multiples of a GEMM's tile
-SHARE = 0.25  # of the tokens, at least: masking 15% of 512 tokens or more never reaches it
-MARGIN = 1.25  # over the most that has been seen
+SLACK = 0.125  # of the rows: places that may stay empty before their number is lowered
 
 
 def select_rows(
@@ -34,55 +38,65 @@ def select_rows(
     if labels.device != hidden.device:
         raise KernelError(f"labels are on {labels.device} and hidden on {hidden.device}: move them to one device")
     if capacity is None:
-        capacity = int((labels != ignore_index).sum()) if hidden.device.type == "cpu" else hidden.shape[0]
+        capacity = int((labels != ignore_index).sum()) if kinds.is_host(hidden.device) else hidden.shape[0]
     if capacity < 0:
         raise KernelError(f"capacity={capacity}: the number of rows to make room for; give 0 or more")
     rows, kept, _, lost = torch.ops.hf_zero.select_rows(hidden, labels, ignore_index, capacity)
     return rows, kept, lost
 
 
-class RowCapacity:
-    """How many places to make for rows that count, from what has been seen of earlier batches; one for each head.
+class RowCount:
+    """How many of ``labels`` count; from a device the number is on its way. See the note above."""
 
-    The first batch is waited for. From then on counts come back by themselves, and are read one or more steps later.
+    def __init__(self, labels: torch.Tensor, ignore_index: int = -100):
+        self.tokens = labels.numel()
+        self._arrived: streams.Event | None = None
+        if kinds.is_host(labels.device):
+            self._number = (labels != ignore_index).sum()
+            return
+        stream = _counting_stream(labels.device)
+        stream.wait_stream(streams.current_stream(labels.device))
+        with streams.on_stream(stream):
+            self._number = pinned.empty(1, torch.int64)
+            self._number.copy_((labels != ignore_index).sum().view(1), non_blocking=True)
+        self._arrived = streams.record_event(stream)
+        labels.record_stream(stream)
+
+    def read(self) -> int:
+        """The number, once it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return int(self._number)
+
+
+@functools.cache
+def _counting_stream(device: torch.device) -> streams.Stream:
+    return streams.new_stream(device)
+
+
+class RowCapacity:
+    """How many places to make for the rows that count; one for each head.
+
+    Never fewer than the rows. They are a multiple of ``GRANULE``, and stay what they are while no more than ``SLACK`` of the
+    rows are left empty, so that batches of about equal share have tensors of one shape.
     """
 
     def __init__(self) -> None:
-        self._share = 0.0
-        self._pending: deque[tuple[streams.Event, torch.Tensor, int, int]] = deque()
+        self._last = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
 
-    def places(self, labels: torch.Tensor, ignore_index: int = -100) -> int:
-        """For ``labels`` [tokens]. Raises KernelError where rows of an earlier batch found no place."""
-        tokens = labels.numel()
-        if labels.device.type == "cpu":
-            return int((labels != ignore_index).sum())
-        if not self._share:
-            self._learn(int((labels != ignore_index).sum()), tokens)
-        while self._pending and self._pending[0][0].query():
-            _, lost, places, tokens_then = self._pending.popleft()
-            self._learn(places + int(lost), tokens_then)
-            if lost > 0:
-                raise KernelError(
-                    f"{int(lost)} labelled tokens of a batch of {tokens_then} found no room in the {places} rows of the sparse head, "
-                    f"and that step was made without them: the labelled share varies by more than {MARGIN} times from batch to batch; shuffle the "
-                    "data, or leave masked_rows out of `kernels`"
-                )
-        return min(tokens, -(-int(tokens * self._share) // GRANULE) * GRANULE)
-
-    def note(self, lost: torch.Tensor, places: int, tokens: int) -> None:
-        """``lost`` is on its way to the host."""
-        if lost.device.type == "cpu" or places >= tokens:
-            return
-        arrived = pinned.empty(1, lost.dtype).view(lost.shape)
-        arrived.copy_(lost, non_blocking=True)
-        event = streams.record_event(streams.current_stream(lost.device))
-        self._pending.append((event, arrived, places, tokens))
-
-    def _learn(self, rows: int, tokens: int) -> None:
-        self._share = min(1.0, max(self._share, SHARE, MARGIN * rows / max(tokens, 1)))
+    def places(self, count: RowCount, device: torch.device) -> int:
+        """For the rows of ``count``, whose hidden states are on ``device``: exactly as many on a host."""
+        rows = count.read()
+        if kinds.is_host(device):
+            return rows
+        wanted = max(rows, 1)  # an empty head would launch kernels without blocks
+        if not wanted <= self._last <= wanted * (1 + SLACK) + GRANULE:
+            self._last = -(-wanted // GRANULE) * GRANULE
+        return min(count.tokens, self._last)
 
 
 @torch.library.custom_op("hf_zero::select_rows", mutates_args=())

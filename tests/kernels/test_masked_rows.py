@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops.masked_rows import GRANULE, RowCapacity, select_rows
+from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.ops import masked_rows
+from hf_zero.ops.masked_rows import GRANULE, RowCapacity, RowCount, select_rows
+from tests.integrations.fused.languages import compare, gradients, pair
 
 
 def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,46 +70,97 @@ def test_what_does_not_fit_is_named(labels: torch.Tensor, capacity: int, says: s
         select_rows(torch.zeros(4, 6), labels, capacity=capacity)
 
 
-class Elsewhere(torch.Tensor):
-    """Labels that say they are on a GPU."""
+class LateCount(torch.Tensor):
+    """Pinned memory that a copy reaches when its event is waited for; until then it holds nonsense."""
 
-    device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # type: ignore[override]
+        assert non_blocking
+        self.source = source.clone()
+        return self.fill_(-(10**6))
 
 
-def elsewhere(tokens: int, labelled: int) -> torch.Tensor:
+class FakeDevice:
+    """Host tensors that are taken for a device's, with a stream whose copies are late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.pinned: list[LateCount] = []
+        monkeypatch.setattr(masked_rows.kinds, "is_host", lambda device: False)
+        monkeypatch.setattr(masked_rows.pinned, "empty", self.empty)
+        for name in ("new_stream", "current_stream"):
+            monkeypatch.setattr(masked_rows.streams, name, lambda device: self)
+        monkeypatch.setattr(masked_rows.streams, "on_stream", lambda stream: nullcontext())
+        monkeypatch.setattr(masked_rows.streams, "record_event", lambda stream: SimpleNamespace(synchronize=self.arrive))
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("recorded"))
+        monkeypatch.setattr(masked_rows, "_counting_stream", lambda device: self)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> LateCount:
+        self.pinned.append(torch.empty(numel, dtype=dtype).as_subclass(LateCount))
+        return self.pinned[-1]
+
+    def wait_stream(self, stream: Any) -> None:
+        self.log.append("counting")
+
+    def arrive(self) -> None:
+        self.log.append("waited")
+        torch.Tensor.copy_(self.pinned[-1], self.pinned[-1].source)
+
+
+def labelled(tokens: int, share: float) -> torch.Tensor:
     labels = torch.full((tokens,), -100)
-    labels[:labelled] = 1
-    return labels.as_subclass(Elsewhere)
-
-
-def arrive(capacity: RowCapacity, lost: int, places: int, tokens: int, arrived: bool = True) -> None:
-    capacity._pending.append((SimpleNamespace(query=lambda: arrived), torch.tensor(lost), places, tokens))  # type: ignore[arg-type]
+    labels[torch.randperm(tokens)[: int(tokens * share)]] = 1
+    return labels
 
 
 def test_a_cpu_is_asked_how_many_rows_there_are() -> None:
-    assert RowCapacity().places(torch.tensor([1, -100, 2])) == 2
+    assert RowCapacity().places(RowCount(torch.tensor([1, -100, 2])), torch.device("cpu")) == 2
 
 
-def test_the_first_batch_is_waited_for_and_sets_the_share() -> None:
-    rare, dense = RowCapacity(), RowCapacity()
-    assert rare.places(elsewhere(4096, 600)) == 1024 and rare.places(elsewhere(2048, 2000)) == 512
-    assert dense.places(elsewhere(4096, 2000)) == -(-2500 // GRANULE) * GRANULE and dense.places(elsewhere(100, 1)) == 100
+def test_labels_of_the_host_are_counted_there_for_a_model_on_a_device() -> None:
+    assert RowCapacity().places(RowCount(labelled(4096, 0.1)), torch.device("cuda")) == 512  # and no stream is asked for
 
 
-def test_rows_that_were_lost_raise_once_that_is_known() -> None:
+def test_places_follow_the_count_of_each_batch_and_stay_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDevice(monkeypatch)
     capacity = RowCapacity()
-    labels = elsewhere(4096, 600)
-    capacity.places(labels)
-    arrive(capacity, 7, 1024, 4096, arrived=False)
-    assert capacity.places(labels) == 1024  # not known yet
-    capacity._pending.clear()
-    arrive(capacity, 7, 1024, 4096)
-    with pytest.raises(KernelError, match=r"7 labelled tokens of a batch of 4096 found no room in the 1024 rows"):
-        capacity.places(labels)
-    assert capacity.places(labels) > 1031  # whoever goes on has room
+
+    def places(share: float, tokens: int = 1024) -> int:
+        return capacity.places(RowCount(labelled(tokens, share)), torch.device("cuda"))
+
+    assert [places(0.1) for _ in range(12)] == [128] * 12
+    assert [places(share) for share in (0.4, 0.5, 0.0, 1.0, 0.1)] == [512, 512, GRANULE, 1024, 128]
+    assert places(0.5, tokens=20) == 20
+    about = [places(0.15 + 0.01 * (-1) ** step, tokens=32_768) for step in range(8)]
+    assert len({*about}) == 1 and 0.16 * 32_768 <= about[0] < 0.16 * 32_768 + GRANULE
 
 
-def test_a_copy_learns_by_itself() -> None:
-    capacity: Any = RowCapacity()
-    arrive(capacity, 7, 1024, 4096)
-    assert not copy.deepcopy(capacity)._pending
+def test_a_copy_counts_for_itself() -> None:
+    capacity = RowCapacity()
+    capacity.places(RowCount(labelled(4096, 0.5)), torch.device("cuda"))
+    assert copy.deepcopy(capacity).places(RowCount(labelled(4096, 0.45)), torch.device("cuda")) == 1920
+
+
+def test_a_head_on_a_device_loses_no_row_whatever_the_batch_before_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = pair("bert")
+    assert not isinstance(fuse_head(fused), str)
+    device = FakeDevice(monkeypatch)
+    monkeypatch.setattr(masked_rows, "GRANULE", 8)
+    rows: list[int] = []
+    fused.cls.predictions.transform.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[0]))
+    fused.bert.register_forward_pre_hook(lambda module, given: device.log.append("body"))
+    for share in (0.1, 0.4, 0.5, 0.0, 0.1):
+        ids = torch.randint(3, 60, (4, 20))
+        given = {"input_ids": ids, "labels": ids.where(labelled(80, share).view(4, 20) != -100, -100)}
+        device.log.clear()
+        losses = []
+        for model in (plain, fused):
+            model.zero_grad()
+            losses.append(model(**given).loss)
+            losses[-1].backward()
+        assert device.log == ["counting", "recorded", "body", "waited"]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+        if share:
+            compare(gradients(fused), gradients(plain))
+        else:
+            assert losses[1].isnan() and not any(each.any() for each in gradients(fused).values())
+    assert rows == [8, 32, 40, 8, 8]

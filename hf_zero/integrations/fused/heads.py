@@ -28,7 +28,7 @@ from hf_zero.integrations.fused.late_logits import with_late_logits
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logs import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
-from hf_zero.ops.masked_rows import RowCapacity, select_rows
+from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 IGNORED = -100  # what transformers' losses ignore unless they are told otherwise
 
@@ -140,6 +140,7 @@ class _Pending:
     ignore_index: int
     loss: torch.Tensor | None = None
     hidden: torch.Tensor | None = None  # what the head was called with: [batch, tokens, hidden]
+    count: RowCount | None = None  # of the labels that are not ignored; None where the head takes all rows
 
 
 class FusedHead:
@@ -219,7 +220,9 @@ class FusedHead:
                 f"{type(model).__name__} is given num_items_in_batch, which it ignores by itself: its loss would be that of each micro-batch, "
                 "summed over the window and multiplied by the ranks. The fused head divides by it, so what is logged is the mean"
             )
-        self.pending = pending = _Pending(labels, items, given.get("ignore_index", IGNORED))
+        ignored = given.get("ignore_index", IGNORED)
+        counted = RowCount(labels, ignored) if self.sparse and not torch.compiler.is_compiling() else None
+        self.pending = pending = _Pending(labels, items, ignored, count=counted)
         try:
             outputs = self.plain(**given, return_dict=True)
         finally:
@@ -288,10 +291,8 @@ def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     pending = fused.pending
     if pending is not None:
         pending.hidden = hidden
-        labels = pending.labels.to(hidden.device).reshape(-1)
-        places = fused.capacity.places(labels, pending.ignore_index)
-        if places < labels.numel():
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            hidden, pending.labels, lost = select_rows(rows, labels, ignore_index=pending.ignore_index, capacity=places)
-            fused.capacity.note(lost, places, labels.numel())
+        places = fused.capacity.places(pending.count, hidden.device) if pending.count is not None else pending.labels.numel()
+        if places < pending.labels.numel():
+            labels, rows = pending.labels.to(hidden.device).reshape(-1), hidden.reshape(-1, hidden.shape[-1])
+            hidden, pending.labels, _ = select_rows(rows, labels, ignore_index=pending.ignore_index, capacity=places)
     return type(entry).forward(entry, hidden, *args, **kwargs)
