@@ -131,7 +131,8 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
         try:
             return datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train"), args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on {BUILT_IN} instead")
+            remedy = f"correct the name, or leave --dataset_name out to train on {BUILT_IN}"
+            raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     paragraphs = [paragraph for topic in topics.values() for paragraph in topic.split("\n\n")]
     # Indented paragraphs are code and grammar, those with a ruled line are headings: what is left is English.
     prose = [

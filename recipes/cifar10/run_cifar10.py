@@ -26,7 +26,6 @@ import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero a
 CARD = Path(__file__).with_name("README.md")
 KINDS = ("disc", "ring", "square", "frame", "triangle", "plus", "stripes", "checkers", "crescent", "dots")
 SIDE = 32
-logger = deepspeed.utils.logger
 
 
 def parse_args() -> argparse.Namespace:
@@ -108,7 +107,8 @@ def load_images(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset,
         try:
             return *(TensorDataset(*split) for split in from_hub(args.dataset_name)), args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on pictures that are drawn instead")
+            remedy = "correct the name, or leave --dataset_name out to train on pictures that are drawn"
+            raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     return TensorDataset(*draw(args.train_images, 1)), TensorDataset(*draw(args.eval_images, 2)), drawn
 
 

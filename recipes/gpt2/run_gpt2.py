@@ -86,7 +86,8 @@ def load_texts(args: argparse.Namespace) -> tuple[list[str], str]:
             split = datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train")
             return [text for text in split["text"] if text.strip()], args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            deepspeed.utils.logger.warning(f"{args.dataset_name} cannot be reached ({error}); training on pydoc_data.topics instead")
+            remedy = "correct the name, or leave --dataset_name out to train on pydoc_data.topics"
+            raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     return [topic.strip() for topic in topics.values()], "pydoc_data.topics"
 
 

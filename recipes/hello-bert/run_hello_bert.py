@@ -26,7 +26,6 @@ import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero a
 CARD = Path(__file__).with_name("README.md")
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 IGNORED = -100  # a label that the loss leaves out
-log = deepspeed.utils.logger
 
 
 def parse_args() -> argparse.Namespace:
@@ -60,7 +59,8 @@ def load_texts(args: argparse.Namespace) -> tuple[list[str], str]:
             split = datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train")
             return [text for text in split["text"] if text.strip()], args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            log.warning(f"{args.dataset_name} cannot be reached ({error}); training on pydoc_data.topics instead")
+            remedy = "correct the name, or leave --dataset_name out to train on pydoc_data.topics"
+            raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     paragraphs = [" ".join(part.split()) for topic in topics.values() for part in topic.split("\n\n") if not part.startswith(" ")]
     return [text for text in paragraphs if "***" not in text and "===" not in text], "pydoc_data.topics"
 

@@ -125,7 +125,8 @@ def load_images(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
         try:
             return from_hub(args.dataset_name)
         except (ConnectionError, FileNotFoundError) as error:
-            print(f"{args.dataset_name} cannot be reached ({error}); training on pictures that are drawn instead")
+            remedy = "correct the name, or leave --dataset_name out to train on pictures that are drawn"
+            raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     return draw(args.train_images, 1), draw(1024, 2)
 
 

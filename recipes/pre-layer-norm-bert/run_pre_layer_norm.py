@@ -20,7 +20,6 @@ CARD = Path(__file__).with_name("README.md")
 IGNORED = -100  # a label that the loss leaves out
 WORDS = 32
 MASK = WORDS
-log = deepspeed.utils.logger
 
 
 def parse_args() -> argparse.Namespace:

@@ -84,8 +84,8 @@ def load_pairs(data: Data, seed: int) -> tuple[list[tuple[str, str]], str]:
             pairs = [(pair[data.source_lang], pair[data.target_lang]) for pair in split["translation"]]
             name = data.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
-            print(f"{data.dataset_name} cannot be reached ({error}); training on phrases that are made instead", flush=True)
-            pairs, name = phrases(data.phrases, seed), "phrases"
+            remedy = "correct the name, or leave --dataset_name out to train on phrases that are made"
+            raise SystemExit(f"{data.dataset_name} cannot be loaded ({error}); {remedy}") from None
     else:
         pairs, name = phrases(data.phrases, seed), "phrases"
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()

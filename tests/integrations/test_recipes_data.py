@@ -158,3 +158,27 @@ def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(recipe:
         monkeypatch.setattr(script, "masked", lambda rows, *rest, **seed: {"input_ids": rows, "labels": rows})
         script.evaluate(engine, torch.zeros(20, 8, dtype=torch.int64), tokenizer, SimpleNamespace(batch_size=10, mask_prob=0.15))
     assert engine.calls == 2
+
+
+LOADERS = {
+    "bert-mlm": "load_texts",
+    "cifar10": "load_images",
+    "gpt2": "load_texts",
+    "hello-bert": "load_texts",
+    "lightning": "load_images",
+    "translation": "load_pairs",
+}
+
+
+@pytest.mark.parametrize("recipe", LOADERS)
+def test_a_data_set_that_is_not_there_is_not_replaced_by_another(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES / recipe))
+    script = module_of(script_of(RECIPES / recipe))
+    args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalogue=None, train_images=8, phrases=8)
+    with pytest.raises(SystemExit, match=r"nobody/wikitxt cannot be loaded \(.*\); correct the name, or leave --dataset_name out"):
+        getattr(script, LOADERS[recipe])(args, *([1] if recipe == "translation" else []))
+    sys.modules.pop("phrases", None)
+
+
+def test_every_recipe_that_takes_a_data_set_is_among_them() -> None:
+    assert {script.parent.name for script in RECIPES.glob("*/run_*.py") if "dataset_name" in script.read_text()} == set(LOADERS)
