@@ -1,4 +1,4 @@
-"""The commands put together, and what happens to their errors: one line on stderr and exit code 2."""
+"""The commands put together, and what happens to their errors: the message on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def main() -> None:
     try:
         app()
     except HfZeroError as error:
-        print(f"hf-zero: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"hf-zero: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -84,49 +84,57 @@ def is_accelerate(mapping: Mapping[str, Any]) -> bool:
 
 def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
     """The values of an Accelerate configuration whose distributed_type is DEEPSPEED."""
+    reading = Reading()
+    mistakes = reading.mistakes
     for name in mapping:
         if name not in ACCELERATE_KEYS:
-            siblings = [key for key in ACCELERATE_KEYS if "." not in key]
-            inside = closest(str(name), TRANSLATED) or closest(str(name), KEYS)
-            if inside and not closest(str(name), siblings):
-                raise ConfigError(
-                    f"{label}: unknown key {name!r} beside Accelerate's own; put {inside[0]!r} under {_SECTION}, or into the file that "
-                    f"{_SECTION}.deepspeed_config_file names"
-                )
-            raise ConfigError(f"{label}: unknown key {name!r}{did_you_mean(str(name), siblings)}")
+            mistakes.append(_unknown(str(name), name, label))
     kind = str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
     if kind != "DEEPSPEED":
-        raise ConfigError(f"{label}: distributed_type = {kind!r} does not train with ZeRO; write distributed_type: DEEPSPEED")
+        mistakes.append(ConfigError(f"{label}: distributed_type = {kind!r} does not train with ZeRO; write distributed_type: DEEPSPEED"))
     for name, what in _FOREIGN.items():
         if mapping.get(name):
-            raise NotBuiltError(f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; remove the section {name}")
+            said = f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; remove the section {name}"
+            mistakes.append(NotBuiltError(said))
     for name, size in (mapping.get("parallelism_config") or {}).items():
         if isinstance(size, int) and size > 1:
-            raise NotBuiltError(
-                f"{label}: parallelism_config.{name} = {size} asks for a parallelism that hf-zero does not provide; write 1 or remove it"
-            )
+            said = f"{label}: parallelism_config.{name} = {size} asks for a parallelism that hf-zero does not provide; write 1 or remove it"
+            mistakes.append(NotBuiltError(said))
 
-    reading = Reading()
     for name, value in mapping.items():
         if name == "mixed_precision" and value is False:  # YAML's reading of a bare no
             value = "no"
-        if name != _SECTION:
+        if name != _SECTION and name in ACCELERATE_KEYS:
             reading.put(name, value, name, label, ACCELERATE_KEYS)
     section = mapping.get(_SECTION)
     if section is None:
         section = {}
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write {_SECTION}: {{zero_stage: 3}}")
-    _read_section(section, reading, label)
-    _apply_mixed_precision(reading, label)
+    with mistakes.noted():
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write {_SECTION}: {{zero_stage: 3}}")
+        _read_section(section, reading, label)
+    with mistakes.noted():
+        _apply_mixed_precision(reading, label)
     return reading
+
+
+def _unknown(name: str, key: Any, label: str) -> ConfigError:
+    siblings = [known for known in ACCELERATE_KEYS if "." not in known]
+    inside = closest(name, TRANSLATED) or closest(name, KEYS)
+    if inside and not closest(name, siblings):
+        return ConfigError(
+            f"{label}: unknown key {key!r} beside Accelerate's own; put {inside[0]!r} under {_SECTION}, or into the file that "
+            f"{_SECTION}.deepspeed_config_file names"
+        )
+    return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, siblings)}")
 
 
 def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> None:
     own = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
     for name in section:
         if name not in TRANSLATED and name not in own and name not in PASSED_ON:
-            raise ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{did_you_mean(str(name), [*TRANSLATED, *PASSED_ON, *own])}")
+            hint = did_you_mean(str(name), [*TRANSLATED, *PASSED_ON, *own])
+            reading.mistakes.append(ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}"))
     for name in own:
         if name in section:
             reading.put(f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS)
@@ -134,16 +142,15 @@ def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> N
     if path != "none":
         beside = sorted(set(section) & {*TRANSLATED, *PASSED_ON}) + (["mixed_precision"] if "mixed_precision" in reading.values else [])
         if beside:
-            raise ConfigError(
-                f"{label}: {beside[0]} stands beside {_SECTION}.deepspeed_config_file = {path!r}, and Accelerate reads the file alone; "
-                f"move it into {path}"
-            )
+            said = f"{', '.join(beside)} {'stand' if len(beside) > 1 else 'stands'} beside {_SECTION}.deepspeed_config_file = {path!r}"
+            them = "them" if len(beside) > 1 else "it"
+            reading.mistakes.append(ConfigError(f"{label}: {said}, and Accelerate reads the file alone; move {them} into {path}"))
         reading.update(Reading().read(load_file(path), f"config file {path}"))
     for name in TRANSLATED:
         if name in section and not (name.endswith("nvme_path") and section[name] == "none"):
             reading.put(TRANSLATED[name], section[name], f"{_SECTION}.{name}", label)
     reading.update(Reading().read({name: section[name] for name in PASSED_ON if name in section}, f"{label}: {_SECTION}"))
-    if "zero_optimization.stage" not in reading.values:
+    if "zero_optimization.stage" not in reading.values and not reading.mistakes:
         reading.put("zero_optimization.stage", 2, "zero_stage, which Accelerate takes to be 2 when it is not written", label)
 
 

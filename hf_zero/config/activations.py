@@ -69,11 +69,13 @@ def settle(reading: Reading) -> None:
 
 
 def check(reading: Reading) -> None:
-    """Raise ConfigError for two numbers of blocks."""
+    """Note in ``reading`` two numbers of blocks."""
     values, sources = reading.values, reading.sources
     blocks, number = values.get(BLOCKS), values.get(NUMBER)
     if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
-        raise ConfigError(
-            f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} ({sources[NUMBER]}): both say how many blocks are "
-            "checkpointed; remove one of them"
+        reading.mistakes.append(
+            ConfigError(
+                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} ({sources[NUMBER]}): both say how many blocks are "
+                "checkpointed; remove one of them"
+            )
         )

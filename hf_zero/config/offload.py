@@ -103,29 +103,44 @@ def settle(reading: Reading) -> None:
 
 
 def check(reading: Reading) -> None:
-    """Raise for sections of offload that contradict each other or the stage."""
-    values, sources = reading.values, reading.sources
+    """Note in ``reading`` sections of offload that contradict each other or the stage.
+
+    What rests on a key that is not there is noted only where all else is right: a misspelt key may have been meant.
+    """
+    values, sources, complete = reading.values, reading.sources, not reading.mistakes
     for section in (OPTIMIZER, PARAM):
         path = f"{section}.nvme_path"
-        if values.get(f"{section}.device") == "nvme" and not values.get(path) and path not in reading.autos:
-            raise ConfigError(
-                f"{section}.device = 'nvme' ({sources[f'{section}.device']}) names no folder for its files; write {path}: a folder on a local "
-                "NVMe disk, or a list of folders, one a disk"
+        if complete and values.get(f"{section}.device") == "nvme" and not values.get(path) and path not in reading.autos:
+            reading.mistakes.append(
+                ConfigError(
+                    f"{section}.device = 'nvme' ({sources[f'{section}.device']}) names no folder for its files; write {path}: a folder on "
+                    "a local NVMe disk, or a list of folders, one a disk"
+                )
             )
     stage, device = values.get(STAGE, 0), values.get(f"{PARAM}.device", "none")
-    if device != "none" and stage != 3:
-        raise ConfigError(
-            f"{PARAM}.device = {device!r} ({sources[f'{PARAM}.device']}) needs {STAGE} = 3, not {stage} ({sources.get(STAGE, 'default')}): "
-            f"below it every rank computes with whole parameters; write stage: 3, or offload the optimizer alone ({OPTIMIZER}.device)"
+    if device != "none" and stage != 3 and (complete or STAGE in values):
+        reading.mistakes.append(
+            ConfigError(
+                f"{PARAM}.device = {device!r} ({sources[f'{PARAM}.device']}) needs {STAGE} = 3, not {stage} "
+                f"({sources.get(STAGE, 'default')}): below it every rank computes with whole parameters; write stage: 3, or offload the "
+                f"optimizer alone ({OPTIMIZER}.device)"
+            )
         )
-    if values.get(BF16_STATES):
-        if values.get(f"{OPTIMIZER}.device", "none") == "none" and f"{OPTIMIZER}.device" not in reading.autos:
-            raise NotBuiltError(
-                f"{BF16_STATES} = True ({sources[BF16_STATES]}) asks for optimizer states in bf16 on the device, which this version of hf-zero "
-                f"does not provide; remove the key or write false, or offload the optimizer ({OPTIMIZER}.device: cpu), where moments may be bf16"
+    if not values.get(BF16_STATES):
+        return
+    if values.get(f"{OPTIMIZER}.device", "none") == "none" and f"{OPTIMIZER}.device" not in reading.autos:
+        if complete or f"{OPTIMIZER}.device" in values:
+            reading.mistakes.append(
+                NotBuiltError(
+                    f"{BF16_STATES} = True ({sources[BF16_STATES]}) asks for optimizer states in bf16 on the device, which this version of "
+                    f"hf-zero does not provide; remove the key or write false, or offload the optimizer ({OPTIMIZER}.device: cpu), where "
+                    "moments may be bf16"
+                )
             )
-        if values.get(MOMENTS) != "bf16":
-            raise ConfigError(
-                f"{MOMENTS} = {values.get(MOMENTS)!r} ({sources[MOMENTS]}) contradicts {BF16_STATES} = True ({sources[BF16_STATES]}); remove one "
-                "of them"
+    elif values.get(MOMENTS) != "bf16":
+        reading.mistakes.append(
+            ConfigError(
+                f"{MOMENTS} = {values.get(MOMENTS)!r} ({sources[MOMENTS]}) contradicts {BF16_STATES} = True ({sources[BF16_STATES]}); "
+                "remove one of them"
             )
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
+from hf_zero.config.mistakes import Mistakes
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -19,13 +20,15 @@ class Reading:
     """Values by their path in the table.
 
     ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and ``filled`` are those
-    that nobody wrote: a resolve for some number of ranks computed them.
+    that were not written: a resolve for some number of ranks computed them. ``mistakes`` are all that was found wrong on the way;
+    a value in which something is wrong is left out.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
+    mistakes: Mistakes = field(default_factory=Mistakes)
 
     def read(self, mapping: Mapping[str, Any], label: str) -> Reading:
         """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings replace earlier ones."""
@@ -35,15 +38,18 @@ class Reading:
         for key, value in mapping.items():
             if "." in str(key):
                 dotted = Reading()
-                dotted._take(_canonical(key), key, value, label)
+                with dotted.mistakes.noted():
+                    dotted._take(_canonical(key), key, value, label)
                 own.update(dotted)
-        own._settle(mapping, label)
+        with own.mistakes.noted():
+            own._settle(mapping, label)
         self.update(own)
         return self
 
     def put(self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS) -> None:
         """Take in one value that stands under another name, ``written``, in its file."""
-        self._judge(keys[path], value, written, label)
+        with self.mistakes.noted():
+            self._judge(keys[path], value, written, label)
 
     def update(self, other: Reading) -> None:
         """Replace values by those of ``other``."""
@@ -53,6 +59,7 @@ class Reading:
         self.autos |= other.autos
         self.sources.update(other.sources)
         self.filled |= other.filled
+        self.mistakes.extend(other.mistakes)
 
     def discard(self, path: str) -> None:
         """Forget a value and, of a section, the members that are "auto"."""
@@ -70,9 +77,10 @@ class Reading:
 
     def _walk(self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str) -> None:
         for key, value in mapping.items():
-            if not isinstance(key, str):
-                raise ConfigError(f"{label}: {written_prefix}{key!r} is not a name; keys are strings")
-            self._take(_canonical(prefix + key), written_prefix + key, value, label)
+            with self.mistakes.noted():
+                if not isinstance(key, str):
+                    raise ConfigError(f"{label}: {written_prefix}{key!r} is not a name; keys are strings")
+                self._take(_canonical(prefix + key), written_prefix + key, value, label)
 
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
         if path in KEYS:
@@ -126,16 +134,16 @@ class Reading:
         self.values[path] = converted
         self.sources[path] = source
 
-    @staticmethod
-    def _check_members(key: Key, section: dict[str, Any], written: str, label: str) -> None:
+    def _check_members(self, key: Key, section: dict[str, Any], written: str, label: str) -> None:
         for name, value in section.items():
-            if key.members is not None and name not in key.members:
-                raise ConfigError(
-                    f"{label}: unknown key {f'{written}.{name}'!r}{did_you_mean(name, [f'{written}.{member}' for member in key.members])}"
-                )
-            # a section that is off is not looked into, so a misspelt switch must not pass for "off"
-            if key.status is Status.NOT_BUILT and isinstance(value, bool) and name != "enabled" and closest(name, ["enabled"]):
-                raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}; did you mean '{written}.enabled'?")
+            with self.mistakes.noted():
+                if key.members is not None and name not in key.members:
+                    raise ConfigError(
+                        f"{label}: unknown key {f'{written}.{name}'!r}{did_you_mean(name, [f'{written}.{member}' for member in key.members])}"
+                    )
+                # a section that is off is not looked into, so a misspelt switch must not pass for "off"
+                if key.status is Status.NOT_BUILT and isinstance(value, bool) and name != "enabled" and closest(name, ["enabled"]):
+                    raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}; did you mean '{written}.enabled'?")
 
     def _settle(self, mapping: Mapping[str, Any], label: str) -> None:
         for section in ("optimizer", "scheduler"):

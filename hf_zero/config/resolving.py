@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from hf_zero.config.reading import Reading
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -22,10 +23,15 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
         reading.discard(path)
     if not training:
         reading.forget_autos("default: 'auto', which nothing fills in for an engine that only evaluates")
-    reading.refuse_autos()
-    _resolve_batch(reading, ranks, require_batch_size)
-    _resolve_mesh(reading, ranks)
-    _check_storage(reading, ranks)
+    for settle in (
+        reading.refuse_autos,
+        partial(_resolve_batch, reading, ranks, require_batch_size),
+        partial(_resolve_mesh, reading, ranks),
+        partial(_check_storage, reading, ranks),
+    ):
+        with reading.mistakes.noted():
+            settle()
+    reading.mistakes.throw()
 
 
 def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:

@@ -123,14 +123,14 @@ class ZeroConfig:
         **unknown: Any,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown") and value is not None}
-        if unknown:
-            name = next(iter(unknown))
-            code = ZeroConfig.__init__.__code__
-            known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        reading = Reading().read(_as_dialect(given | {"stage": stage}), "keyword")
+        code = ZeroConfig.__init__.__code__
+        known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
             hint = "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict" if dialect else did_you_mean(name, known)
-            raise ConfigError(f"keyword: unknown key {name!r}{hint}")
-        self._fill(Reading().read(_as_dialect(given | {"stage": stage}), "keyword"), None)
+            reading.mistakes.append(ConfigError(f"keyword: unknown key {name!r}{hint}"))
+        self._fill(reading, None)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config dict", allow_auto: bool = False) -> ZeroConfig:
@@ -143,7 +143,8 @@ class ZeroConfig:
             raise ConfigError(f"{source} is {type(values).__name__}, not keys and values; pass a dict")
         reading = read_accelerate(values, source) if is_accelerate(values) else Reading().read(values, source)
         if not allow_auto:
-            reading.refuse_autos()
+            with reading.mistakes.noted():
+                reading.refuse_autos()
         return cls._of(reading)
 
     @classmethod
@@ -261,6 +262,7 @@ class ZeroConfig:
         """Set every field from the values of ``reading`` and the table's defaults."""
         offload.settle(reading)
         activations.settle(reading)
+        _check(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
         values: dict[str, Any] = {key.field: reading.values.get(path, key.default) for path, key in table if key.field}
         for name, section in SECTIONS.items():
@@ -271,23 +273,29 @@ class ZeroConfig:
         values |= {"world_size": world_size, "_reading": reading}
         for item in fields(self):
             object.__setattr__(self, item.name, values[item.name])
-        self._check()
 
-    def _check(self) -> None:
-        sources = self.sources
-        if self.fp16.enabled and self.bf16.enabled:
-            raise ConfigError(
+
+def _check(reading: Reading) -> None:
+    """Raise for all that is wrong with ``reading``, what was met while it was read and what its values contradict, at once."""
+    values, sources, mistakes = reading.values, reading.sources, reading.mistakes
+    if values.get("fp16.enabled") and values.get("bf16.enabled"):
+        mistakes.append(
+            ConfigError(
                 f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled ({sources['bf16.enabled']}) are both true, but a model trains in "
                 "one precision; set one of them to false"
             )
-        norm = self.optimizer.params.get("max_grad_norm") if self.optimizer else None
-        if norm:
-            raise ConfigError(
+        )
+    norm = (values.get("optimizer.params") or {}).get("max_grad_norm")
+    if norm and values.get("optimizer.type"):
+        mistakes.append(
+            ConfigError(
                 f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no argument of an optimizer; "
                 f"write gradient_clipping: {norm!r}"
             )
-        offload.check(self._reading)
-        activations.check(self._reading)
+        )
+    offload.check(reading)
+    activations.check(reading)
+    mistakes.throw()
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:

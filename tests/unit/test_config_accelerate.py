@@ -218,3 +218,20 @@ def test_a_configuration_survives_accelerates_own_reader() -> None:
     theirs = HfDeepSpeedConfig(ZeroConfig(stage=3, bf16=True, gradient_clipping="auto").to_dict())  # type: ignore[arg-type]
     assert theirs.is_zero3() and theirs.is_true("bf16.enabled") and not theirs.is_offload()
     assert theirs.get_value("gradient_clipping") == "auto"
+
+
+def test_all_mistakes_of_a_file_are_reported_at_once() -> None:
+    file = {
+        "distributed_type": "DEEPSPEED",
+        "num_procs": 2,
+        "use_cpu": "maybe",
+        "fsdp_config": {"a": 1},
+        "deepspeed_config": {"zero_stge": 3, "offload_param_device": "gpu"},
+        "mixed_precision": "fp8",
+    }
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(file, source="zero3.yaml")
+    said = str(caught.value)
+    assert said.startswith("6 mistakes in the configuration:")
+    parts = ("'num_procs'", "use_cpu = 'maybe'", "fsdp_config", "'deepspeed_config.zero_stge'", "offload_param_device = 'gpu'", "fp8")
+    assert all(part in said for part in parts)

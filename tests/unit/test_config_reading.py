@@ -341,3 +341,58 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ZeroConfig.coerce(3)
     with pytest.raises(ConfigError, match="config dict is list, not keys and values; pass a dict"):
         ZeroConfig.from_dict([])  # type: ignore[arg-type]
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    config = {
+        "zero_optimization": {"stage": 5, "overlap_com": True, "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "gradient_clipping": "often",
+        "tensorboard": {"enabled": True, "jobname": "x"},
+        "optimizer": {"params": {"lr": 1}},
+        "zero_optimization.reduce_bucketsize": 1,
+    }
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(config, source="config file ds.json")
+    first, *listed = str(caught.value).splitlines()
+    assert first == "8 mistakes in the configuration:"
+    expected = [
+        "zero_optimization.stage = 5",
+        "unknown key 'zero_optimization.overlap_com'",
+        "gradient_clipping = 'often'",
+        "unknown key 'tensorboard.jobname'",
+        "asks for monitoring by the engine",
+        "unknown key 'zero_optimization.reduce_bucketsize'",
+        "optimizer names no type",
+        "are both true, but a model trains in one precision",
+    ]
+    assert len(listed) == len(expected) and all(part in line for part, line in zip(expected, listed, strict=True)), listed
+
+
+def test_what_may_follow_from_another_mistake_is_not_reported() -> None:
+    """The stage may have been meant by the misspelt key: that parameters are offloaded below stage 3 is not known."""
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict({"zero_optimization": {"stge": 3, "offload_param": {"device": "cpu"}}})
+    assert str(caught.value).startswith("config dict: unknown key 'zero_optimization.stge'")
+
+
+def test_several_features_that_are_not_built() -> None:
+    with pytest.raises(NotBuiltError, match="2 mistakes in the configuration:\n- .*FLOPS.*\n- .*curriculum learning"):
+        ZeroConfig.from_dict({"flops_profiler": {"enabled": True}, "curriculum_learning": {"enabled": True}})
+
+
+def test_several_unknown_keywords() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig(stage=4, gradient_cliping=1.0, steps_per_print=10)
+    said = str(caught.value)
+    assert said.startswith("3 mistakes") and "stage = 4" in said and "'gradient_cliping'" in said and "'steps_per_print'" in said
+
+
+def test_what_a_number_of_ranks_contradicts_is_reported_at_once() -> None:
+    config = ZeroConfig.from_dict({"train_batch_size": 7, "gradient_clipping": "auto", "replicate_size": 2}, allow_auto=True)
+    with pytest.raises(ConfigError) as caught:
+        config.resolve(3)
+    said = str(caught.value)
+    assert said.startswith("3 mistakes")
+    assert "still 'auto'" in said and "train_batch_size = 7" in said and "does not divide 3 ranks" in said
