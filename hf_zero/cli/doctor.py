@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -49,7 +49,16 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def examine() -> list[Finding]:
-    return [*_versions(), *_devices(), *_slot(), *_kernels()]
+    return [finding for part in (_versions, _devices, _slot, _kernels) for finding in _whole(part)]
+
+
+def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What ``part`` finds; what it cannot look at is a finding, too: whoever asks a doctor has something that does not work."""
+    try:
+        yield from part()
+    except Exception as error:
+        told = (str(error).strip().splitlines() or ["no message"])[0]
+        yield Finding(part.__name__.lstrip("_"), "examination", "broken", f"ended early: {type(error).__name__}: {told}")
 
 
 def _versions() -> Iterator[Finding]:
@@ -198,6 +207,8 @@ def _gpu_kernels() -> Iterator[Finding]:
         if not dispatch.installed()
         else "TRITON_INTERPRET=1; unset it"
         if dispatch.interpreted()
+        else f"Triton finds no driver ({missing}); it needs the driver's libcuda and a C compiler"
+        if (missing := dispatch.missing_driver())
         else ""
     )
     if why_not or kind is None:

@@ -8,7 +8,8 @@ An operation is declared once, with both bodies and one signature::
 A CUDA tensor goes to the kernel. With ``TRITON_INTERPRET=1`` in the environment before triton is imported a CPU tensor goes to the
 interpreter (tests). Everything else goes to the reference, and so does everything with ``HF_ZERO_TRITON=0``. Triton is imported at
 the first launch, never by importing hf_zero. A kernel that cannot be compiled is said to be so once, at warning level, with the
-compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero doctor`` tries them all.
+compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero doctor`` tries them all. Where Triton
+finds no driver for a device that torch drives (containers without libcuda, no C compiler), that is said once, and all references run.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def runs_on(device: torch.device) -> bool:
     """Whether tensors of ``device`` go to Triton kernels."""
     if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
         return False
-    return kinds.runs_triton(device) or (device.type == "cpu" and interpreted())
+    if interpreted():
+        return kinds.runs_triton(device) or device.type == "cpu"
+    return kinds.runs_triton(device) and not _said_missing()
 
 
 def wanted(name: str, kernels: Any, device: torch.device) -> bool:
@@ -98,6 +101,30 @@ def wanted(name: str, kernels: Any, device: torch.device) -> bool:
 @functools.cache
 def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def missing_driver() -> str:
+    """Why Triton cannot launch anything in this process, or "". Imports triton, which builds its launcher with a C compiler."""
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_device()
+    except Exception as error:  # an assertion, a failed build, no driver or several: each release has its own
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    return ""
+
+
+@functools.cache
+def _said_missing() -> bool:
+    why = missing_driver()
+    if why:
+        logger.warning(
+            "Triton finds no driver for this GPU, so the slow references of all kernels run (%s); `hf-zero doctor` tells more, "
+            "and `kernels: off` leaves the model as it is",
+            why,
+        )
+    return bool(why)
 
 
 @functools.cache

@@ -36,8 +36,8 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
         seen = []
         for body in (kernel, kernel.reference):
             torch.manual_seed(0)
-            arguments = kernel.example(device)
             try:
+                arguments = kernel.example(device)
                 result = body(*arguments)
                 kinds.synchronize(device)
             except Exception as error:  # whatever a launch says is what the doctor tells

@@ -73,7 +73,39 @@ def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(mon
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
+    monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
+    dispatch._said_missing.cache_clear()
     assert dispatch.runs_on(torch.device("cuda")) and not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
+    dispatch._said_missing.cache_clear()
+
+
+class NoDriver:
+    """As Triton's driver without libcuda: an assertion, not an error of Triton's own."""
+
+    @property
+    def active(self) -> Any:
+        raise AssertionError("libcuda.so cannot found!\nPossible files are located at ...")
+
+
+def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.runtime
+
+    monkeypatch.setattr(triton.runtime, "driver", NoDriver())
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "_device", lambda args: torch.device("cuda"))
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    for cached in (dispatch.missing_driver, dispatch._said_missing):
+        cached.cache_clear()
+    try:
+        for kernel in trial.declared().values():
+            kernel(*kernel.example(CPU))
+        assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
+        assert not dispatch.wanted("optimizer", "auto", torch.device("cuda")) and dispatch.broken() == {}
+        (said,) = [each for each in heard if "Triton" in each]
+        assert "finds no driver for this GPU" in said and "AssertionError: libcuda.so cannot found!)" in said
+    finally:
+        for cached in (dispatch.missing_driver, dispatch._said_missing):
+            cached.cache_clear()
 
 
 def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +209,8 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
     shorter = Kernel("shorter", body(lambda x, out: x[:2]), lambda x, out: x, example=example)
     assert "by inf of its norm" in trial.try_out(shorter, CPU)
     assert trial.try_out(Kernel("mute", "a:b", doubled), CPU) == "it declares no example"
+    broken = Kernel("broken", "a:b", doubled, example=lambda device: (torch.ones(1, dtype="none"),))  # type: ignore[call-overload]
+    assert trial.try_out(broken, CPU).startswith("TypeError: ")
 
 
 def test_every_kernel_agrees_with_its_reference_on_its_example(checked_triton: Callable[..., Any]) -> None:

@@ -357,11 +357,27 @@ def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     monkeypatch.setattr(dispatch, "installed", lambda: True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
     monkeypatch.setattr(trial, "declared", lambda: {"b": "b", "a": "a"})
     monkeypatch.setattr(trial, "try_out", lambda kernel, device: "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else "")
     found = list(doctor._gpu_kernels())
     assert [(each.name, each.status) for each in found] == [("a", "ok"), ("b", "broken")]
     assert found[1].detail.startswith("PTXASError: no; its reference runs in its place")
+    monkeypatch.setattr(dispatch, "missing_driver", lambda: "AssertionError: libcuda.so cannot found!")
+    (only,) = doctor._gpu_kernels()
+    assert only.status == "off" and "Triton finds no driver (AssertionError: libcuda.so cannot found!); it needs" in only.detail
+
+
+def test_doctor_goes_on_where_a_part_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise RuntimeError("the driver is gone\nand more")
+
+    monkeypatch.setattr(trial, "declared", fails)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    found = {(row["part"], row["name"]): row for row in json.loads(result.stdout)}
+    assert found["kernels", "examination"]["detail"] == "ended early: RuntimeError: the driver is gone"
+    assert found["slot", "entry point"] and found["kernels", "C++ compiler"]  # before it, and of other parts
 
 
 def test_doctor_ends_with_1_where_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
