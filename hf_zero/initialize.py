@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
+from hf_zero.core.compiled import to_be_compiled
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
 from hf_zero.core.mpu import check_mpu
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
+from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.schedules import build_scheduler
@@ -83,8 +85,9 @@ def initialize(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
-    settings = settings.on_device(comm.default_device().type, settings.compile.blocks)
-    _fuse(model, settings)
+    choose = settings.kernels == "auto"
+    settings = settings.on_device(kind_for_auto(comm.default_device()))
+    _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
     loader = _loader(training_data, collate_fn, settings)
@@ -115,8 +118,8 @@ def _refuse_other_deepspeed() -> None:
         )
 
 
-def _fuse(model: nn.Module, config: ZeroConfig) -> None:
-    """Change the forwards of ``model`` as the configuration asks.
+def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -> None:
+    """Change the forwards of ``model`` as the configuration asks; in blocks that are ``compiled``, as far as inductor leaves something.
 
     What is replaced is the code of Hugging Face, which this layer does not know: the one thing above it that is used, and by its name.
     """
@@ -124,7 +127,7 @@ def _fuse(model: nn.Module, config: ZeroConfig) -> None:
     sparse = section if section.pop("enabled", True) and section.get("mode", "fixed") != "dense" else None
     if config.kernels != "off" or sparse is not None or config.pre_layer_norm:
         fused = importlib.import_module("hf_zero.integrations.fused")
-        fused.prepare(model, config.kernels, sparse, config.pre_layer_norm)
+        fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
 
 
 def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> None:

@@ -6,20 +6,22 @@ from collections.abc import Iterable
 
 NAMES = ("norms", "activations", "rotary", "qkv", "residual", "loss", "optimizer")
 
-AUTO: dict[tuple[str, bool], tuple[str, ...]] = {
-    ("cuda", False): NAMES,
-    # Inside a compiled block inductor fuses norms, activations, rotations and sums itself.
-    ("cuda", True): ("qkv", "loss", "optimizer"),
+AUTO: dict[str, tuple[str, ...]] = {
+    "cuda": NAMES,
+    # A GPU for which Triton has no driver, or is switched off: references would run.
+    "cuda without Triton": ("loss",),
     # There are no kernels for norms and the like on CPUs: their references would run, slower than torch's own.
-    ("cpu", False): ("loss", "optimizer"),
-    ("cpu", True): ("loss", "optimizer"),
+    "cpu": ("loss", "optimizer"),
 }
-"""What "auto" means, by the kind of device and whether blocks are compiled."""
+"""What "auto" means, by the kind of device."""
+
+IN_COMPILED_BLOCKS = ("qkv",)
+"""Of those, what "auto" means inside a compiled block: inductor fuses norms, activations, rotations and sums there itself."""
 
 
-def auto(device: str, compiled: bool) -> tuple[str, ...]:
-    """The kernels of "auto" on ``device`` ("cuda", "cpu"); none on a kind that has no row."""
-    return AUTO.get((device, compiled), ())
+def auto(device: str) -> tuple[str, ...]:
+    """The kernels of "auto" on ``device``, a key of :data:`AUTO`; none on a kind that has no row."""
+    return AUTO.get(device, ())
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

@@ -191,15 +191,13 @@ class ZeroConfig:
         resolving.resolve(reading, world_size, require_batch_size, training)
         return self._of(reading, world_size)
 
-    def on_device(self, device: str, compiled: bool = False) -> ZeroConfig:
-        """This configuration with what ``kernels: auto`` means on a kind of device ("cuda", "cpu"), with compiled blocks or without."""
+    def on_device(self, device: str) -> ZeroConfig:
+        """This configuration with what ``kernels: auto`` means on ``device``, a key of ``hf_zero.config.kernels.AUTO``."""
         if self.kernels != "auto":
             return self
         reading = self._copy()
-        reading.values["kernels"] = kernels.auto(device, compiled) or "off"
-        reading.sources["kernels"] = (
-            f"computed: {self.sources['kernels']} is auto, on {device}{' with compiled blocks' if compiled else ''}"
-        )
+        reading.values["kernels"] = kernels.auto(device) or "off"
+        reading.sources["kernels"] = f"computed: {self.sources['kernels']} is auto, on {device}"
         return self._of(reading, self.world_size)
 
     def uses(self, kernel: str) -> bool:

@@ -37,6 +37,7 @@ from hf_zero.config import CompileSection
 from hf_zero.core.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.core.guards import Attached, Override
 from hf_zero.core.unit import Unit
+from hf_zero.core.wrap import cut
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 
@@ -78,6 +79,11 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
         raise ConfigError(f"compile.backend = {section.backend!r} is none that torch has here; write one of {', '.join(backends)}")
     if section.mode != "default" and section.backend != "inductor":
         raise ConfigError(f"compile.mode = {section.mode!r} is inductor's, not {section.backend}'s; remove it, or compile.backend")
+
+
+def to_be_compiled(model: nn.Module) -> list[nn.Module]:
+    """The blocks of ``model`` that an engine made of it compiles."""
+    return [piece.module for piece in cut(model)[0][1:] if _inside(piece.module)]
 
 
 class CompiledForward(Override):

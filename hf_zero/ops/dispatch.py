@@ -91,6 +91,12 @@ def runs_on(device: torch.device) -> bool:
     return kinds.runs_triton(device) and not _said_missing()
 
 
+def kind_for_auto(device: torch.device | str) -> str:
+    """The key of ``hf_zero.config.kernels.AUTO`` for ``device``."""
+    device = torch.device(device)
+    return f"{device.type} without Triton" if kinds.runs_triton(device) and not runs_on(device) else device.type
+
+
 def wanted(name: str, kernels: Any, device: torch.device) -> bool:
     """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on ``device``; "auto" does on a GPU."""
     if kernels in (None, "off") or not runs_on(device):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.config.kernels import NAMES, auto, in_order
+from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.core.parameter import owner_of, source_of
 from hf_zero.core.wrap import PACKED
@@ -23,6 +23,7 @@ from hf_zero.integrations.fused.pre_layer_norm import normalise_before
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.integrations.fused.reporting import Line, Report
 from hf_zero.logs import log_rank0
+from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
 
 RECORD = "_hf_zero_fused"
@@ -70,14 +71,19 @@ def optimize(
     Raises:
         KernelError: a name that is no kernel, or a model that ``sparse_attention`` or ``pre_layer_norm`` is not for.
     """
-    names = _names(kernels, kinds.accelerator() or "cpu", False)
+    names = _names(kernels, kind_for_auto(kinds.accelerator() or "cpu"))
     _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
 
 
-def prepare(model: nn.Module, kernels: str | Iterable[str], sparse_attention: Any, pre_layer_norm: bool) -> None:
-    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out parameters and updates them itself."""
-    _put_in(model, _names(kernels, "cpu", False), sparse_attention, pre_layer_norm, engine=True)
+def prepare(
+    model: nn.Module, kernels: str | Iterable[str], sparse_attention: Any, pre_layer_norm: bool, compiled: Iterable[nn.Module] = ()
+) -> None:
+    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out parameters and updates them itself.
+
+    In blocks that will be ``compiled`` only those of ``IN_COMPILED_BLOCKS`` are put.
+    """
+    _put_in(model, _names(kernels, "cpu"), sparse_attention, pre_layer_norm, engine=True, compiled=compiled)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -100,9 +106,9 @@ def report(model: nn.Module) -> Report:
     return Report(()) if record is None else record.report
 
 
-def _names(kernels: str | Iterable[str], device: str, compiled: bool) -> tuple[str, ...]:
+def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
     if kernels == "auto":
-        return auto(device, compiled)
+        return auto(device)
     if kernels == "off":
         return ()
     given = (kernels,) if isinstance(kernels, str) else tuple(kernels)
@@ -114,16 +120,27 @@ def _names(kernels: str | Iterable[str], device: str, compiled: bool) -> tuple[s
         ) from None
 
 
-def _put_in(model: nn.Module, names: tuple[str, ...], sparse_attention: Any, pre_layer_norm: bool, engine: bool) -> None:
+def _put_in(
+    model: nn.Module,
+    names: tuple[str, ...],
+    sparse_attention: Any,
+    pre_layer_norm: bool,
+    engine: bool,
+    compiled: Iterable[nn.Module] = (),
+) -> None:
     restore(model)
+    in_compiled = {module for block in compiled for module in block.modules()}
+    left_to_them = tuple(name for name in names if name in IN_COMPILED_BLOCKS)
     replacements: list[Replacement] = []
     lines: list[Line] = []
     try:
         if pre_layer_norm:
-            _keep(model, normalise_before(model, fused="residual" in names), replacements, lines, "pre_layer_norm")
+            fused = "residual" in (left_to_them if in_compiled else names)
+            _keep(model, normalise_before(model, fused=fused), replacements, lines, "pre_layer_norm")
         for name, module in list(model.named_modules()):
             norms.learn(module)
-            _replace(model, module, name, names, replacements, lines, packs=not engine)
+            chosen = left_to_them if module in in_compiled else names
+            _replace(model, module, name, chosen, replacements, lines, packs=not engine)
         if "loss" in names:
             from hf_zero.integrations.fused.heads import fuse_head
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.core.compiled import to_be_compiled
 from hf_zero.core.wrap import PACKED
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
@@ -80,6 +82,36 @@ def test_every_family_trains_at_stage_3(name: str) -> None:
 def started(**more: Any) -> Any:
     model = build(more.pop("name", "bert"))
     return start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "outside"), [("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}), ("llama", {"model.norm"})]
+)
+def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(name: str, outside: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("hf_zero.initialize"), "kind_for_auto", lambda device: "cuda")
+    compiled = {"blocks": True, "backend": "aot_eager"}
+    engine = started(name=name, kernels="auto", compile=compiled)
+    lines = report(engine.module).replaced
+    blocks = [name for name, module in engine.module.named_modules() if module in {*engine._compiled._blocks}]
+    assert len(blocks) >= 2
+    inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
+    assert inside == {("qkv",)}
+    assert {line.where for line in lines if line.kernels == ("norms",)} == outside
+    engine.destroy()
+    engine = started(name=name, kernels=["norms", "residual"], compile=compiled)  # who names them has them everywhere
+    assert {line.kernels for line in report(engine.module).replaced} == {("norms",), ("residual",)}
+    engine.destroy()
+    trace = train_on_threads(Fused(name), PLAN, engine_opener(3, kernels="auto", compile=compiled))
+    oracle.compare(trace, oracle.run(Fused(name), PLAN), weight_floor=oracle.ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5", "mixtral", "vit"])
+def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> None:
+    model = build(name)
+    expected = to_be_compiled(model)
+    engine = start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3})
+    assert expected and engine._compiled._blocks == expected
+    engine.destroy()
 
 
 def test_auto_is_settled_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:

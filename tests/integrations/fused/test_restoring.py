@@ -192,7 +192,7 @@ def test_the_table_counts_like_modules(heard: list[str]) -> None:
 def test_auto_without_a_gpu_is_what_helps_there(monkeypatch: pytest.MonkeyPatch) -> None:
     play_accelerator(monkeypatch, count=0)
     model = hf_zero.optimize(build("bert"))
-    assert {line.kernels for line in report(model).lines} == {(name,) for name in AUTO["cpu", False]}
+    assert {line.kernels for line in report(model).lines} == {(name,) for name in AUTO["cpu"]}
     assert not report(hf_zero.optimize(build("bert"), "off")).lines
 
 
