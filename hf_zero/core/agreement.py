@@ -192,15 +192,18 @@ class Agreement:
         if event not in self._due:
             self._news.add(event)
 
-    def serve(self, read: Callable[[int, int], bytes]) -> None:
+    def serve(self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own.
 
-        ``read(unit, epoch)`` gives this rank's chunk as it is after ``epoch`` writes.
+        ``read(unit, epoch)`` gives this rank's chunk as it is after ``epoch`` writes; ``begin`` is the first that the thread calls.
         """
         if self._thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             self._thread = threading.Thread(
-                target=_serve, args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read)), name="hf_zero-serve", daemon=True
+                target=_serve,
+                args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read), begin),
+                name="hf_zero-serve",
+                daemon=True,
             )
             _threads.add(self._thread)
             self._thread.start()
@@ -281,8 +284,9 @@ def _say_closed(store: Any, rank: int, why: str = ENDED) -> None:
         pass  # the store is gone: nobody can ask
 
 
-def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]) -> None:
+def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any], begin: Callable[[], None]) -> None:
     try:
+        begin()
         _serve_until_closed(owner, store, rank, read)
     finally:
         agreement = owner()

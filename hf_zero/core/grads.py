@@ -35,7 +35,7 @@ from hf_zero.errors import PartitionError
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
     """A reduction under way: its result goes to ``flat.grad`` times ``scale``."""
 
@@ -198,6 +198,8 @@ class GradientReducer:
         """Let go of everything: the engine is destroyed."""
         self.clear()
         self._spare.clear()
+        if self._homeward is not None:
+            self._homeward.close()
 
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""

@@ -15,12 +15,13 @@ STAGED = 2  # gradients that are to be added to others, on their way at once
 UNDER_WAY = 4  # gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run ahead with all of them
 
 
-@dataclass
+@dataclass(eq=False)
 class _Crossing:
     flat: Flat
     values: torch.Tensor  # on the GPU; kept until they have been copied
     arrived: streams.Event
     staged: torch.Tensor | None
+    adds: bool  # what was staged is added; else it is cast into the place of what was there
 
 
 class Homeward:
@@ -44,19 +45,17 @@ class Homeward:
         if accumulate or flat.grad.dtype != values.dtype:
             staged = self._stage(values.nbytes)
             target = staged[: values.nbytes].view(values.dtype)
-            if not accumulate:
-                flat.grad.zero_()
         while len(self._crossings) >= UNDER_WAY:
             self._land()
         self._stream.wait_stream(streams.current_stream(self._device))
         with streams.on_stream(self._stream):
             target.copy_(values, non_blocking=True)
             self.last, self._events[flat] = flat, streams.record_event(self._stream)
-            self._crossings.append(_Crossing(flat, values, self._events[flat], staged))
+            self._crossings.append(_Crossing(flat, values, self._events[flat], staged, accumulate))
 
     @property
     def is_adding(self) -> bool:
-        """Whether something is on its way that the host has to add."""
+        """Whether something is on its way that the host has to add or to cast."""
         return any(crossing.staged is not None for crossing in self._crossings)
 
     def event(self, flat: Flat) -> streams.Event | None:
@@ -66,18 +65,20 @@ class Homeward:
     def _stage(self, nbytes: int) -> torch.Tensor:
         while sum(crossing.staged is not None for crossing in self._crossings) >= STAGED:
             self._land()
-        fitting = next((memory for memory in self._staging if memory.numel() >= nbytes), None)
-        if fitting is None:
-            return self._take(nbytes, torch.uint8)
-        self._staging.remove(fitting)
-        return fitting
+        fitting = next((place for place, memory in enumerate(self._staging) if memory.numel() >= nbytes), None)
+        if fitting is not None:
+            return self._staging.pop(fitting)
+        if self._staging:
+            self._staging.pop()  # a larger one takes its place
+        return self._take(nbytes, torch.uint8)
 
     def _land(self) -> None:
         crossing = self._crossings.pop(0)
         crossing.arrived.synchronize()
         if crossing.staged is not None:
             assert crossing.flat.grad is not None
-            host.accumulate(crossing.flat.grad, crossing.staged[: crossing.values.nbytes].view(crossing.values.dtype))
+            values = crossing.staged[: crossing.values.nbytes].view(crossing.values.dtype)
+            _put(crossing.flat.grad, values, crossing.adds)
             self._staging.append(crossing.staged)
 
     def add_up(self) -> None:
@@ -89,3 +90,19 @@ class Homeward:
         """Return when all that was sent is there."""
         while self._crossings:
             self._land()
+
+    def close(self) -> None:
+        """Let go of everything: no gradient that was sent is wanted any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._crossings, self._staging, self._events, self.last = [], [], {}, None
+
+
+def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
+    """``grad = values``, or ``+=``, in host memory; the kernels of the host know 32 bits and fewer."""
+    if grad.dtype == torch.float64:
+        grad.add_(values) if adds else grad.copy_(values)
+    elif adds:
+        host.accumulate(grad, values)
+    else:
+        host.cast(grad, values)

@@ -9,6 +9,7 @@ import torch
 
 from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
+from hf_zero.device import pinned
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_norm import RUNS, squared_norms
 
@@ -23,7 +24,11 @@ def squared_norm(flats: Sequence[Flat], comm: Comm, device: torch.device, kernel
     # Flat by flat, so that the sum is the same bits wherever some of them are.
     here = [flat for flat in flats if flat.grad is not None and flat.squares is None]
     taken = dict(zip(here, sums_of_squares([flat.grad for flat in here if flat.grad is not None], kernels)))
-    sums = [flat.squares if flat.squares is not None else taken[flat].to(device) for flat in flats if flat.grad is not None]
+    here = [flat for flat in here if taken[flat].device != device]  # in host memory: they cross together, and nobody waits
+    if here:
+        crossed = pinned.for_copy(torch.stack([taken[flat] for flat in here]), device).to(device, non_blocking=True)
+        taken.update(zip(here, crossed.unbind()))
+    sums = [flat.squares if flat.squares is not None else taken[flat] for flat in flats if flat.grad is not None]
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     comm.shard.all_reduce(total, "gradient norm").wait()
     return total

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from hf_zero.core.comm import Comm, first_line
 from hf_zero.core.unit import State, Unit
-from hf_zero.device import streams
+from hf_zero.device import kinds, streams
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0
@@ -85,7 +86,7 @@ class Schedule:
                 pass
             self._plans[self._key] = issued = self._record
             if self._comm.agreement is not None and self._comm.shard.size > 1:
-                self._comm.agreement.serve(self.read)
+                self._comm.agreement.serve(self.read, partial(kinds.set_device, self._comm.device))
         else:
             while self._cursor < len(self._plan):
                 self._issue_planned()

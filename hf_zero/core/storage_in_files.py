@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.core.states import Take
 from hf_zero.core.states_in_files import let_end, paged
+from hf_zero.device import streams
 from hf_zero.ops.files import Priority
 
 
@@ -24,7 +25,7 @@ class ShardBuffers:
         self._count = max(2, count)
         self._take = take
         self._size = 0
-        self._free: list[torch.Tensor] | None = None
+        self._free: list[tuple[torch.Tensor, streams.Event | None]] | None = None  # and the end of the copy from each
         self._ahead: deque[StorageInFiles] = deque()
         self._writing: deque[tuple[StorageInFiles, torch.Tensor, Any]] = deque()
         self.trouble: OSError | None = None
@@ -36,6 +37,9 @@ class ShardBuffers:
                 self.flush()
                 while self._ahead:
                     self._ahead.popleft().drop_ahead()
+                for _, copied in self._free or ():
+                    if copied is not None:
+                        copied.synchronize()
                 self._size, self._free = size, None
 
     @property
@@ -44,7 +48,7 @@ class ShardBuffers:
 
     def borrow(self, must: bool) -> torch.Tensor | None:
         if self._free is None:
-            self._free = [self._take(self._size, torch.uint8) for _ in range(self._count)]
+            self._free = [(self._take(self._size, torch.uint8), None) for _ in range(self._count)]
         while self._writing and self._writing[0][2].done():
             self.end_write()
         if not self._free and must:
@@ -53,11 +57,21 @@ class ShardBuffers:
             else:
                 assert self._ahead, "every buffer of shards is in use"
                 self._ahead.popleft().drop_ahead()
-        return self._free.pop() if len(self._free) > (0 if must else 1) else None
+        if len(self._free) <= (0 if must else 1):
+            return None
+        # Latest first, for its memory is in the caches; but not one that the device still reads, if there is another.
+        at = next((at for at in reversed(range(len(self._free))) if _is_over(self._free[at][1])), 0 if must else None)
+        if at is None:
+            return None
+        memory, copied = self._free.pop(at)
+        if copied is not None:
+            copied.synchronize()
+        return memory
 
-    def give_back(self, memory: torch.Tensor) -> None:
+    def give_back(self, memory: torch.Tensor, copied: streams.Event | None = None) -> None:
+        """``memory`` is free, once the device has done ``copied``."""
         assert self._free is not None
-        self._free.append(memory)
+        self._free.append((memory, copied))
 
     def announced(self, storage: StorageInFiles) -> None:
         self._ahead.append(storage)
@@ -87,6 +101,10 @@ class ShardBuffers:
     def end_writes_of(self, storage: StorageInFiles) -> None:
         while any(each is storage for each, _, _ in self._writing):
             self.end_write()
+
+
+def _is_over(copied: streams.Event | None) -> bool:
+    return copied is None or copied.query()
 
 
 class StorageInFiles:
@@ -136,8 +154,8 @@ class StorageInFiles:
                 out.copy_(self._kept[start : start + out.numel()])
                 return
             memory = self._read()
-            out.copy_(self._numbers(memory)[start : start + out.numel()])
-            self._buffers.give_back(memory)
+            out.copy_(self._numbers(memory)[start : start + out.numel()], non_blocking=True)
+            self._buffers.give_back(memory, streams.record_here(out.device))
 
     def ahead(self, start: int, stop: int) -> None:
         with self._buffers.lock:

@@ -126,7 +126,8 @@ class Updater:
                 self._wait_for(self._run(update, unit, [*events, *self._landings(unit)]))
             return
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "hf-zero update")
+            begin = partial(kinds.set_device, self._device)
+            self._worker = ThreadPoolExecutor(1, "hf-zero update", initializer=begin)
             weakref.finalize(self, self._worker.shutdown, wait=False)
         for place, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()

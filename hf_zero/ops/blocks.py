@@ -22,7 +22,7 @@ from hf_zero.ops.checks import FP32, SIGNED_BLOCKS, UNSIGNED_BLOCKS, flat
 BLOCK = 256
 
 
-@dataclass
+@dataclass(eq=False)
 class Blocks:
     """``numel`` numbers in ``numel`` bytes and a scale for each 256.
 

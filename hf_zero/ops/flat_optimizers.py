@@ -54,7 +54,7 @@ ADAM = Kernel("flat_adam", "flat_optimizers:adam_", reference.adam_, example=_up
 LION = Kernel("flat_lion", "flat_optimizers:lion_", reference.lion_, example=_update_example(1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settings:
     """Of one row: Adam's (Kingma & Ba 2014, arXiv:1412.6980), AdamW's (Loshchilov & Hutter 2017, arXiv:1711.05101) where ``decoupled``.
 

@@ -109,7 +109,7 @@ def scalar_like(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Carried:
     """Existing state of an optimizer: ``scalars[group][state name]`` and ``tensors[parameter][state name]`` (1-D)."""
 

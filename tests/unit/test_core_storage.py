@@ -11,6 +11,7 @@ import torch
 from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
 from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
 from hf_zero.core.tier import FileTier
+from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
@@ -142,3 +143,32 @@ def test_shards_that_are_larger_than_those_written_before(tmp_path: Path) -> Non
         part.fill_(-1)
         shard.complete()
     assert all(shard.fetch(0, 3).eq(-1).all() for shard in shards)
+
+
+def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played, asked = play_streams(monkeypatch, prompt=False), []
+    tier, buffers = FileTier([tmp_path], 0), ShardBuffers(2, zeros)
+    shards = [StorageInFiles(str(i), 5000, torch.float32, CPU, tier, buffers) for i in range(3)]
+    for i, shard in enumerate(shards):
+        shard.store(0, torch.full((5000,), float(i)))
+    buffers.flush()
+    copy = torch.Tensor.copy_
+
+    def copied(out: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        asked.append(non_blocking)
+        return copy(out, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    outs = [torch.zeros(5000) for _ in shards]
+    for shard, out in zip(shards[:2], outs):
+        shard.fetch_into(0, out)
+    assert asked == [True, True] and len(played.events) == 2 and played.log == []
+    shards[2].ahead(0, 5000)  # no buffer is free, and nobody waits to read ahead
+    assert played.log == []
+    shards[2].fetch_into(0, outs[2])
+    assert played.log == [("host waits", "compute")] and played.events[0].over and not played.events[1].over
+    assert [float(out[0]) for out in outs] == [0.0, 1.0, 2.0]
+    part = shards[0].in_host_memory(0, 5000)  # the host writes a buffer only when no copy from it is under way
+    assert part is not None and played.events[1].over

@@ -20,7 +20,7 @@ from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Widened:
     """A tensor in memory or mapped that is given out in ``dtype``, cast as it is read: all at once would be a copy of it."""
 
@@ -81,7 +81,7 @@ class Group:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Found:
     """All that was read out of a foreign folder. ``files`` are those the pieces point to, the first one also holds the buffers."""
 

@@ -131,7 +131,7 @@ def _loss_is_its_own(model: Any) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """Labels on their way to the head, and the loss on its way back."""
 

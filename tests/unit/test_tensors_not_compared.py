@@ -1,0 +1,160 @@
+"""Nothing compares tensors by value where identity is meant: ``==`` of two tensors is a tensor, or an error where their sizes differ.
+
+``list.remove``, ``in``, ``index`` and ``count`` compare with ``==``, and so do dataclasses and named tuples field by field. Read from
+the sources: mypy has every container that begins empty annotated, and the annotation tells what it holds.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    path for folder in ("hf_zero", "kernels") for path in sorted((ROOT / folder).rglob("*.py")) if "triton_kernels" not in path.parts
+]
+IN_ORDER = {"list", "deque", "tuple", "Sequence", "Iterable", "Collection", "List", "Tuple"}
+BY_VALUE = {"remove", "index", "count"}
+
+
+def name_of(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def mentions(annotation: ast.AST | None, names: set[str]) -> bool:
+    return annotation is not None and any(name_of(node) in names for node in ast.walk(annotation))
+
+
+def holds(annotation: ast.AST | None, names: set[str]) -> bool:
+    """Whether ``annotation`` is of a container whose elements, compared one by one, are or contain one of ``names``."""
+    if isinstance(annotation, ast.BinOp):  # a | b
+        return holds(annotation.left, names) or holds(annotation.right, names)
+    if not isinstance(annotation, ast.Subscript):
+        return False
+    outer = name_of(annotation.value)
+    if outer in ("dict", "Mapping"):  # ``in`` looks at keys; values() of one is not kept
+        return False
+    return outer in IN_ORDER and mentions(annotation.slice, names)
+
+
+def is_dataclass(node: ast.ClassDef) -> tuple[bool, bool]:
+    """(whether it is one, whether it compares by value)."""
+    for decorator in node.decorator_list:
+        call = decorator if isinstance(decorator, ast.Call) else None
+        if name_of(call.func if call else decorator) == "dataclass":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} if call else {}
+            return True, given.get("eq") != "False"
+    return False, False
+
+
+def fields(node: ast.ClassDef, names: set[str]) -> Iterator[str]:
+    for statement in node.body:
+        if not isinstance(statement, ast.AnnAssign) or not mentions(statement.annotation, names):
+            continue
+        if "compare=False" not in ast.unparse(statement) and "Callable" not in ast.unparse(statement.annotation):
+            yield name_of(statement.target)
+
+
+def findings(sources: dict[str, str]) -> list[str]:
+    """Where tensors, or what compares with their help, are compared by value."""
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    classes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = []
+    values = {"Tensor"}  # and the named tuples that hold some
+    for path, node in classes:
+        dataclass, compares = is_dataclass(node)
+        tuples = any(name_of(base) == "NamedTuple" for base in node.bases)
+        if tuples and list(fields(node, {"Tensor"})):
+            values.add(node.name)
+        if dataclass and compares and list(fields(node, {"Tensor"})):
+            found.append(f"{path}:{node.lineno} {node.name} compares its tensors {list(fields(node, {'Tensor'}))}: eq=False")
+    for path, tree in trees.items():
+        found += [f"{path}:{line}" for line in _compared(tree, values)]
+    return found
+
+
+def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
+    attributes = {
+        name_of(node.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute) and holds(node.annotation, values)
+    }
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for scope in [tree, *functions]:
+        containers, tensors = _annotated(scope, values)
+
+        def kept(node: ast.AST, containers: set[str] = containers) -> bool:
+            return name_of(node) in (attributes if isinstance(node, ast.Attribute) else containers)
+
+        def tensor(node: ast.AST, tensors: set[str] = tensors) -> bool:
+            return isinstance(node, ast.Name) and node.id in tensors
+
+        for node in _own(scope):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BY_VALUE and node.args:
+                if kept(node.func.value) or tensor(node.args[0]):
+                    yield f"{node.lineno} {ast.unparse(node)}"
+            elif isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                membership = any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops)
+                equality = any(isinstance(op, (ast.Eq, ast.NotEq)) for op in node.ops)
+                membership = membership and name_of(sides[-1]) != "state"  # an optimizer's dict, which has tensors for keys
+                if (membership and (kept(sides[-1]) or tensor(sides[0]))) or (equality and any(map(kept, sides))):
+                    yield f"{node.lineno} {ast.unparse(node)}"
+
+
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    """What stands in ``scope``, but not in functions inside it."""
+    for child in ast.iter_child_nodes(scope):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+            yield from _own(child)
+
+
+def _annotated(scope: ast.AST, values: set[str]) -> tuple[set[str], set[str]]:
+    """Names in ``scope`` of containers that hold tensors, and of tensors."""
+    pairs = [(node.target, node.annotation) for node in _own(scope) if isinstance(node, ast.AnnAssign)]
+    named = [(name_of(target), annotation) for target, annotation in pairs]
+    if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        named += [(each.arg, each.annotation) for each in [*scope.args.args, *scope.args.kwonlyargs] if each.annotation is not None]
+    containers = {name for name, annotation in named if holds(annotation, values)}
+    return containers, {name for name, annotation in named if name_of(annotation) in values}
+
+
+def test_no_tensors_are_compared_where_identity_is_meant() -> None:
+    assert not findings({str(path.relative_to(ROOT)): path.read_text() for path in SOURCES})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def f(self, fit):\n        self._kept: list[torch.Tensor] = []\n        self._kept.remove(fit)",
+        "def f(kept: list[tuple[Tensor, Event | None]], one):\n    return one in kept",
+        "def f(kept: Sequence[torch.Tensor], other):\n    return kept == other",
+        "def f(kept, one: torch.Tensor):\n    kept.index(one)",
+        "def f(kept, one: torch.Tensor):\n    return one not in kept",
+        "waiting: deque[torch.Tensor] = deque()\nwaiting.count(waiting[0])",
+        "@dataclass\nclass A:\n    values: torch.Tensor",
+        "@dataclass(frozen=True)\nclass A:\n    values: list[torch.Tensor] | None",
+        "class A(NamedTuple):\n    values: Tensor\ndef f(kept: list[A], a):\n    kept.remove(a)",
+    ],
+)
+def test_a_comparison_is_seen(source: str) -> None:
+    assert len(findings({"a.py": source})) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@dataclass(eq=False)\nclass A:\n    values: torch.Tensor",
+        "@dataclass\nclass A:\n    run: Callable[[], torch.Tensor]",
+        "@dataclass(order=True)\nclass A:\n    values: torch.Tensor = field(compare=False)",
+        "def f(kept: dict[str, torch.Tensor], name: str):\n    return name in kept",
+        "def f(kept: list[torch.Tensor], one):\n    return any(one is each for each in kept)",
+        "def f(shape: list[int], one):\n    shape.remove(one)",
+    ],
+)
+def test_what_compares_no_tensors_passes(source: str) -> None:
+    assert not findings({"a.py": source})
