@@ -39,6 +39,7 @@ def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
 def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
     """Every parameter whole on its device, one unit at a time; of the master weights where ``dtype`` is float32."""
     for unit in engine.units:
+        unit.take_user_writes()
         masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and flat.has_own_master}
         for flat, slot, view in _gathered(engine, unit):
             master = masters.get(flat)

@@ -21,11 +21,14 @@ from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, become, given_class
 from hf_zero.core.states import MASTER, States
 from hf_zero.core.storage import Storage
+from hf_zero.core.writes import UserWrites
 from hf_zero.device import streams
+from hf_zero.errors import PartitionError
 
 if TYPE_CHECKING:
     from hf_zero.core.unit import Unit
 
+_get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -62,6 +65,7 @@ class Flat:
         self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
         self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
         self.switched: set[str] = set()  # parameters whose requires_grad is another one than at initialize
+        self.user_writes = UserWrites(parameters)
         self.unit: Unit
         self.comm: Any = None
         self.engine_flats: list[Flat] = [self]
@@ -89,8 +93,9 @@ class Flat:
     @property
     def references(self) -> int:
         """How many tensors besides this flat's own share the memory of ``full``, which is gathered."""
-        # Its own: ``full``, the object asked here, and for each parameter a view and the parameter itself.
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - 2 - 2 * len(self.parameters)
+        # Its own: ``full``, the object asked here, for each parameter a view and the parameter itself, and aliases.
+        own = 2 + 2 * len(self.parameters) + self.user_writes.aliases
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - own
 
     @property
     def holds_gradient(self) -> bool:
@@ -260,6 +265,66 @@ class Flat:
         self.store_part(start, values)
         self.store_master(values, start)
 
+    def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """``values``, the memory of parameter ``name``, as a tensor whose changes are noticed."""
+        view = self.views.get(name)
+        if view is None or values.data_ptr() != view.data_ptr():
+            return values  # somebody has put the parameter elsewhere (``Tensor.set_``)
+        return self.user_writes.alias(name, view)
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Copy ``value`` over the whole parameter ``name``. False where torch is to put the parameter elsewhere.
+
+        Raises PartitionError for a parameter that trains and would not fit its place any more.
+        """
+        view, parameter = self.views.get(name), self.parameters[name]
+        if view is None or self.retired:
+            return False
+        fits = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
+        if not fits:
+            if self.trainable and not self.unit.watched:
+                raise PartitionError(
+                    f"{name}.data of shape {tuple(view.shape)}, {view.dtype} on {view.device} was given a tensor of shape "
+                    f"{tuple(value.shape)}, {value.dtype} on {value.device}, but the place of a parameter that an engine "
+                    "trains is fixed; assign values of the same kind, or change the model before hf_zero.initialize"
+                )
+            return False
+        self.settle()
+        with torch.no_grad():
+            if value.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                self.user_writes.alias(name, view).copy_(value)
+            elif value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
+                self.user_writes.alias(name, view).copy_(value.clone())
+            if _get_data(parameter).data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+                _set_data(parameter, view)
+        return True
+
+    @torch.no_grad()
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into this rank's shard and master weights."""
+        names = self.user_writes.names()
+        if not names:
+            return
+        self.settle()
+        for name in names:
+            self._take_written(name)
+        self.user_writes.accept()
+
+    def _take_written(self, name: str) -> None:
+        parameter, view = self.parameters[name], self.views[name]
+        if parameter.numel() and parameter.data_ptr() != view.data_ptr():  # Tensor.set_
+            self.assign(name, parameter.detach())
+        first, start, stop = self.own_range(name)
+        if start == stop:
+            return
+        values = view.reshape(-1)[first : first + stop - start]
+        master = self.master if self.has_own_master else None
+        if master is not None:
+            before = master[start:stop]
+            given = values.to(before.device)
+            self.store_master(torch.where(given == before.to(self.dtype), before, given.to(before.dtype)), start)
+        self.store_part(start, values)
+
     def use_full(self, full: torch.Tensor) -> None:
         """Make ``full`` [padded] the buffer of this flat and the parameters views of it. Their values must be in it."""
         kind = LiveParameter if self.sharded else OwnedParameter
@@ -286,6 +351,7 @@ class Flat:
         self._lay(torch.empty_like(self.full))
 
     def point_at_nothing(self) -> None:
+        self.user_writes.drop_aliases()
         for parameter, slot in self.items:
             _set_data(parameter, self._placeholders[slot.name])
             become(parameter, ReleasedParameter)
@@ -309,6 +375,7 @@ class Flat:
     def drop(self) -> None:
         """Let go of this rank's memory: the parameters belong to another flat by now, or to themselves."""
         self._storage, self.views, self._placeholders = None, {}, {}
+        self.user_writes.drop_aliases()
         self.full = self.full.new_empty(0)
 
     def whole_from_shards(self) -> torch.Tensor:

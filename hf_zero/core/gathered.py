@@ -65,7 +65,11 @@ class GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
         units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
         for unit, engine in units.items():
+            watched = unit.watched
             self._lent.enter_context(engine.lent(unit))
+            if not watched:
+                unit.take_user_writes()  # those of a forward, which are not this context's
+            self._lent.callback(unit.drop_user_writes)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -171,6 +175,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     flat = owner_of(parameter)
     if flat is None:
         return parameter.detach().float()
+    flat.unit.take_user_writes()
     master = flat.master
     return None if master is None else _whole(flat, parameter, master)
 
@@ -182,6 +187,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         parameter.copy_(value)
         return
     flat = _trains(parameter, "safe_set_full_fp32_param")
+    flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.master
     assert master is not None
     with engine.schedule.writing():

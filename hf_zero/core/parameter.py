@@ -26,6 +26,7 @@ from hf_zero.core.tree import tensors_in
 from hf_zero.errors import PartitionError, ReleasedParameterError
 
 _grad: Any = torch.Tensor.grad
+_data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
@@ -141,6 +142,21 @@ class OwnedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         set_raw_grad(self, value)
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        """The values, past autograd. What is written through it is noticed; what is assigned is copied into the flat buffer."""
+        values = _data.__get__(self)
+        flat = self.__dict__.get("_hf_zero_flat")
+        if flat is None or isinstance(values, ReleasedTensor) or torch.compiler.is_compiling():
+            return values
+        return flat.data_of(name_of(self), values)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        flat = self.__dict__.get("_hf_zero_flat")
+        if flat is None or isinstance(self, ReleasedParameter) or not flat.assign(name_of(self), value):
+            _data.__set__(self, value)
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:

@@ -78,6 +78,7 @@ class Saving(nn.Module):
 
         engine: Any = self
         refuse_half_done(engine.updater, "save_checkpoint()")
+        engine.take_user_writes()
         if keep is None and tag is None:
             keep = engine.config.checkpoint.keep
         if engine.window_is_open and engine.global_rank == 0:

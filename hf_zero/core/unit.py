@@ -129,6 +129,7 @@ class Unit:
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage."""
+        self.take_user_writes()
         pairs = []
         with torch.inference_mode(False):
             for flat in self.sharded:
@@ -161,6 +162,17 @@ class Unit:
                     flat.point_at_full()
             self.state = State.GATHERED
 
+    def take_user_writes(self) -> None:
+        """What a script has written to parameters that are whole here goes into the shards (a module may change its own weights)."""
+        for flat in self.flats:
+            if not flat.sharded or self.state is State.GATHERED:
+                flat.take_user_writes()
+
+    def drop_user_writes(self) -> None:
+        """What was written to sharded parameters inside GatheredParameters has been kept by it, or is not to be."""
+        for flat in self.sharded:
+            flat.user_writes.accept()
+
     def chunk_bytes(self) -> bytes:
         """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread beside the one that trains."""
         return b"".join(flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes() for flat in self.sharded)
@@ -186,6 +198,7 @@ class Unit:
         self.finish_gather()
         if self.state is State.RELEASED or not self.sharded:
             return
+        self.take_user_writes()
         with torch.inference_mode(False), torch.no_grad():
             for flat in self.sharded:
                 left = (keep_views or self._shared) and flat.references

@@ -81,6 +81,11 @@ class Updater:
         """Units whose update nobody has waited for yet."""
         return tuple(self._pending)
 
+    @property
+    def updated_early(self) -> Sequence[Unit]:
+        """Units whose update has begun in the backward, and whose step is still to come."""
+        return self._started if self.early is not None else ()
+
     def used(self, unit: Unit) -> None:
         """A forward needs ``unit`` now."""
         if unit in self._order and unit not in self._uses:

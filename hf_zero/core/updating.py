@@ -18,7 +18,7 @@ from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
 from hf_zero.core.precision import LossScaler
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.states import MASTER
-from hf_zero.core.trouble import failed_writes
+from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.logs import logger
@@ -28,6 +28,7 @@ class Updating:
     """Methods of :class:`hf_zero.core.engine.Engine` that change parameters."""
 
     config: ZeroConfig
+    units: list[Unit]
     flats: list[Flat]
     comm: Comm
     device: torch.device
@@ -51,6 +52,7 @@ class Updating:
         """The gradients of ``unit`` are here, and nothing can forbid its update any more."""
         assert self.updater is not None
         if unit.offloaded:
+            unit.take_user_writes()
             self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
 
     @torch.no_grad()
@@ -78,12 +80,21 @@ class Updating:
         elif scale != 1.0:
             divisor = torch.full((), scale, device=self.device)
         with self.schedule.writing():  # in fp32 the masters are the shards
+            self.take_user_writes()
             written = self.bound.step(divisor, shards=self._shards_to_write())
             if self.updater is not None:
                 update = self.updater.early or self.bound.begin(1.0 if divisor is None else float(divisor), self.counters.global_steps)
                 self.updater.start(update)
         self._refresh([flat for flat in self.flats if flat.states is None], self.flats, written)
         return False
+
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into shards and master weights."""
+        for unit in self.units:
+            if self.updater is not None and unit in self.updater.updated_early:
+                for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
+                    refuse_half_done(self.updater, f"a write to {name}")
+            unit.take_user_writes()
 
     def _shards_to_write(self) -> dict[str, torch.Tensor]:
         """Shards that a kernel of the optimizer can write while it has the new masters in registers, by key of their flat."""

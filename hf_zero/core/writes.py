@@ -1,0 +1,72 @@
+"""What a script writes to parameters past the engine: in place, through ``parameter.data``, or by assigning to it.
+
+[Note: how a write is noticed]
+torch counts the changes of a tensor in ``_version``. A parameter keeps its own count, although its memory is a view of a
+flat buffer, so what the engine writes into the buffer does not move it. ``parameter.data`` has a count of its own each time
+it is read; the engine therefore hands out one alias a parameter, whose views share one count. So a step compares one sum of
+integers a flat, and looks closer only where something was written.
+
+[Note: whose values count]
+Each rank keeps its own part of what was written, as it keeps its own part of everything. Ranks that write the same, as
+they do in a script that is the same on all of them, lose nothing; where they differ, the rank that owns an element decides,
+and all ranks have its value after the next gather. Elements that were not changed keep their master weights in full
+precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class UserWrites:
+    """Counts the writes to the parameters of one flat."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self._parameters = dict(parameters)
+        self._members = list(self._parameters.values())
+        self._aliases: dict[str, torch.Tensor] = {}
+        self.accept()
+
+    @property
+    def aliases(self) -> int:
+        """How many tensors here share the memory of the flat."""
+        return len(self._aliases)
+
+    def alias(self, name: str, view: torch.Tensor) -> torch.Tensor:
+        """A tensor over ``view``, the memory of parameter ``name``, whose changes are counted."""
+        with torch.inference_mode(False):
+            if name not in self._aliases:
+                self._aliases[name] = _data(view)  # its count is 0
+            return self._aliases[name].detach()
+
+    def names(self) -> list[str]:
+        """Parameters that have been written to since :meth:`accept`."""
+        if self._sum() == self._total:
+            return []
+        return [name for name in self._parameters if self._count(name) != self._seen[name]]
+
+    def accept(self) -> None:
+        """All writes so far are known."""
+        self._seen = {name: self._count(name) for name in self._parameters}
+        self._total = self._sum()
+
+    def drop_aliases(self) -> None:
+        """The memory of the parameters goes; nothing may be written any more."""
+        if self._aliases:
+            self._aliases.clear()
+            self.accept()
+
+    def _sum(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            total = sum(map(_version, self._members))
+        return total + sum(map(_version, self._aliases.values())) if self._aliases else total
+
+    def _count(self, name: str) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            count = _version(self._parameters[name])
+        return count + _version(self._aliases[name]) if name in self._aliases else count
