@@ -71,7 +71,7 @@ class OffloadedOptimizer(BoundOptimizer):
         self._hosted.clear()
         self._made.clear()
         super()._bind(flats, groups)
-        self._stepped = [segment for segment in self._segments if not self._is_hosted(segment)]
+        self._stepped = [segment for segment in self._segments if segment.parts and not self._is_hosted(segment)]
         for segments in self._hosted.values():
             for segment in segments:
                 self._create(segment)
@@ -107,6 +107,22 @@ class OffloadedOptimizer(BoundOptimizer):
     @staticmethod
     def _stand_in(flats: Sequence[Flat]) -> Tensor:
         return torch.zeros(1)
+
+    def step(
+        self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None, shards: Mapping[str, Tensor] | None = None
+    ) -> set[str]:
+        """As the base class has it, for what is on the device. Stand-ins are in host memory, whatever others of their group are:
+        they count by themselves, with a gradient of zero that no number of the device scales."""
+        written = super().step(grad_scale, found_inf, shards)
+        if self._stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
+            zeros = [torch.zeros_like(segment.tensor) for segment in self._stand_ins]
+            self._step_over(self._stand_ins, zeros, None, None, self._scales_in_kernel(None), self._bare_step)
+        return written
+
+    def _bare_step(self) -> None:
+        """The class's own step without hooks, which run once for the whole step."""
+        own = type(self.optimizer).step
+        getattr(own, "__wrapped__", own)(self.optimizer)
 
     @staticmethod
     def _is_hosted(segment: Segment) -> bool:
@@ -290,9 +306,7 @@ class OffloadedOptimizer(BoundOptimizer):
             entries.pop("momentum_buffer", None)
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        own = type(self.optimizer).step
-        bare = getattr(own, "__wrapped__", own)  # hooks have run for the whole step
-        self._step_over([segment], [gradient], scale, None, self._scales_in_kernel(None), lambda: bare(self.optimizer))
+        self._step_over([segment], [gradient], scale, None, self._scales_in_kernel(None), self._bare_step)
         for name, entry in between.items():
             made = entries.get(name)
             if made is not None and made.data_ptr() != held[name].data_ptr():
