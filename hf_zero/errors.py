@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hf_zero.uncaught import watch
+
 
 class HfZeroError(Exception):
-    """Base of all errors raised by hf-zero."""
+    """Base of all errors raised by hf-zero. One that ends a rank is reported in a few lines (``uncaught.py``)."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        watch()
+        return super().__new__(cls, *args, **kwargs)
 
 
 class ConfigError(HfZeroError, ValueError):

@@ -17,6 +17,7 @@ from hf_zero.hosts.hostfile import LOCAL, Host, read_hostfile, select
 from hf_zero.hosts.reaching import address_of, free_port, is_here, ssh_command
 
 AGENT = "hf_zero.hosts.agent"
+LAUNCHER = "hf_zero.hosts.launcher"
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_NAME = "HF_ZERO_HOST"  # by which errors name the hosts of ranks that are lost
@@ -156,7 +157,7 @@ def _agent(python: str) -> list[str]:
 
 def _command(request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None) -> list[str]:
     own = _accelerate if request.accelerate is not None else _torchrun
-    return [request.python, "-m", *own(request, hosts, rank, meeting), request.script, *request.arguments]
+    return [request.python, "-m", LAUNCHER, *own(request, hosts, rank, meeting), request.script, *request.arguments]
 
 
 def _torchrun(request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None) -> list[str]:

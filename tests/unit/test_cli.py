@@ -21,6 +21,7 @@ from hf_zero.cli import doctor, launch, main
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
+from hf_zero.hosts.plan import LAUNCHER
 from hf_zero.ops import dispatch, native, trial
 from tests.helpers.accelerators import play_accelerator
 
@@ -160,12 +161,12 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     command = json.loads(
         invoke("launch", "--preset", preset, "--ranks", "3", "--precision", "bf16", "--json", "--", "train.py", "--lr", "1")
     )["command"]
-    assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert command[:4] == [sys.executable, "-m", LAUNCHER, "accelerate.commands.launch"]
     assert command[-3:] == ["train.py", "--lr", "1"]
 
     from accelerate.commands.launch import launch_command_parser
 
-    args = launch_command_parser().parse_args(command[3:])
+    args = launch_command_parser().parse_args(command[4:])
     assert (args.use_deepspeed, int(args.zero_stage), args.num_processes, args.mixed_precision) == (True, PRESETS[preset], 3, "bf16")
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
@@ -176,14 +177,14 @@ def test_launch_takes_a_file_and_starts_it(monkeypatch: pytest.MonkeyPatch) -> N
     invoke("launch", "--config", ZERO3, "--", "train.py")
     ((program, arguments),) = started
     assert program == sys.executable
-    assert arguments[3:] == ["--config_file", ZERO3, "train.py"]
+    assert arguments[3:] == ["accelerate.commands.launch", "--config_file", ZERO3, "train.py"]
 
 
 def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_its_own() -> None:
     plain = ["launch", "--num-procs", "3", "--json"]
     for arguments in (["train.py", "--json", "--ranks", "9"], ["--", "train.py", "--json", "--ranks", "9"]):
         command = json.loads(invoke(*plain, *arguments))["command"]
-        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"]
         assert command[-4:] == ["train.py", "--json", "--ranks", "9"] and command[command.index("--nproc-per-node") + 1] == "3"
 
 
@@ -200,7 +201,7 @@ def test_launch_shows_what_each_host_would_run(chosen: list[str], tmp_path: Path
     assert [host["slots"] for host in shown["hosts"]] == [[2, 3], [0, 1]]
     module = "accelerate.commands.launch" if chosen else "torch.distributed.run"
     assert all(
-        host["command"][2] == module and {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]} for host in shown["hosts"]
+        host["command"][3] == module and {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]} for host in shown["hosts"]
     )
     if chosen:
         assert all("--num_machines" in host["command"] and host["command"].count("--num_processes") == 1 for host in shown["hosts"])

@@ -16,7 +16,7 @@ import pytest
 from hf_zero.errors import LaunchError
 from hf_zero.hosts import plan as planning
 from hf_zero.hosts import reaching
-from hf_zero.hosts.plan import Plan, Request, plan
+from hf_zero.hosts.plan import LAUNCHER, Plan, Request, plan
 from hf_zero.hosts.reaching import SSH, address_of, free_port, is_here, ssh_command
 
 
@@ -44,7 +44,11 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     planned = made("train.py", "--lr", "1", ranks=3)
     assert planned.alone and planned.meeting is None
     (start,) = planned.starts
-    assert start.command[:3] == [sys.executable, "-m", "torch.distributed.run"] and start.command[-3:] == ["train.py", "--lr", "1"]
+    assert start.command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"] and start.command[-3:] == [
+        "train.py",
+        "--lr",
+        "1",
+    ]
     assert option(start.command, "--nproc-per-node") == "3" and option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
     assert start.environment == {}
 
@@ -55,7 +59,7 @@ def test_torchrun_reads_what_is_written_for_it(tmp_path: Path) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
     planned = made("pkg.train", "--nnodes", "7", "--", "-x", hostfile=file, module=True, master_port=1234)
     for rank, start in enumerate(planned.starts):
-        args = parse_args(start.command[3:])
+        args = parse_args(start.command[4:])
         assert (args.nnodes, args.node_rank, int(args.nproc_per_node)) == ("2", rank, 2 + rank)
         assert (args.master_addr, args.master_port, args.module) == ("10.9.9.1", 1234, True)
         assert (args.training_script, args.training_script_args) == ("pkg.train", ["--nnodes", "7", "--", "-x"])
@@ -128,11 +132,11 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=2")
     planned = made("train.py", "--config", "x", hostfile=file, accelerate=("--use_deepspeed", "--zero_stage", "3"), master_port=99)
     for rank, start in enumerate(planned.starts):
-        args = launch_command_parser().parse_args(start.command[3:])
+        args = launch_command_parser().parse_args(start.command[4:])
         assert (args.num_machines, args.machine_rank, args.num_processes, args.main_process_port) == (2, rank, 4, 99)
         assert (args.main_process_ip, args.training_script_args) == ("10.9.9.1", ["--config", "x"])
     alone = made(accelerate=("--use_deepspeed",), master_port=99, module=True)
-    args = launch_command_parser().parse_args(alone.starts[0].command[3:])
+    args = launch_command_parser().parse_args(alone.starts[0].command[4:])
     assert (args.main_process_ip, args.main_process_port, args.module) == ("127.0.0.1", 99, True)
 
 

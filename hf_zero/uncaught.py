@@ -1,0 +1,130 @@
+"""How an error of hf-zero ends a rank: its message once for all ranks, in a few lines; ``HF_ZERO_TRACEBACK=1`` shows the traceback.
+
+[Note: once for all ranks]
+A rank that meets an error prints the traceback, and so do all others that meet the same one; the launcher adds its own. The
+message says what to do, so the hook prints it alone. Rank 0 prints at once. Any other rank waits a moment for rank 0 to have
+printed the same message, then the first of them prints it: what differs by rank is always seen. The ranks compare through the
+store of torchrun's agent, which is there before any process group and outlives the ranks; without one each rank prints.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SWITCH = "HF_ZERO_TRACEBACK"
+OFF = {"", "0", "false", "off", "no"}
+WAIT_SECONDS = 2.0
+PACKAGE = Path(__file__).resolve().parent
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class _Report:
+    """``sys.excepthook`` of a rank. ``before`` gets every error that is not ours."""
+
+    def __init__(self, before: Hook) -> None:
+        self.before = before
+        self.under_way = False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from hf_zero.errors import HfZeroError
+
+        if self.under_way:  # torch's hook of a process group calls the one that it found, which may be this one
+            sys.__excepthook__(kind, error, trace)
+            return
+        self.under_way = True
+        try:
+            if isinstance(error, HfZeroError) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
+                _print_once(error, trace)
+            else:
+                self.before(kind, error, trace)
+        finally:
+            self.under_way = False
+
+
+def watch() -> None:
+    """Let errors of hf-zero that nobody catches be reported so, in a process that a launcher has started. Called as they are made."""
+    hook = sys.excepthook
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
+    if "RANK" in os.environ and not interactive and not isinstance(hook, _Report):
+        sys.excepthook = _Report(hook)
+
+
+def described(error: BaseException, trace: TracebackType | None) -> str:
+    """The message, what caused it, and the line of the user's script that led to it."""
+    lines = [f"{type(error).__name__}: {error}"]
+    cause = error.__cause__
+    if cause is not None:
+        lines.append(f"  because of {type(cause).__name__}: {cause}")
+    where = _line_of_the_script(trace)
+    if where:
+        lines.append(f"  at {where}")
+    return "\n".join([*lines, f"  ({SWITCH}=1 shows the traceback)"])
+
+
+def _line_of_the_script(trace: TracebackType | None) -> str:
+    """The innermost line outside installed packages and hf-zero itself."""
+    found = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        inside = "site-packages" in file or file.startswith("<") or Path(file).resolve().is_relative_to(PACKAGE)
+        if not inside:
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _print_once(error: BaseException, trace: TracebackType | None) -> None:
+    rank, text = int(os.environ["RANK"]), described(error, trace)
+    said = _Said(text)
+    if rank:
+        if said.within(WAIT_SECONDS) or not said.claim():
+            return
+    elif said.within(0.0):
+        return
+    print(f"hf-zero, rank {rank}: {text}", file=sys.stderr, flush=True)
+    said.claim()  # of rank 0 after it has printed: a rank that ends has the launcher end the others
+
+
+class _Said:
+    """Whether a rank has said ``text``, in the store of torchrun's agent. Where that cannot be asked nothing counts as said."""
+
+    def __init__(self, text: str) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._key = f"hf_zero/uncaught/{attempt}/{hashlib.sha256(text.encode()).hexdigest()}"
+        self._store: Any = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+            with suppress(Exception):
+                from torch.distributed import TCPStore
+
+                address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                patience = timedelta(seconds=WAIT_SECONDS)
+                self._store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+
+    def within(self, seconds: float) -> bool:
+        """Whether it has been said, or is before ``seconds`` have passed."""
+        if self._store is None:
+            return False
+        with suppress(Exception):
+            deadline = time.monotonic() + seconds
+            while not self._store.check([self._key]):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.05)
+            return True
+        return False
+
+    def claim(self) -> bool:
+        """Whether this rank is the first to say it."""
+        with suppress(Exception):
+            return self._store is None or self._store.add(self._key, 1) == 1
+        return True

@@ -1,0 +1,127 @@
+"""An error of hf-zero ends a rank with its message alone, once for all ranks; what differs by rank is seen, and others are left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_zero import uncaught
+from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
+from hf_zero.hosts import launcher
+from tests.helpers.launched import environment
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """What a hook that was set before ours gets."""
+    errors: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", uncaught.SWITCH, "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return errors
+
+
+def end_with(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException as caught:
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+def test_a_rank_says_what_is_wrong_and_where(seen, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    end_with(ConfigError("config dict: unknown key 'stge'"))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "hf-zero, rank 0: ConfigError: config dict: unknown key 'stge'" and len(said) == 3
+    assert said[1].startswith(f"  at {__file__}:") and "HF_ZERO_TRACEBACK=1" in said[2] and seen == []
+
+
+def test_errors_of_others_go_to_the_hook_that_was_there(seen, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    ConfigError("made, not raised")
+    end_with(mine := ValueError("the script's"))
+    assert seen == [mine]
+
+
+@pytest.mark.parametrize("value, shown", [("1", True), ("0", False)])
+def test_the_traceback_is_there_if_it_is_asked_for(seen, monkeypatch, capsys, value, shown) -> None:
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv(uncaught.SWITCH, value)
+    end_with(ConfigError("wrong"))
+    assert bool(seen) is shown and ("wrong" in capsys.readouterr().err) is not shown
+
+
+def test_a_process_of_its_own_keeps_its_hook(seen) -> None:
+    before = sys.excepthook
+    HfZeroError("no launcher")
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_calls_the_one_it_found_does_not_go_round(seen, monkeypatch, capsys) -> None:
+    """torch sets such a one when a process group is made."""
+    monkeypatch.setenv("RANK", "0")
+    ConfigError("before the group")
+    found = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: found(kind, error, trace))
+    ConfigError("after it")
+    end_with(ValueError("the script's"))
+    assert len(seen) == 1 and capsys.readouterr().err == ""
+
+
+def test_a_cause_is_told() -> None:
+    try:
+        try:
+            raise OSError("no such disk")
+        except OSError as error:
+            raise DiskSpaceError("nothing is written") from error
+    except DiskSpaceError as error:
+        assert "  because of OSError: no such disk" in uncaught.described(error, error.__traceback__)
+
+
+SCRIPT = """
+import os, sys
+from hf_zero.errors import ConfigError
+if sys.argv[1] == "each":
+    raise ConfigError("the folder of rank " + os.environ["RANK"] + " is not there")
+raise ConfigError("wrong on all ranks")
+"""
+
+
+def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-c", "from hf_zero.cli import main; main()", "launch", "--num-procs", "2", str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    lines = [line for line in done.stderr.splitlines() if "OMP_NUM_THREADS" not in line and set(line.rpartition("] ")[2]) != {"*"}]
+    return done.returncode, lines
+
+
+def test_two_ranks_and_their_launcher_say_it_once(tmp_path) -> None:
+    code, lines = launched(tmp_path, "all")
+    assert code == 1 and len(lines) == 4, lines
+    assert lines[0] == "hf-zero, rank 0: ConfigError: wrong on all ranks"
+    assert lines[3].startswith("hf-zero launch: rank ") and "ended with code 1" in lines[3]
+
+
+def test_what_differs_by_rank_is_said_by_each(tmp_path) -> None:
+    code, lines = launched(tmp_path, "each")
+    assert code == 1 and any("the folder of rank 0 is not there" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "code, given, said",
+    [(7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended with it"), (-9, 137, "rank 1 (pid 5) was ended by SIGKILL (the kernel")],
+)
+def test_the_launcher_says_how_a_rank_ended(code, given, said) -> None:
+    class ChildFailedError(Exception):
+        failures = (0, 1)
+
+        def get_first_failure(self):
+            return 1, SimpleNamespace(pid=5, exitcode=code)
+
+    ended = launcher._ended(ChildFailedError())
+    assert ended is not None and ended[0] == given and ended[1].startswith(said)
+    assert launcher._ended(ValueError("the launcher's own")) is None
