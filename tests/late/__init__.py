@@ -1,0 +1,1 @@
+"""A simulated accelerator for tests: `tests.late.device` loads it into this process."""

@@ -1,0 +1,440 @@
+"""Small programs, right and broken, and what the device says of each: ``python -m tests.late.programs``.
+
+Each is a function of no arguments that returns a number. Those in RIGHT must run without a report and
+return what they return in mode inline; those in BROKEN name the kind of report that must come, in
+every mode, also where the numbers happen to be right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tests.late import device
+
+import torch  # isort: skip
+
+NAME = device.NAME
+torch_device: Any = torch.get_device_module(NAME)
+N = 20_000  # numbers: several pages
+
+Program = Callable[[], float]
+RIGHT: dict[str, Program] = {}
+BROKEN: dict[str, tuple[Program, str]] = {}
+
+
+def right(program: Program) -> Program:
+    RIGHT[program.__name__] = program
+    return program
+
+
+def broken(kind: str) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        BROKEN[program.__name__] = (program, kind)
+        return program
+
+    return add
+
+
+def current() -> Any:
+    return torch_device.current_stream()
+
+
+def ones(numel: int = N) -> torch.Tensor:
+    return torch.ones(numel, device=NAME)
+
+
+def side_stream() -> Any:
+    """A stream that comes after what the current one has."""
+    stream = torch_device.Stream()
+    stream.wait_stream(current())
+    return stream
+
+
+def doubled(x: torch.Tensor, stream: Any, record: bool = False) -> torch.Tensor:
+    with torch_device.stream(stream):
+        y = x * 2
+        if record:
+            x.record_stream(stream)
+    return y
+
+
+def pinned(value: float) -> torch.Tensor:
+    return torch.full((N,), value).pin_memory()
+
+
+def total(x: torch.Tensor) -> float:
+    return float(x.sum().item())
+
+
+# ---- streams ----
+
+
+@right
+def waits_for_a_stream() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side, record=True)
+    current().wait_stream(side)
+    z = y + 1
+    y.record_stream(current())
+    return total(z)
+
+
+@broken("race")
+def reads_what_another_stream_writes() -> float:
+    x, side = ones(), side_stream()
+    return total(doubled(x, side) + 1)
+
+
+@broken("race")
+def side_stream_reads_too_early() -> float:
+    x, side = torch.zeros(N, device=NAME), torch_device.Stream()
+    x.fill_(3)
+    y = doubled(x, side)
+    current().wait_stream(side)
+    return total(y)
+
+
+@broken("race")
+def writes_what_another_stream_reads() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    x.fill_(7)
+    current().wait_stream(side)
+    return total(y)
+
+
+@broken("race")
+def event_recorded_before_the_work() -> float:
+    x, side = ones(), side_stream()
+    event = side.record_event()
+    y = doubled(x, side)
+    current().wait_event(event)
+    return total(y + 1)
+
+
+@right
+def waits_through_a_third_stream() -> float:
+    x, first, second = ones(), side_stream(), torch_device.Stream()
+    y = doubled(x, first)
+    second.wait_stream(first)
+    with torch_device.stream(second):
+        z = y + 1
+    current().wait_stream(second)
+    return total(z)
+
+
+@right
+def the_host_waits_for_a_stream() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    side.synchronize()
+    return total(y + 1)
+
+
+@right
+def a_query_that_says_yes_is_a_wait() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    event = side.record_event()
+    while not event.query():
+        pass
+    return total(y + 1)
+
+
+@right
+def halves_on_two_streams() -> float:
+    x, side = torch.zeros(2 * N, device=NAME), side_stream()
+    with torch_device.stream(side):
+        x[:N].fill_(1)
+    x[N:].fill_(2)
+    current().wait_stream(side)
+    return total(x)
+
+
+@broken("race")
+def overlapping_halves_on_two_streams() -> float:
+    x, side = torch.zeros(2 * N, device=NAME), side_stream()
+    with torch_device.stream(side):
+        x[: N + 1].fill_(1)
+    x[N:].fill_(2)
+    current().wait_stream(side)
+    return total(x)
+
+
+@right
+def columns_on_two_streams() -> float:
+    x, side = torch.zeros(100, 8, device=NAME), side_stream()
+    with torch_device.stream(side):
+        x[:, :4].fill_(1)
+    x[:, 4:].fill_(2)
+    current().wait_stream(side)
+    return total(x)
+
+
+@broken("race")
+def overlapping_columns_on_two_streams() -> float:
+    x, side = torch.zeros(100, 8, device=NAME), side_stream()
+    with torch_device.stream(side):
+        x[:, :5].fill_(1)
+    x[:, 4:].fill_(2)
+    current().wait_stream(side)
+    return total(x)
+
+
+@right
+def a_backward_on_the_streams_of_its_forward() -> float:
+    weight = torch.ones(N, device=NAME, requires_grad=True)
+    side = side_stream()
+    with torch_device.stream(side):
+        y = weight * 3
+    current().wait_stream(side)
+    y.record_stream(current())
+    (y * y).sum().backward()
+    assert weight.grad is not None
+    return total(weight.grad)
+
+
+@broken("race")
+def a_gradient_read_on_another_stream() -> float:
+    weight = torch.ones(N, device=NAME, requires_grad=True)
+    side = torch_device.Stream()
+    (weight * 3).sum().backward()
+    assert weight.grad is not None
+    y = doubled(weight.grad, side)
+    current().wait_stream(side)
+    return total(y)
+
+
+# ---- memory ----
+
+
+@broken("reuse")
+def freed_under_a_reader() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    del x
+    torch.zeros(N, device=NAME)  # may take the same memory
+    current().wait_stream(side)
+    return total(y)
+
+
+@right
+def freed_after_record_stream() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side, record=True)
+    del x
+    torch.zeros(N, device=NAME)
+    current().wait_stream(side)
+    y.record_stream(current())
+    return total(y)
+
+
+@right
+def freed_after_a_wait() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    current().wait_stream(side)
+    del x
+    torch.zeros(N, device=NAME)
+    return total(y)
+
+
+@broken("reuse")
+def resized_under_a_reader() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    x.untyped_storage().resize_(0)
+    torch.zeros(N, device=NAME)
+    x.untyped_storage().resize_(4 * N)
+    current().wait_stream(side)
+    return total(y)
+
+
+@right
+def storages_are_made_and_resized() -> float:
+    storage = torch.UntypedStorage(4 * N, device=torch.device(NAME, 0))
+    x = torch.empty(0, device=NAME).set_(storage, 0, (N,))
+    x.fill_(1)
+    storage.resize_(8 * N)
+    return total(x)
+
+
+# ---- host memory ----
+
+
+@broken("host")
+def host_reads_before_the_copy_is_over() -> float:
+    x, host = ones(), pinned(0)
+    host.copy_(x, non_blocking=True)
+    return total(host)
+
+
+@right
+def host_reads_after_the_event() -> float:
+    x, host = ones(), pinned(0)
+    host.copy_(x, non_blocking=True)
+    current().record_event().synchronize()
+    return total(host)
+
+
+@broken("host")
+def pinned_buffer_refilled_under_its_copy() -> float:
+    host = pinned(1)
+    x = host.to(NAME, non_blocking=True)
+    host.fill_(9)
+    return total(x)
+
+
+@right
+def pinned_memory_freed_under_its_copy() -> float:
+    host = pinned(1)  # torch's allocator keeps it until the copy is over
+    x = host.to(NAME, non_blocking=True)
+    del host
+    pinned(9)
+    return total(x)
+
+
+@right
+def a_blocking_copy() -> float:
+    x = ones()
+    return total(x.cpu()) + total(pinned(2).to(NAME))
+
+
+@broken("host")
+def host_reads_device_memory() -> float:
+    x = ones()
+    torch_device.synchronize()
+    return ctypes.c_float.from_address(x.data_ptr()).value
+
+
+@broken("host")
+def a_thread_without_python_reads_under_a_copy() -> float:
+    x, host = ones(), pinned(0)
+    host.copy_(x, non_blocking=True)
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    entry = ctypes.cast(libc.strlen, ctypes.c_void_p)  # a function of one pointer, which it reads
+    address = ctypes.c_void_p(host.data_ptr())
+    assert libc.pthread_create(ctypes.byref(thread), None, entry, address) == 0
+    assert libc.pthread_join(thread, None) == 0
+    current().synchronize()
+    return total(host)
+
+
+def _registered() -> tuple[Any, int, torch.Tensor]:
+    nbytes = -(-4 * N // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, nbytes)
+    address = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(memory))
+    assert device.C.host_register(address, nbytes) == 0
+    return memory, address, torch.frombuffer(memory, dtype=torch.float32)[:N].fill_(1)
+
+
+@right
+def registered_memory_is_pinned() -> float:
+    _, address, host = _registered()
+    assert host.is_pinned() and host[N // 2 :].is_pinned() and not torch.ones(3).is_pinned()
+    assert device.C.host_register(address, 4096) != 0, "memory is registered once"
+    x = host.to(NAME, non_blocking=True)
+    result = total(x)
+    assert device.C.host_unregister(address) == 0 and not host.is_pinned()
+    return result
+
+
+@broken("unregistered")
+def memory_unregistered_under_its_copy() -> float:
+    _, address, host = _registered()
+    x = torch.empty(N, device=NAME)
+    x.copy_(host, non_blocking=True)
+    device.C.host_unregister(address)
+    return total(x)
+
+
+# ---- devices ----
+
+
+def _in_a_thread(target: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+
+
+@right
+def a_thread_sets_its_device() -> float:
+    torch_device.set_device(1)
+    device.only_device(1)
+    x = torch.ones(N, device=torch.device(NAME, 1))
+
+    def work() -> None:
+        torch_device.set_device(1)
+        x.add_(torch.ones(1, pin_memory=True).to(x.device))
+
+    _in_a_thread(work)
+    return total(x)
+
+
+@broken("context")
+def a_thread_without_a_device() -> float:
+    torch_device.set_device(1)
+    device.only_device(1)
+    x = torch.ones(N, device=torch.device(NAME, 1))
+    _in_a_thread(lambda: x.add_(torch.ones(1, pin_memory=True).to(x.device)))
+    return total(x)
+
+
+@right
+def a_copy_between_devices() -> float:
+    x = torch.ones(N, device=torch.device(NAME, 0))
+    y = x.to(torch.device(NAME, 1), non_blocking=True)
+    x.fill_(5)
+    assert y.device.index == 1
+    return total(y)
+
+
+# ---- random numbers ----
+
+
+@right
+def draws_are_those_of_the_launch_order() -> float:
+    torch.manual_seed(3)
+    first, side = torch.rand(N, device=NAME), side_stream()
+    with torch_device.stream(side):
+        second = torch.rand(N, device=NAME)
+    current().wait_stream(side)
+    own = torch.Generator(NAME).manual_seed(7)
+    return total(first - second + torch.rand(N, device=NAME, generator=own))
+
+
+def judge(name: str) -> dict[str, Any]:
+    """Run a program: what it returned, and the kinds and texts of its reports."""
+    program = RIGHT[name] if name in RIGHT else BROKEN[name][0]
+    device.forget()
+    try:
+        value: Any = program()
+    except Exception as error:
+        value = f"{type(error).__name__}: {error}"
+    finally:
+        device.only_device(None)
+        torch_device.set_device(0)
+    device.synchronize_all()
+    return {"name": name, "value": value, "reports": device.reports()}
+
+
+def main() -> None:
+    """The modes given, one after the other; ``random:7`` has a seed. One line of JSON a program."""
+    if sys.argv[1:] == ["--kinds"]:
+        print(json.dumps(dict.fromkeys(RIGHT, "") | {name: kind for name, (_, kind) in BROKEN.items()}))
+        return
+    for mode in sys.argv[1:] or ["inline", "eager", "lazy", "random:1"]:
+        kind, _, seed = mode.partition(":")
+        device.configure(kind, seed=int(seed or 0), max_us=2000, nap=0.5)
+        for name in [*RIGHT, *BROKEN]:
+            print(json.dumps({"mode": mode, **judge(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

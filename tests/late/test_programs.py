@@ -1,0 +1,44 @@
+"""Right and broken programs, judged in every mode, as "late" and posing as CUDA."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.late import launch
+
+MODES = ["inline", "eager", "lazy", "random:1"]
+
+
+def judged(as_cuda: bool, *modes: str) -> list[str]:
+    """What is wrong with what the device said of each program; empty where all is right."""
+    env = launch.environment(as_cuda, LATE_DEVICES="2")
+    rows = launch.rows(launch.run("tests.late.programs", *modes, env=env))
+    table = launch.rows(launch.run("tests.late.programs", "--kinds", env=env))[0]
+    by_mode: dict[tuple[str, str], Any] = {(row["mode"], row["name"]): row for row in rows}
+    assert len(by_mode) == len(table) * len(modes) and len(table) >= 30
+    wrong = []
+    for (mode, name), row in by_mode.items():
+        kinds = {kind for kind, _ in row["reports"]}
+        wanted = {table[name]} if table[name] else set()
+        if not (wanted <= kinds) or (kinds and not wanted):
+            wrong.append(f"{mode} {name}: reports {row['reports']}, expected {wanted or 'none'}")
+        inline = by_mode["inline", name]["value"]
+        if not wanted and not (isinstance(row["value"], float) and math.isclose(row["value"], inline)):
+            wrong.append(f"{mode} {name}: {row['value']} instead of {inline}")
+    return wrong
+
+
+@pytest.mark.parametrize("as_cuda", [False, True], ids=["late", "cuda"])
+def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
+    launch.needs_the_device()
+    assert judged(as_cuda, *MODES) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
+def test_no_seed_of_lateness_changes_a_judgement(seed: int) -> None:
+    launch.needs_the_device()
+    assert judged(False, "inline", f"random:{seed}") == []

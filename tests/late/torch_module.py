@@ -1,0 +1,288 @@
+"""What torch finds as ``torch.late``, and in the place of the same names in ``torch.cuda``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tests.late.device import NAME, C
+
+_TYPE = 1 if NAME == "cuda" else 20  # of c10::DeviceType
+BYTES = 16 << 30  # of each device
+_initialized = True
+
+
+def _index(device: Any = None) -> int:
+    if device is None:
+        return int(C.current_device())
+    if isinstance(device, int):
+        return device if device >= 0 else int(C.current_device())
+    index = torch.device(device).index
+    return int(C.current_device()) if index is None else index
+
+
+# ---- streams and events ----
+
+
+class Stream(torch.Stream):
+    """A stream of the device, as torch.cuda.Stream."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
+        if "stream_id" in known:
+            return super().__new__(cls, priority=priority, **known)
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the device, as torch.cuda.Event; the time between two of them is simulated."""
+
+    def __new__(
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> Event:
+        device = torch.device(NAME, _index())
+        return super().__new__(cls, device=device, enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream if stream is not None else current_stream())
+
+    def wait(self, stream: Any = None) -> None:
+        super().wait(stream if stream is not None else current_stream())
+
+
+def _stream(stream_id: int, index: int) -> Stream:
+    return Stream(stream_id=stream_id, device_index=index, device_type=_TYPE)
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = _index(device)
+    return _stream(C.current_stream(index), index)
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _stream(0, _index(device))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    C.set_device(stream.device_index)
+    C.set_stream(stream.device_index, stream.stream_id)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """As torch.cuda.stream: what is launched inside goes to ``stream``, on its device."""
+    if stream is None:
+        yield
+        return
+    device, there = C.current_device(), stream.device_index
+    before = C.current_stream(there)
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        C.set_stream(there, before)
+        C.set_device(device)
+
+
+# ---- devices ----
+
+
+class device:
+    """As torch.cuda.device: the current device inside."""
+
+    def __init__(self, device: Any):
+        self.idx = _index(device)
+        self._before = -1
+
+    def __enter__(self) -> None:
+        self._before = C.current_device()
+        C.set_device(self.idx)
+
+    def __exit__(self, *_: Any) -> None:
+        C.set_device(self._before)
+
+
+class device_of(device):
+    def __init__(self, obj: torch.Tensor):
+        super().__init__(obj.device if obj.device.type == NAME else None)
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return int(C.device_count())
+
+
+def current_device() -> int:
+    return int(C.current_device())
+
+
+def set_device(device: Any) -> None:
+    if _index(device) >= 0:
+        C.set_device(_index(device))
+
+
+def synchronize(device: Any = None) -> None:
+    C.use_device(_index(device), "synchronize")
+    C.synchronize(_index(device))
+
+
+def get_device_name(device: Any = None) -> str:
+    return "simulated"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return (9, 0)
+
+
+def get_device_properties(device: Any = None) -> Any:
+    return types.SimpleNamespace(
+        name=get_device_name(), total_memory=BYTES, multi_processor_count=1, major=9, minor=0,
+        pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=_index(device), uuid="simulated",
+        warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=1 << 20, gcnArchName="",
+    )  # fmt: skip
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_init() -> None:
+    """There is nothing to initialise."""
+
+
+init = _lazy_init
+
+
+def _lazy_call(call: Any, **_: Any) -> None:
+    call()
+
+
+def ipc_collect() -> None:
+    """Nothing is shared between processes."""
+
+
+def _sleep(cycles: int) -> None:
+    C.sleep(max(1, int(cycles) // 2000))
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    C.sync_debug(mode not in (0, "default"))
+
+
+# ---- memory ----
+
+
+def empty_cache() -> None:
+    """What was freed stays with its stream."""
+
+
+def memory_allocated(device: Any = None) -> int:
+    return int(C.stats()["allocated"][_index(device)])
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return int(C.stats()["peak"][_index(device)])
+
+
+def memory_reserved(device: Any = None) -> int:
+    return int(C.stats()["reserved"][_index(device)])
+
+
+max_memory_reserved = memory_reserved
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    C.reset_peak(_index(device))
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    C.use_device(_index(device), "mem_get_info")
+    return BYTES - memory_reserved(device), BYTES
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {
+        "allocated_bytes.all.current": memory_allocated(device),
+        "allocated_bytes.all.peak": max_memory_allocated(device),
+        "reserved_bytes.all.current": memory_reserved(device),
+        "reserved_bytes.all.peak": memory_reserved(device),
+        "num_ooms": 0,
+        "num_alloc_retries": 0,
+    }
+
+
+class _Runtime:
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        return int(C.host_register(address, nbytes))
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return int(C.host_unregister(address))
+
+
+def cudart() -> _Runtime:
+    return _Runtime()
+
+
+# ---- random numbers ----
+
+
+def manual_seed(seed: int) -> None:
+    C.seed(_index(), int(seed) & (2**64 - 1))
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(device_count()):
+        C.seed(index, int(seed) & (2**64 - 1))
+
+
+def initial_seed() -> int:
+    return int(C.initial_seed(_index()))
+
+
+def seed() -> None:
+    manual_seed(int.from_bytes(os.urandom(8), "little"))
+
+
+def seed_all() -> None:
+    manual_seed_all(int.from_bytes(os.urandom(8), "little"))
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    state: torch.Tensor = C.get_rng_state(_index(device))
+    return state
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    C.set_rng_state(_index(device), new_state.cpu())
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
