@@ -47,6 +47,7 @@ class Agreement:
         self._world = world
         self._timeout = timeout
         self._sequence = 0
+        self.all_launched = 0  # reductions that every rank had launched at the last agreement
         self._step = 0
         self._heard: set[int] = set()  # fetches of other ranks, as long as this one has not learned when to record anew
         self._renewals: set[int] = set()  # steps at whose end orders are recorded anew
@@ -62,9 +63,10 @@ class Agreement:
         self._shards = threading.RLock()
         self.epoch = 0  # changes of shards so far
 
-    def settle(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish:
+    def settle(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
         """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest one.
 
+        ``launched`` is how many reductions this rank has launched; the least of all ranks is in :attr:`all_launched` then.
         Ranks in different passes (``where``) can never meet; that raises RankMismatchError on all of them. A rank that
         does not come is named in a warning every minute and in the error at the timeout.
         """
@@ -72,16 +74,16 @@ class Agreement:
         what = f"join the {name(wish)} in {where}"
         wait = self._lane.issue("agreement on the next gather")._replace(what=f"all ranks to {what}", warns=True)
         store = self._store
-        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}")
+        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}")
         if store.add(f"{step}/n", 1) == self._world:
             entries = [store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
-            split = [entry.rsplit("|", 2) for entry in entries]
-            if len({place for place, _, _ in split}) > 1:
-                told = [f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit in split]
+            split = [entry.rsplit("|", 3) for entry in entries]
+            if len({place for place, *_ in split}) > 1:
+                told = [f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit, _ in split]
                 verdict = "!" + "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(told))
             else:
-                kind, unit = max((int(kind), int(unit)) for _, kind, unit in split)
-                verdict = f"{kind}|{unit}"
+                kind, unit = max((int(kind), int(unit)) for _, kind, unit, _ in split)
+                verdict = f"{kind}|{unit}|{min(int(count) for *_, count in split)}"
             store.set(f"{step}/go", verdict)
             if step:  # everybody has been here, so everybody has read the verdict before
                 for key in ("n", "go", *range(self._world)):
@@ -93,8 +95,8 @@ class Agreement:
                 f"ranks ask for different collectives ({verdict[1:]}). Every rank must run the same parts of the model in the same order; "
                 "look for a forward, backward or state_dict that only some ranks call"
             )
-        kind_text, unit_text = verdict.split("|")
-        return int(kind_text), int(unit_text)
+        kind, unit, self.all_launched = map(int, verdict.split("|"))
+        return kind, unit
 
     def _await(self, key: str, arrivals: Mapping[int, str], what: str, wait: Wait | None = None) -> None:
         """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks are."""

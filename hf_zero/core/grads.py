@@ -7,9 +7,9 @@ the micro-batch (1 / accumulation steps) and averages over ranks when it takes a
 reduction, in the precision of the accumulator, because small gradients would vanish before it.
 
 [Note: order of reductions]
-All ranks launch the reductions of all trainable units, in one fixed order, in every backward that reduces: a unit waits
-for its predecessors, one without gradient on this rank contributes zeros. The order is the definition order backwards
-until the first backward has shown rank 0 a better one.
+All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every backward that reduces. A
+unit waits for its predecessors; one for which nothing can come any more on this rank (``outstanding.py``) is launched at once,
+with zeros where nothing came.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
 from hf_zero.core.norm import sums_of_squares
+from hf_zero.core.order import Gathers, ReductionOrder, Shown
+from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.parameter import drop_raw_grads, raw_grads
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
 from hf_zero.core.unit import Unit
-from hf_zero.core.usage import Usage
 from hf_zero.errors import PartitionError
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
@@ -44,6 +45,7 @@ class _Flight:
     handle: Handle
     scale: float
     borrowed: torch.Tensor | None
+    number: int  # of the reduction in its backward
     part: torch.Tensor | None = None  # where a sum over the shard axis goes that is yet to be summed over the replicas
 
 
@@ -56,7 +58,6 @@ class GradientReducer:
         comm: Comm,
         policy: Policy,
         scaling: Scaling,
-        usage: Usage,
         wire_dtype: torch.dtype | None = None,
         homeward: Homeward | None = None,
         kernels: Any = "off",
@@ -66,25 +67,27 @@ class GradientReducer:
         ``kernels`` is the configuration's.
         """
         self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
-        self._order = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
+        self._order = ReductionOrder(units)
         self._units = list(units)
         self._comm = comm
         self._policy = policy
         self._scaling = scaling
-        self._usage = usage
         self._wire_dtype = wire_dtype
         self._homeward = homeward
         self._kernels = kernels
         self._ready: set[Unit] = set()
         self._landed: set[Flat] = set()  # in this backward
-        self._seen: list[Unit] = []
-        self._deferred: set[Unit] = set()  # units whose gradients come in parts: reduced last
+        self._shown = Shown(False)
+        self._as_complete: dict[Unit, list[Any]] = {}  # gradients on the parameters when units became complete, where that is learned
         self._known: set[Hashable] = set()
         self._key: Hashable = None
         self._next = 0
+        self._depth = 0  # gathers that any rank may wait for before it launches the last reduction launched here
         self._open = False
-        self._holds = False
-        self._ordered = False
+        self._holds = False  # no reduction is waited for before the backward is over, but those that all ranks have launched
+        self._sent = 0  # reductions launched in this backward
+        self._gathers: Gathers | None = None
+        self._outstanding: Outstanding | None = None
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._broke = False  # a backward broke after some of its reductions were launched
@@ -93,99 +96,146 @@ class GradientReducer:
         self.reduces = True  # whether this backward ends an accumulation window
         self.on_landed: Callable[[Unit], None] | None = None  # told of each unit whose last gradient of the window is here
 
-    def begin(self, key: Hashable, recording: bool = False) -> None:
-        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks.
+    def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
+        """Make known what tells of gathers, and what may still come."""
+        self._gathers, self._outstanding = gathers, outstanding
 
-        While the order of gathers is recorded, a rank must not wait for a reduction that others launch only after a
-        gather it has yet to join.
-        """
+    def begin(self, key: Hashable) -> None:
+        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
         if self._homeward is not None:
             self._homeward.arrive()
-        self._holds = recording and self._comm.blocks
         if self._broke:
             self._broke = False
             self._comm.meet_after_break()
         self._ready.clear()
         self._landed.clear()
-        self._seen, self._next, self._key, self._open = [], 0, key, True
+        self._shown = Shown(False)
+        self._as_complete.clear()
+        self._next, self._depth, self._sent, self._key, self._open = 0, 0, 0, key, True
+        # A rank must not wait for a reduction that others launch only after a gather it has yet to join.
+        self._holds = self.learns and self._gathers is not None and self._gathers.gathers
+
+    def wait_for_older(self) -> None:
+        """An older forward still waits for its backward, and this one may go through it: nothing is complete before the end."""
+        self._shown.waits = True
+        self._holds = self._gathers is not None and self._gathers.gathers
 
     @property
     def _reduces_now(self) -> bool:
         return self.reduces or self._policy.reduces_every_backward
 
+    @property
+    def learns(self) -> bool:
+        """Whether this backward is the first of its kind, or shows anew in which order gathers come."""
+        return self._key not in self._known or (self._gathers is not None and self._gathers.recording)
+
     def ready(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are complete on this rank."""
+        """The gradients of ``unit`` are complete on this rank, as far as hooks tell."""
         if not unit.trainable or unit in self._ready or not self._open:
             return
         self._ready.add(unit)
-        self._seen.append(unit)
+        self._shown.complete.append(unit.index)
+        if self.learns:
+            self._as_complete[unit] = _raw_state(unit)
+        if self._gathers is not None and self._gathers.recording:
+            self._shown.depths[unit.index] = self._gathers.recorded
         if not self._reduces_now:
             self._take_in_window(unit)
-            return
-        while self._next < len(self._order) and self._order[self._next] in self._ready - self._deferred:
-            self._launch(self._order[self._next])
-            self._next += 1
 
-    def finish(self) -> None:
-        """The backward is over: reduce what is left, in order, and wait for all of it."""
+    def advance(self) -> None:
+        """Launch the reductions whose turn it is and for which nothing can come any more on this rank."""
+        if not self._open or not self._reduces_now or self._outstanding is None:
+            return
+        while self._next < len(self._order.units):
+            unit = self._order.units[self._next]
+            if unit in self._order.deferred:
+                return
+            awaits = self._outstanding.awaits_reruns if unit in self._ready else self._outstanding.awaits
+            if awaits(unit, self.learns):
+                return
+            self._launch_next()
+
+    @property
+    def depth(self) -> int:
+        """How many gathers of the plan any rank may have waited for before it launches what this rank has launched."""
+        return self._depth
+
+    @property
+    def launched(self) -> int:
+        """How many reductions this rank has launched in the backward under way."""
+        return self._sent if self._open else 0
+
+    def land_launched(self, number: int) -> None:
+        """Wait for reductions beyond those that may be under way, among the first ``number``, which all ranks have launched."""
+        while self._flights and self._flights[0].number < number - IN_FLIGHT:  # so that all ranks wait for the same ones
+            self._land()
+
+    def note_unfinished(self) -> None:
+        """The backward is over: remember for which units gradients could have come until now."""
+        if self._open and self._outstanding is not None and self.learns:
+            left = (unit for unit in self._order.units[self._next :] if unit not in self._ready)
+            self._shown.unfinished = [unit.index for unit in left if self._outstanding.awaits(unit, False)]
+
+    def finish(self, learns: bool = False) -> None:
+        """The backward is over, and all its gathers are issued: reduce what is left, in order, and wait for all of it.
+
+        ``learns``: the order of gathers was recorded in it.
+        """
         if not self._open:
             return
+        learns = learns or self.learns
         self._open = self._holds = False
         if self._reduces_now:
-            launched = self._order[: self._next]
-            for unit in self._order[self._next :]:
-                self._launch(unit)
-            self._reduce_late(launched)
+            launched = self._order.units[: self._next]
+            waited = self._order.units[self._next :]
+            self._shown.parts = [unit.index for unit in waited if unit in self._as_complete and self._as_complete[unit] != _raw_state(unit)]
+            while self._next < len(self._order.units):
+                self._launch_next()
+            self._reduce_late(launched, learns)
             while self._flights:
                 self._land()
-            self._usage.drop()
-            self._settle_order()
         else:
-            for unit in self._order:
+            for unit in self._order.units:
                 self._take_in_window(unit)
         for unit in self._units:
             for flat in unit.flats:
                 if not flat.trainable:
                     _drop_raw(flat)  # it requires grad but is in no optimizer group: nobody would ever clear it
 
-    def _reduce_late(self, launched: Sequence[Unit]) -> None:
-        late = [unit for unit in launched if any(_has_raw(flat) for flat in unit.trainable)]
-        if self._key in self._known:
-            if late:
-                raise PartitionError(
-                    f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
-                    "did not show; compute what uses these parameters outside their module after the forward, or from the first backward on (times 0)"
-                )
-            return
-        # While another forward waits for its backward, units are not ready before the end, and nothing can be late.
-        waits = any(unit.pending for unit in self._units)
-        told = self._comm.all_gather_object((waits, [unit.index for unit in late]), "late gradients")
-        if not any(waits for waits, _ in told):
-            self._known.add(self._key)
-        everybody: set[int] = set().union(*(indices for _, indices in told))
-        while everybody and self._flights:
-            self._land()  # what is on the wire must not change
-        for unit in launched:
-            if unit.index in everybody:
-                self._deferred.add(unit)
-                self._launch(unit)
+    def _launch_next(self) -> None:
+        unit = self._order.units[self._next]
+        self._next += 1
+        self._depth = max(self._depth, self._order.depth(self._key, unit))
+        self._launch(unit)
 
-    def _settle_order(self) -> None:
-        """After the first backward that reduces, follow the order in which units became ready on rank 0."""
-        if self._ordered and not self._deferred.intersection(self._order[: -len(self._deferred) or None]):
+    def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
+        late = [unit for unit in launched if any(_has_raw(flat) for flat in unit.trainable)]
+        if late and self._key in self._known:
+            raise PartitionError(
+                f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
+                "did not show; compute what uses these parameters outside their module after the forward, or from the first backward on (times 0)"
+            )
+        if not learns:
             return
-        if not self._ordered:
-            seen = {unit.index: place for place, unit in enumerate(self._seen)}
-            wished = sorted(self._order, key=lambda unit: seen.get(unit.index, len(seen)))
-            by_index = {unit.index: unit for unit in self._order}
-            self._order = [by_index[index] for index in self._comm.broadcast_object([unit.index for unit in wished])]
-            self._ordered = True
-        self._order.sort(key=lambda unit: unit in self._deferred)
+        self._shown.late = [unit.index for unit in late]
+        told = self._comm.all_gather_object(self._shown, "what a backward has shown")
+        again = {index for each in told for index in each.late}
+        while again and self._flights:
+            self._land()  # what is on the wire must not change
+        for unit in self._order.units:
+            if unit.index in again:
+                self._launch(unit)
+        # While an older forward waits, units are not complete before the end, which shows nothing.
+        if not any(each.waits for each in told):
+            self._known.add(self._key)
+            gathers = self._gathers
+            places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())
+            self._order.learn(self._key, told, places, [unit.index for unit in plan])
 
     def reduce_windows(self) -> None:
         """Reduce what backwards before the end of the window left, where none of them was told that it is the last."""
-        if any(flat.filled for unit in self._order for flat in unit.trainable):
-            for unit in self._order:
+        if any(flat.filled for unit in self._order.units for flat in unit.trainable):
+            for unit in self._order.units:
                 for flat in unit.trainable:
                     self._send_window(flat)
             while self._flights:
@@ -216,11 +266,10 @@ class GradientReducer:
         """Forget all gradients: after a step, and for ``zero_grad``."""
         self.spoiled = False
         self._drop()
-        for unit in self._order:
+        for unit in self._order.units:
             for flat in unit.trainable:
                 flat.filled = flat.reduced = False
                 flat.held = None
-                flat.used, flat.unused = 0, frozenset()
 
     def _drop(self) -> None:
         """Let go of gradients on parameters and of reductions on the wire."""
@@ -228,7 +277,6 @@ class GradientReducer:
             flight.handle.drop()
             self._give_back(flight.borrowed)
         self._flights = []
-        self._usage.drop()
         for unit in self._units:
             for flat in unit.flats:
                 _drop_raw(flat)
@@ -249,10 +297,6 @@ class GradientReducer:
     def _launch(self, unit: Unit) -> None:
         if not self._policy.reduces_every_backward:
             self._take_in_window(unit)
-        if self.on_landed is not None:  # the update of the unit may begin as soon as its gradients are here
-            for flat in unit.trainable:
-                flat.used |= sum(1 << place for place, grad in enumerate(raw_grads(flat.members)) if grad is not None)
-            self._usage.send(unit)
         for flat in unit.trainable:
             if flat.window is not None:
                 self._send_window(flat)
@@ -279,11 +323,19 @@ class GradientReducer:
                 part = torch.empty(flat.layout.chunk, dtype=wire.dtype, device=wire.device)
         else:
             handle = replicate.all_reduce(wire, flat.key, ordered=True)
-        self._flights.append(_Flight(flat, handle, scale, borrowed, part))
+        self._flights.append(_Flight(flat, handle, scale, borrowed, self._sent, part))
+        self._sent += 1
+        if self._holds or not self._exceeds():
+            return
+        if self._open and self._gathers is not None:
+            self._gathers.issue_through(self._depth)
+        while self._exceeds():
+            self._land()
+
+    def _exceeds(self) -> bool:
         # Alone, nothing is on the wire, and what has to go to the host should leave at once.
         most = IN_FLIGHT if self._comm.world > 1 else 0
-        while not self._holds and sum(map(self._takes_memory, self._flights)) > most:
-            self._land()
+        return sum(map(self._takes_memory, self._flights)) > most
 
     def _widen(self, flat: Flat) -> None:
         """Something is added to the gradient of ``flat``, which nobody has announced."""
@@ -325,7 +377,6 @@ class GradientReducer:
         # In the first backward of its kind more may come.
         complete = self.reduces and self._key in self._known and self._landed.issuperset(flat.unit.trainable)
         if complete and self.on_landed is not None and (self._homeward is None or not self._homeward.is_adding):
-            self._usage.receive(flat.unit)
             self.on_landed(flat.unit)
 
     def _give_back(self, wire: torch.Tensor | None) -> None:
@@ -344,6 +395,12 @@ def _has_raw(flat: Flat) -> bool:
     return any(grad is not None for grad in raw_grads(flat.members))
 
 
+def _raw_state(unit: Unit) -> list[Any]:
+    """What changes when autograd adds to a gradient of ``unit``."""
+    grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
+    return [None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr()) for grad in grads]
+
+
 def _drop_raw(flat: Flat) -> None:
     if _has_raw(flat):
         drop_raw_grads(flat.members)
@@ -355,17 +412,15 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
     grads, views = [], []
     # Parameters lie end to end: one call gives the views of all, and one takes all gradients in.
     given = raw_grads(flat.members)
-    lacking = 0
-    for place, (grad, view) in enumerate(zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))):
-        if grad is None:
-            lacking |= 1 << place
-            if not accumulate:
-                view.zero_()
-        elif view.numel():
+    for grad, view in zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values()))):
+        if not view.numel():
+            continue
+        if grad is not None:
             grads.append(grad.to_dense() if grad.is_sparse else grad)
             views.append(view)
+        elif not accumulate:
+            view.zero_()
     del given
-    flat.used |= flat.every & ~lacking
     drop_raw_grads(flat.members)
     if grads and accumulate:
         torch._foreach_add_(views, grads, alpha=factor)

@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached
+from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import map_tensors, tensors_in
 from hf_zero.core.unit import Call, OuterCall, Unit
@@ -98,7 +99,11 @@ class Hooks:
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
         self._outer: OuterCall | None = None  # the forward under way
-        self._recomputation: OuterCall | None = None  # what runs forwards in the backward under way
+        self._outstanding = Outstanding()
+        self._first = False  # no call of the backward under way has been reached
+        self._older: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # forwards with a graph
+        reducer.connect(schedule, self._outstanding)
+        schedule.launched, schedule.on_launched = (lambda: reducer.launched), reducer.land_launched
         self._reached: set[OuterCall] = set()  # forwards that the backward under way goes back through
         self._untracked: list[OuterCall] = []  # forwards that no hook tells of: any backward may be theirs
         self._removable: list[Any] = []
@@ -150,13 +155,15 @@ class Hooks:
             given = sorted(key for key, value in kwargs.items() if value is not None)
             kind = (name, torch.is_grad_enabled(), module.training, *given)
             self._schedule.begin(kind)
-            self._outer = OuterCall(module is self._model)
+            self._outer = OuterCall(module is self._model, self._outstanding.moment())
             if torch.is_grad_enabled():
                 self._forwards[kind] += 1
         self._nested += 1
         if unit is None:
             return None
-        call = Call(unit, self._current()) if torch.is_grad_enabled() else None
+        call = Call(unit, self._current(), self._outstanding.moment()) if torch.is_grad_enabled() else None
+        if call is None and module.training and unit.trainable and not inside:
+            unit.reruns += 1
         unit.open.append(call)
         self._schedule.need(unit)
         if call is None:
@@ -179,7 +186,7 @@ class Hooks:
         return True
 
     def _current(self) -> OuterCall:
-        outer = self._recomputation if _graph_task() != -1 else self._outer
+        outer = self._outstanding.recomputation if _graph_task() != -1 else self._outer
         assert outer is not None, "a module's forward is under way outside any pass"
         return outer
 
@@ -208,6 +215,8 @@ class Hooks:
         self._nested = max(0, self._nested - 1)
         if unit is not None and unit.open:
             call = unit.open.pop()
+            if call is not None:
+                call.left = self._outstanding.moment()
             if call is not None and output is not None:
                 self._watch_output(call, output)
             if not inside:
@@ -238,6 +247,7 @@ class Hooks:
                 _keep(call.unit, call.outer)  # a parameter itself: whoever gets it reads it again in backward
         if hooked:
             call.outer.tracked = True
+            self._older.add(call.outer)
             call.outer.calls.add(call)
             call.unit.pending.add(call)
         elif unknown and (call.marked or call.unit.trainable):
@@ -251,7 +261,9 @@ class Hooks:
                 "use stage 2 for losses with gradients of gradients"
             )
         self._reach(call.outer)
+        self._pass(call, call.left)
         call.unit.active.add(call)
+        self._outstanding.starts(call)
         self._schedule.need(call.unit)
 
     def _post_backward(self, call: Call) -> None:
@@ -260,8 +272,27 @@ class Hooks:
         unit.pending.discard(call)
         unit.active.discard(call)
         self._schedule.idle(unit)
-        if not unit.pending and not unit.active:
+        if len(self._tasks) > 1 and call.outer is self._outstanding.recomputation:
+            self._outstanding.reruns_seen = True
+            unit.reruns = max(0, unit.reruns - 1)
+        if not self._outstanding.awaits_calls(unit) and not self._outstanding.awaits_reruns(unit, False):
             self._reducer.ready(unit)
+        self._pass(call, call.began)
+
+    def _pass(self, call: Call, moment: int) -> None:
+        """The backward has come to ``moment``: reduce what is complete by that."""
+        if len(self._tasks) == 1 and call.outer is not self._outstanding.recomputation:
+            if self._first:
+                self._first = False
+                if any(outer is not call.outer and outer.began < moment and outer.pending for outer in self._older):
+                    self._reducer.wait_for_older()
+            for unit in self._outstanding.reach(moment):
+                self._reducer.ready(unit)
+        self._reducer.advance()
+        self._schedule.let_go(self._reducer.depth, self._awaits)
+
+    def _awaits(self, unit: Unit) -> bool:
+        return self._outstanding.awaits(unit, self._reducer.learns)
 
     def _enter_backward(self) -> None:
         task = _graph_task()
@@ -272,13 +303,14 @@ class Hooks:
         if not self._tasks:
             kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
             self._forwards.clear()
-            self._recomputation = OuterCall(True)
-            self._reached = {self._recomputation}
+            recomputation = OuterCall(True)
+            self._outstanding.begin(recomputation)
+            self._reached, self._first = {recomputation}, True
             self._on_begin()
             # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
             key = (*kind, self._schedule.resident) if self._schedule.gathers else None
             self._schedule.begin(kind, backward=True)
-            self._reducer.begin(key, self._schedule.recording)
+            self._reducer.begin(key)
         callback = partial(self._leave_backward, task)
         self._tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -290,10 +322,13 @@ class Hooks:
         del self._tasks[known.index(task) :]
         if self._tasks:
             return  # a backward inside a backward: reentrant checkpointing
+        self._reducer.note_unfinished()
         self._forget_calls()
-        # Gathers first: while the order is recorded, another rank may still need this one to join them.
+        # Gathers first, because other ranks need them before they launch what this one is about to wait for.
+        recorded = self._schedule.recording
+        self._schedule.issue_rest()
+        self._reducer.finish(recorded)
         self._schedule.end(keep_last=False)
-        self._reducer.finish()
 
     def notice_broken(self) -> None:
         """Called from outside forward and backward: put away what an exception there has left open."""
@@ -327,7 +362,10 @@ class Hooks:
         self._no_longer({*self._reached, *self._untracked[:1]})
         self._reached.clear()
         del self._untracked[:1]
-        self._recomputation = None
+        self._outstanding.end()
+        if not any(unit.pending for unit in self._units):
+            for unit in self._units:
+                unit.reruns = 0  # of forwards that no checkpoint runs again
 
     def _no_longer(self, calls: set[OuterCall]) -> None:
         for unit in self._units:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from hf_zero.core.comm import Comm, first_line
+from hf_zero.core.order import merged
 from hf_zero.core.unit import State, Unit
 from hf_zero.device import kinds, streams
 from hf_zero.errors import PartitionError
@@ -37,17 +38,23 @@ class Schedule:
         self._ahead_bytes = ahead_bytes
         self._reads_ahead = reads_ahead
         self._plans: dict[Hashable, list[Unit]] = {}
+        self._before: dict[Hashable, list[Unit]] = {}  # plans that are being recorded anew
         self._plan: list[Unit] | None = None  # of the pass under way; None while recording
         self._record: list[Unit] = []
         self._cursor = 0
+        self.plan: Sequence[Unit] = ()  # of the pass whose gathers were all issued last
+        self.places: Sequence[int] = (0,)  # where in it the gathers stand that were recorded: after none of them, one, and so on
         self._key: Hashable = None
         self._backward = False
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
+        self._passed: list[tuple[int, Unit]] = []  # units gathered for other ranks' sake so far, and their places in the plan
         self._kept: list[Unit] = []  # for the backward that may follow
         self._written: dict[int, streams.Event] = {}  # on a GPU: when the shards were written, by epoch
         self.gathers = any(unit.sharded for unit in units)
         self.on_need: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
+        self.launched: Callable[[], int] = lambda: 0  # reductions that this rank has launched in the backward under way
+        self.on_launched: Callable[[int], None] | None = None  # told how many of them all ranks have launched
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -77,23 +84,52 @@ class Schedule:
         self._plan = self._plans.get(self._key)
         self._record, self._cursor, self._backward = [], 0, backward
 
-    def end(self, keep_last: bool) -> None:
-        """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
+    def issue_rest(self) -> None:
+        """The pass is over on this rank: issue the gathers that others may still need, and wait for none of them."""
         if not self.gathers or self._key is None:
             return
         if self._plan is None:
             while self._settle(END, None):
                 pass
-            self._plans[self._key] = issued = self._record
+            # What nobody used this time may be used again: a unit that no plan holds is slow to get.
+            self._plan = merged([self._record, self._before.get(self._key, ())])
+            self._plans[self._key], self._cursor = self._plan, len(self._plan)
+            self.plan, self.places = self._plan, _places(self._record, self._plan)
             if self._comm.agreement is not None and self._comm.shard.size > 1:
                 self._comm.agreement.serve(self.read, partial(kinds.set_device, self._comm.device))
         else:
-            while self._cursor < len(self._plan):
-                self._issue_planned()
-            issued = self._plan
-        self._kept = [self._units[0], *issued[-1:]] if keep_last else []
+            self.issue_through(len(self._plan))
+
+    def end(self, keep_last: bool) -> None:
+        """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
+        if not self.gathers or self._key is None:
+            return
+        self.issue_rest()
+        assert self._plan is not None
+        self._kept = [self._units[0], *self._plan[-1:]] if keep_last else []
         self._key, self._plan, self._record = None, None, []
         self._release_unused()
+
+    def issue_through(self, count: int) -> None:
+        """Issue the first ``count`` gathers of the plan, if there is one."""
+        while self._plan is not None and self._cursor < count:
+            self._passed.append((self._cursor, self._plan[self._cursor]))
+            self._issue_planned()
+
+    def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
+        """Release units that were gathered for others' sake among the first ``through`` of the plan, if this backward needs them no more."""
+        kept = []
+        for place, unit in self._passed:
+            if place >= through or awaits(unit):
+                kept.append((place, unit))
+            elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
+                unit.release()
+        self._passed = kept
+
+    @property
+    def recorded(self) -> int:
+        """How many gathers the pass under way, which is being recorded, has issued."""
+        return len(self._record)
 
     @property
     def recording(self) -> bool:
@@ -128,8 +164,10 @@ class Schedule:
             self._acquire(unit)
         unit.finish_gather()
         unit.unguard()
-        if unit in self._ahead:
-            self._ahead.remove(unit)
+        if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
+            at = self._ahead.index(unit)
+            self._pass_by(self._ahead[:at])
+            del self._ahead[: at + 1]
         self._prefetch()
 
     def idle(self, unit: Unit) -> None:
@@ -164,13 +202,21 @@ class Schedule:
 
     def _acquire(self, unit: Unit) -> None:
         if self._plan is not None and unit in self._plan[self._cursor :]:
-            while unit.state is State.RELEASED:
-                self._issue_planned()
+            self._pass_by(self._ahead)
+            self._ahead = []
+            self.issue_through(self._plan.index(unit, self._cursor))
+            self._issue_planned()
         elif self._plan is not None and self._comm.agreement is not None:
             self._fetch(unit)
         else:
             while unit.state is State.RELEASED:
                 self._settle(GATHER, unit)
+
+    def _pass_by(self, units: Sequence[Unit]) -> None:
+        """Units gathered ahead have not been needed when their turn came."""
+        if self._plan is not None:
+            issued = self._plan[: self._cursor]
+            self._passed += [(len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units]
 
     def _fetch(self, unit: Unit) -> None:
         """Get ``unit`` although the others follow an order that does not hold it."""
@@ -213,6 +259,7 @@ class Schedule:
     def meet(self) -> None:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
         if self._comm.agreement is not None and self._comm.agreement.departed():
+            self._before.update(self._plans)
             self._plans.clear()
 
     def _issue_planned(self) -> None:
@@ -231,7 +278,11 @@ class Schedule:
         """Agree with the other ranks on the next gather and issue it; False when all of them are at the end."""
         sign = 1 if self._backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
-        agreed = wish if self._comm.agreement is None else self._comm.agreement.settle(self._where(), wish, self._say)
+        agreement, agreed = self._comm.agreement, wish
+        if agreement is not None:
+            agreed = agreement.settle(self._where(), wish, self._say, self.launched())
+            if self.on_launched is not None:
+                self.on_launched(agreement.all_launched)
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
@@ -270,10 +321,18 @@ class Schedule:
         for unit in self._units:
             if unit.sharded and unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
                 unit.release()
-        self._idle, self._ahead = [], []
+        self._idle, self._ahead, self._passed = [], [], []
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered: for tests and for saving."""
         held = [self._units[index].label for index in self.gathered]
         if held:
             raise PartitionError(f"units {held} are still gathered; leave the GatheredParameters blocks around this call")
+
+
+def _places(record: Sequence[Unit], plan: Sequence[Unit]) -> list[int]:
+    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it in this order, are issued."""
+    places = [0]
+    for unit in record:
+        places.append(plan.index(unit, places[-1]) + 1)
+    return places

@@ -26,23 +26,30 @@ class State(Enum):
 class OuterCall:
     """One forward from the outermost module called, with what was gathered for it. It lives as long as its graph."""
 
-    __slots__ = ("__weakref__", "calls", "reads", "tracked", "whole")
+    __slots__ = ("__weakref__", "began", "calls", "reads", "tracked", "whole")
 
-    def __init__(self, whole: bool):
+    def __init__(self, whole: bool, began: int = 0):
+        self.began = began  # as that of a call
         self.whole = whole  # the whole model was called, not a part of it
         self.reads: set[Unit] = set()  # units that its backward reads where no hook of theirs can tell when
         self.tracked = False  # a hook on its graph tells when its backward runs
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in it whose backward will be told of
 
+    @property
+    def pending(self) -> bool:
+        """Whether the backward of a call in it is to come."""
+        return any(call in call.unit.pending for call in self.calls)
+
 
 class Call:
     """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
 
-    __slots__ = ("__weakref__", "marked", "outer", "unit")
+    __slots__ = ("__weakref__", "began", "left", "marked", "outer", "unit")
 
-    def __init__(self, unit: Unit, outer: OuterCall):
+    def __init__(self, unit: Unit, outer: OuterCall, began: int):
         self.unit = unit
         self.outer = outer
+        self.began = self.left = began  # places in the order in which this rank enters and leaves forwards
         self.marked = False  # an input carries the mark that tells when this call's backward is over
 
 
@@ -60,6 +67,7 @@ class Unit:
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is to come: decides the reduction
         self.active: set[Call] = set()  # calls whose backward is under way: decides the release
         self.open: list[Call | None] = []  # forwards under way, innermost last
+        self.reruns = 0  # forwards without a graph in training, which a reentrant checkpoint may run again in the backward
         self.pins = 0
         self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # those that read this unit so: it waits for their backward
         self._watchers = 0

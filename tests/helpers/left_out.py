@@ -1,0 +1,64 @@
+"""A stack of which ranks leave out blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.models import Stack, features, seeded
+from tests.helpers.training import At, Driver, plain_sgd
+from tests.helpers.ways_checkpointed import StackJob
+
+Choose = Callable[[At], Collection[int]]
+
+
+class Dropping(Stack):
+    """A stack that runs the blocks in ``chosen``; ``checkpoints``: use_reentrant of checkpoints around each, or None."""
+
+    chosen: Any = ()
+    checkpoints: bool | None = None
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.chosen:
+            block = self.blocks[index]
+            x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+        return x
+
+
+class LeftOut(StackJob):
+    """``choose(at)`` gives the blocks that a rank leaves out."""
+
+    def __init__(self, depth: int, choose: Choose, checkpoints: bool | None = None):
+        self.depth, self.choose, self.checkpoints = depth, choose, checkpoints
+
+    def build(self) -> torch.nn.Module:
+        model = seeded(lambda: Dropping(self.depth, 8))
+        model.checkpoints = self.checkpoints
+        return model
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return plain_sgd(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        out = self.choose(at)
+        net.module.chosen = [index for index in range(self.depth) if index not in out]
+        return net(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+
+
+def at_random(depth: int, share: float) -> Choose:
+    """Each rank leaves out its own ``share`` of the blocks in every micro-batch."""
+
+    def choose(at: At) -> set[int]:
+        draw = random.Random(f"{at.step} {at.micro} {at.rank}").random
+        return {index for index in range(depth) if draw() < share}
+
+    return choose
+
+
+def on_one(rank: int, *blocks: int, since: int = 0) -> Choose:
+    """One rank leaves out ``blocks`` from step ``since`` on."""
+    return lambda at: set(blocks) if at.rank == rank and at.step >= since else set()
