@@ -3,7 +3,7 @@
 The line in the .pth registers hf-zero before a script imports anything, so that ``import deepspeed`` works ahead of ``import
 torch``. An editable install does not carry it; there torch's own autoload does the same a little later.
 
-The native core needs a C++17 compiler and nothing of torch. Without one the installation goes on, and torch's operations run.
+The native core needs a C++17 compiler and pybind11's headers, and nothing of torch. Without one the installation goes on, and torch's operations run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from importlib.util import find_spec
 from typing import Any
 
 from setuptools import Extension, setup
@@ -50,14 +51,25 @@ INSTRUCTION_SETS = {
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
+def pybind11_headers() -> str:
+    """Of the package, or those that torch brings along where a build without isolation finds no other."""
+    try:
+        import pybind11
+
+        return str(pybind11.get_include())
+    except ImportError:
+        torch = find_spec("torch")  # not imported: it takes seconds
+        if torch is None or torch.origin is None:
+            raise
+        return os.path.join(os.path.dirname(torch.origin), "include")
+
+
 class BuildNative(build_ext):
     """build_ext that compiles each file for its own instruction set, side by side, and does without a compiler."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            import pybind11
-
-            self.compiler.add_include_dir(pybind11.get_include())
+            self.compiler.add_include_dir(pybind11_headers())
             extra = os.environ.get("HF_ZERO_CXXFLAGS", "").split()
             with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                 objects = list(pool.map(lambda source: self._object(source, extra), ext.sources))

@@ -1,11 +1,11 @@
-"""Whole training steps on one GPU: plain Hugging Face, torch.compile, Liger, DeepSpeed and hf-zero, each in a process of its own, in one run.
+"""Whole training steps on one GPU: plain Hugging Face, torch.compile, Liger, FSDP2, DeepSpeed and hf-zero, each in a process of its own.
 
     python scripts/bench/train_gpu.py --work bert-large,256,128 --of hf,hf-compile,ds1,hfz1+all --rounds 2 [--budget 500] [--out scripts/bench/results]
     python scripts/bench/train_gpu.py --work tiny-llama,2,64 --of hf,hfz1+all,hfz3+all --device cpu          # does it run?
 
 A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are interleaved. Weights are random, tokens
 too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for
-`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them. Liger is taken if
+`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in EXTRAS. Liger is taken if
 it is installed, DeepSpeed from the folder that is given. Rows go to OUT as JSON lines, with versions.
 """
 
@@ -26,6 +26,19 @@ from typing import Any
 from versions import versions
 
 WARM_UP, STEPS, MASKED, LEARNING_RATE = 5, 10, 0.15, 1e-5
+OFFLOADED_WARM_UP, OFFLOADED_STEPS = 2, 5
+ON_CPU = {"device": "cpu", "pin_memory": True}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "kernels": {"kernels": "auto"},
+    "compile": {"compile": "blocks"},
+    "all": {"kernels": "auto", "compile": "blocks"},
+    "flash": {"attention_backend": "flash"},
+    "cudnn": {"attention_backend": "cudnn"},
+    "ckpt": {"activation_checkpointing": {"blocks": True}},
+    "activations": {"activation_offload": True},
+    "offload": {"zero_optimization": {"offload_optimizer": ON_CPU}},
+    "most": {"zero_optimization": {"offload_optimizer": {**ON_CPU, "ratio": 0.8}}},  # four fifths of the optimizer on the CPU
+}
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "use_cache": False}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
@@ -37,6 +50,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3b": ("llama", dict(
         LLAMA, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8, intermediate_size=8192,
         tie_word_embeddings=True,
+    )),
+    "llama-8b": ("llama", dict(
+        LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        tie_word_embeddings=False,
     )),
     "tiny-llama": ("llama", {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
@@ -94,15 +111,40 @@ def plain(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> Cal
     return step
 
 
+def sharded(model: Any, batch: dict[str, Any], device: str) -> Callable[[], Any]:
+    """FSDP2, each layer and the rest a unit, bf16 for compute and fp32 for the weights."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    how = {"mesh": init_device_mesh(device, (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for layer in model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer:
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step() -> Any:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
 def engine_of(library: Any, model: Any, batch: dict[str, Any], stage: int, more: dict[str, Any]) -> Callable[[], Any]:
+    zero = {"stage": stage, **more.get("zero_optimization", {})}
     config = {
         "train_micro_batch_size_per_gpu": len(batch["input_ids"]),
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-        "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
         **more,
+        "zero_optimization": zero,
     }
     engine = library.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
@@ -113,6 +155,14 @@ def engine_of(library: Any, model: Any, batch: dict[str, Any], stage: int, more:
         return loss
 
     return step
+
+
+def asked_by(kind: str) -> dict[str, Any]:
+    """What of the configuration the extras of ``kind`` ask for."""
+    asked: dict[str, Any] = {}
+    for extra in kind.split("+")[1:]:
+        asked |= EXTRAS[extra]
+    return asked
 
 
 def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tuple[Any, Callable[[], Any]]:
@@ -129,19 +179,15 @@ def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tup
         torch.set_default_dtype(torch.bfloat16)  # DeepSpeed casts a model it is given; an equal start
         model = build(shape, device)
         torch.set_default_dtype(torch.float32)
-        return model, engine_of(deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), {})
+        return model, engine_of(deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), asked_by(kind))
     model = build(shape, device)
     batch = batch_of(model, rows, length, device)
     if kind.startswith("hfz"):
         import hf_zero
 
-        extras = kind.split("+")[1:]
-        more: dict[str, Any] = {}
-        if {"kernels", "all"} & {*extras}:
-            more["kernels"] = "auto"
-        if {"compile", "all"} & {*extras}:
-            more["compile"] = "blocks"
-        return model, engine_of(hf_zero, model, batch, int(kind[3]), more)
+        return model, engine_of(hf_zero, model, batch, int(kind[3]), asked_by(kind))
+    if kind == "fsdp2":
+        return model, sharded(model, batch, device)
     return model, plain(model, batch, device, compiled="compile" in kind)
 
 
@@ -161,24 +207,28 @@ def measure(kind: str, shape: str, rows: int, length: int, device: str, profile:
     model, step = contender(kind, shape, rows, length, device)
     flops = flops_per_token(model, length)
     started = time.perf_counter() - begun
-    for _ in range(WARM_UP):
+    offloaded = bool({"offload", "most"} & {*kind.split("+")})
+    warm_up, steps = (OFFLOADED_WARM_UP, OFFLOADED_STEPS) if offloaded else (WARM_UP, STEPS)
+    for _ in range(warm_up):
         loss = step()
     wait()
     warm = time.perf_counter() - begun - started
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times, host = [], []
-    for _ in range(STEPS):
+    times, host, cpu = [], [], time.process_time()
+    for _ in range(steps):
         begun = time.perf_counter()
         loss = step()
         host.append(time.perf_counter() - begun)
         wait()
         times.append(time.perf_counter() - begun)
+    cpu = (time.process_time() - cpu) / steps
     taken = statistics.median(times)
     row = {
         "kind": kind, "shape": shape, "rows": rows, "length": length, "step_s": taken, "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
-        "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12, "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()),
+        "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12, "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()), "cpu_s": cpu,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
     }  # fmt: skip
     if profile:
         from torch.profiler import ProfilerActivity
