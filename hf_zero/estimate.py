@@ -266,7 +266,7 @@ def _written(config: Any, plan: Plan, wanted: OptimizerConfig, found: Fit) -> di
     if found.chosen is None:
         return None
     if config is not None:
-        written = ZeroConfig.coerce(config, allow_auto=True).to_dict()
+        written: dict[str, Any] = ZeroConfig.coerce(config, allow_auto=True).to_dict()
     else:
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
         if plan.precision != "fp32":

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ZeroConfig, explaining
 from hf_zero.core import comm
 from hf_zero.core.compiled import to_be_compiled
 from hf_zero.core.engine import Engine
@@ -101,9 +101,7 @@ def initialize(
         engine.destroy()
         raise
     if engine.global_rank == 0:
-        logger.info(
-            "resolved configuration on %d ranks (`hf-zero explain FILE` shows the defaults, too):\n%s", engine.world_size, _told(settings)
-        )
+        logger.info("%s", _shown(settings, engine.world_size))
     return engine, made, loader, scheduler
 
 
@@ -147,9 +145,14 @@ def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Opti
             logger.warning("%s", line)
 
 
-def _told(config: ZeroConfig) -> str:
-    """What somebody or something has set, with its source, one line a value."""
-    return "\n".join(f"  {row.key} = {row.value}  ({row.source})" for row in config.explain() if row.source != "default")
+def _shown(config: ZeroConfig, ranks: int) -> str:
+    """What was written, with its source, one line a value."""
+    lines = [
+        f"  {row.key} = {row.value}  ({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
+        for row in explaining.written(config.explain())
+    ]
+    over = f"resolved configuration on {ranks} rank{'s' if ranks > 1 else ''}"
+    return "\n".join([f"{over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 
 
 def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:

@@ -96,7 +96,7 @@ def launch(
         node_rank=node_rank,
         interface=interface,
         accelerate=_accelerate(preset, config, precision, procs, many=hostfile is not None or node_rank is not None),
-        export=tuple(export or ()),
+        export=(*(export or ()), *([f"HF_ZERO_LAUNCHED_BY=hf-zero launch --preset {preset}"] if preset else [])),
         env_files=tuple(env_file or ()),
         ssh=ssh,
         ssh_port=ssh_port,

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
+from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, Reading
 from hf_zero.config.rows import Status
 
@@ -22,8 +23,8 @@ class ExplainRow(NamedTuple):
     note: str
 
 
-def as_dialect(reading: Reading, unset: Unset) -> dict[str, Any]:
-    """The values of a reading as a nested mapping in DeepSpeed's dialect."""
+def as_dialect(reading: Reading, unset: Unset) -> SourcedDict:
+    """The values of a reading as a nested mapping in DeepSpeed's dialect, which remembers where they stood."""
     flat = {path: value for path, value in reading.values.items() if path in KEYS and value is not None}
     if unset == "default":
         for path, key in KEYS.items():
@@ -41,7 +42,8 @@ def as_dialect(reading: Reading, unset: Unset) -> dict[str, Any]:
             place = place.setdefault(section, {})
         value = flat[path]
         place[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
-    return nested
+    remembered = {path: (value, reading.sources[path]) for path, value in flattened(nested) if path in reading.sources}
+    return SourcedDict(nested).remember(remembered)
 
 
 def sources(reading: Reading) -> dict[str, str]:
@@ -72,6 +74,11 @@ def explain(reading: Reading) -> list[ExplainRow]:
         for path in sorted(reading.autos - known)
     ]
     return rows
+
+
+def written(rows: list[ExplainRow]) -> list[ExplainRow]:
+    """The rows of values that somebody wrote."""
+    return [row for row in rows if is_written(row.source)]
 
 
 def as_text(rows: list[ExplainRow]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.mistakes import Mistakes
+from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -29,15 +30,16 @@ class Reading:
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
     mistakes: Mistakes = field(default_factory=Mistakes)
+    origins: SourcedDict | None = None
 
     def read(self, mapping: Mapping[str, Any], label: str) -> Reading:
         """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings replace earlier ones."""
-        own = Reading()
+        own = Reading(origins=mapping if isinstance(mapping, SourcedDict) else None)
         own._walk({key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label)
         # TRL adds dotted keys to a config that may hold the same key in its section: the added one is meant
         for key, value in mapping.items():
             if "." in str(key):
-                dotted = Reading()
+                dotted = Reading(origins=own.origins)
                 with dotted.mistakes.noted():
                     dotted._take(_canonical(key), key, value, label)
                 own.update(dotted)
@@ -102,7 +104,7 @@ class Reading:
             )
 
     def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
-        path, source = key.path, label if label == "keyword" else f"{label}: {written}"
+        path, source = key.path, self._source(key, value, written, label)
         if value is None and path != "zero_optimization.stage":
             return
         if value == AUTO and path != "zero_optimization.stage" and path not in OWN_AUTOS:
@@ -133,6 +135,12 @@ class Reading:
             )
         self.values[path] = converted
         self.sources[path] = source
+
+    def _source(self, key: Key, value: Any, written: str, label: str) -> str:
+        if label == "keyword":
+            return label
+        usual = key.status is not Status.ACTIVE or value in (key.default, None, "auto")
+        return self.origins.source_of(written, value, usual) if self.origins is not None else f"{label}: {written}"
 
     def _check_members(self, key: Key, section: dict[str, Any], written: str, label: str) -> None:
         for name, value in section.items():

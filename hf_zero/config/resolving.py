@@ -12,6 +12,7 @@ TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 EQUATION = f"{TOTAL} = {MICRO} × {ACCUMULATION} × ranks"
+NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 
@@ -42,10 +43,11 @@ def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:
                 raise ConfigError(
                     f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write {MICRO}: 8, for instance ({EQUATION})"
                 )
-            micro = reading.fill(MICRO, 1, "default: no batch size is written")
+            micro = reading.fill(MICRO, 1, NO_BATCH_SIZE)
         if accumulation is None:
             accumulation = reading.fill(ACCUMULATION, 1, "default")
-        reading.fill(TOTAL, micro * accumulation * ranks, f"computed: {MICRO} × {ACCUMULATION} × ranks")
+        known = reading.sources[MICRO] != NO_BATCH_SIZE
+        reading.fill(TOTAL, micro * accumulation * ranks, f"computed: {EQUATION.partition(' = ')[2]}" if known else NO_BATCH_SIZE)
     elif micro is None:
         if accumulation is None:
             accumulation = reading.fill(ACCUMULATION, 1, "default")

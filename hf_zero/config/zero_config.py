@@ -18,6 +18,7 @@ from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import Reading
 from hf_zero.config.sections import (
     NAMED,
@@ -160,7 +161,8 @@ class ZeroConfig:
         if isinstance(value, Mapping):
             return cls.from_dict(value, allow_auto=allow_auto)
         if isinstance(value, str) and value in PRESETS:
-            return cls._of(Reading().read({"stage": PRESETS[value]}, f"preset {value}"))
+            stage = SourcedDict(stage=PRESETS[value]).remember({"stage": (PRESETS[value], f"preset {value}")})
+            return cls._of(Reading().read(stage, f"preset {value}"))
         if isinstance(value, str) and not os.path.exists(value):
             text = load_text(value)
             if text is not None:
@@ -219,8 +221,8 @@ class ZeroConfig:
         """Where each value came from, by its key in the dialect: "default", "keyword", a file and key, or "computed: …"."""
         return explaining.sources(self._reading)
 
-    def to_dict(self, unset: Unset = "omit") -> dict[str, Any]:
-        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`.
+    def to_dict(self, unset: Unset = "omit") -> SourcedDict:
+        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`, which finds the sources again.
 
         Keys that nobody set are left out, so that Accelerate and the Trainer can bring their own, or written with
         their "default".

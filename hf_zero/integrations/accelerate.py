@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.config.keys import OWN_AUTOS
+from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import RankMismatchError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.launching import cpu_forced, launched, written_keys, zero_asked_for
+from hf_zero.integrations.sources import mapping_of, remember_launch
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,14 +83,29 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_state_dict
 
 
+def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
+    """What is given as a path, a preset or JSON is read by us, and a config remembers its sources (``HfDeepSpeedConfig.__init__``)."""
+
+    def __init__(self: Any, config_file_or_dict: Any) -> None:
+        original(self, mapping_of(config_file_or_dict) if finder.chosen() else config_file_or_dict)
+
+    return __init__
+
+
 def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A plugin that is made from the launcher's file has all of its keys (``DeepSpeedPlugin.__post_init__``)."""
+    """A plugin that is made from the launcher's file has all of its keys, and knows them from Accelerate's (``DeepSpeedPlugin.__post_init__``)."""
 
     def __post_init__(self: Any) -> None:
         from_launcher = self.hf_ds_config is None and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+        given = self.hf_ds_config
         original(self)
-        if from_launcher and finder.chosen():
+        if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
+            return
+        if from_launcher:
             self.deepspeed_config.update(written_keys())
+            remember_launch(self.deepspeed_config)
+        elif not hasattr(given, "config"):  # otherwise the Trainer's, which says itself who fills it in
+            self.deepspeed_config.filler = "Accelerate"
 
     return __post_init__
 

@@ -12,6 +12,7 @@ from hf_zero.core.discovery import announce
 from hf_zero.core.interface import choose_interface
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.sources import LAUNCH_FILE
 
 STANDARD = "standard"
 WRITTEN = "HF_ZERO_WRITTEN_KEYS"  # what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON
@@ -40,8 +41,8 @@ def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
     return _validate_launch_command
 
 
-def _read_strictly(path: str | None) -> None:
-    """Accelerate drops keys of ``deepspeed_config`` that it does not know. Raises ConfigError before any rank is started."""
+def _read_strictly(path: str | None) -> str:
+    """The file that Accelerate takes, if it asks for ZeRO. Raises ConfigError before any rank is started: Accelerate drops unknown keys."""
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.utils import DistributedType
 
@@ -50,6 +51,8 @@ def _read_strictly(path: str | None) -> None:
     chosen = path or default_config_file
     if os.path.isfile(chosen) and load_config_from_file(chosen).distributed_type == DistributedType.DEEPSPEED:
         ZeroConfig.from_file(chosen, allow_auto=True)
+        return str(chosen)
+    return ""
 
 
 def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +62,7 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         if not finder.chosen():
             return original(args)
         # Here and not where the command is validated: `python -m accelerate.commands.launch` has that function in a module called __main__.
-        _read_strictly(args.config_file)
+        file = _read_strictly(args.config_file)
         launcher = args.deepspeed_multinode_launcher or STANDARD
         if (args.num_machines or 1) > 1 and launcher != STANDARD:
             raise ConfigError(
@@ -79,6 +82,8 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
                 environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
         # Accelerate has made attributes of everything below deepspeed_config.
         written = {name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None}
+        if file:
+            environment[LAUNCH_FILE] = file
         if written:
             if (given := args.deepspeed_config_file) not in (None, "none"):
                 raise ConfigError(

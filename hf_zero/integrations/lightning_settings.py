@@ -28,8 +28,8 @@ def settle(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
     """
     values = {**_precision(config, trainer.precision), **_clipping(config, trainer)}
     micro = _micro_batch(config, trainer, ranks)
-    values |= {ACCUMULATION: 1, MICRO: micro, TOTAL: micro * ranks}
-    return config.override(values, "the Trainer's arguments")
+    counted = {ACCUMULATION: 1, MICRO: micro, TOTAL: micro * ranks}
+    return config.override(values, "Lightning's Trainer").override(counted, "default: Lightning's Trainer accumulates")
 
 
 def _precision(config: ZeroConfig, precision: str) -> dict[str, Any]:

@@ -104,6 +104,13 @@ SEAMS: tuple[Seam, ...] = (
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no group and wait_for_everyone raises",
     ),
     Seam(
+        target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
+        signature="(self, config_file_or_dict)",
+        wrapper="hf_zero.integrations.accelerate:read_strictly",
+        versions=ACCELERATE,
+        why="a path that does not exist ends in an error about base64; presets are not known, and a key given twice is not seen",
+    ),
+    Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.__post_init__",
         signature="(self)",
         wrapper="hf_zero.integrations.accelerate:add_written_keys",

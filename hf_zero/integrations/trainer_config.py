@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.provenance import DICT, SourcedDict
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0
@@ -86,6 +87,8 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
         if not finder.chosen():
             original(self, args, auto_find_batch_size)
             return
+        self.config = SourcedDict.of(self.config, DICT)
+        self.config.filler = "the training arguments"
         opened = open_left_out(self.config)
         original(self, args, auto_find_batch_size)
         if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):

@@ -55,7 +55,7 @@ class ZeroCallback(TrainerCallback):
         if self.config is not None and not self._said:
             self._said = True
             log_rank0(
-                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank(s). The model was made before the Trainer: "
+                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank{'s' if args.world_size > 1 else ''}. The model was made before the Trainer: "
                 "whole on every rank, unless hf_zero.from_pretrained loaded it"
             )
         self.throughput.start(args, state, None if args.torch_compile else model)

@@ -48,8 +48,8 @@ def test_a_contradiction_shows_both_sides_and_the_equation(micro: int, steps: in
 @pytest.mark.parametrize(
     ("written", "resolved", "sources"),
     [
-        ({}, (4, 1, 1), ("computed", "default", "default")),
-        ({STEPS: 3}, (12, 1, 3), ("computed", "default", "config dict")),
+        ({}, (4, 1, 1), ("default", "default", "default")),
+        ({STEPS: 3}, (12, 1, 3), ("default", "default", "config dict")),
         ({MICRO: 2}, (8, 2, 1), ("computed", "config dict", "default")),
         ({TOTAL: 8}, (8, 2, 1), ("config dict", "computed", "default")),
     ],

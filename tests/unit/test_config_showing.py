@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ExplainRow, ZeroConfig
+from hf_zero.config.explaining import written
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload_keys import FORMER
@@ -198,3 +202,36 @@ def test_what_is_shown_can_be_changed_without_changing_the_configuration() -> No
     config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"betas": [0.9, 0.99]}})
     config.to_dict()["optimizer"]["params"]["betas"].clear()
     assert config.to_dict()["optimizer"]["params"]["betas"] == [0.9, 0.99]
+
+
+def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:
+    """Accelerate and the Trainer copy it, replace "auto" and add what they always add."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}, "gradient_clipping": "auto", "prescale_gradients": true}')
+    config = copy.deepcopy(ZeroConfig.from_file(file, allow_auto=True).to_dict())
+    assert type(config)(json.loads(json.dumps(config))) == config  # a plain dict to all others
+    config.filler = "the training arguments"
+    config["gradient_clipping"] = 1.0
+    config["zero_optimization"]["stage"] = 3
+    config |= {"steps_per_print": math.inf, "fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 4}
+    shown = {row.key: row.source for row in written(ZeroConfig.from_dict(config).resolve(2).explain())}
+    assert shown == {
+        "zero_optimization.stage": "the training arguments",
+        "zero_optimization.overlap_comm": f"config file {file}: zero_optimization.overlap_comm",
+        "gradient_clipping": "the training arguments",
+        "prescale_gradients": f"config file {file}: prescale_gradients",
+        "train_micro_batch_size_per_gpu": "the training arguments",
+        "train_batch_size": "computed: train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks",
+    }
+
+
+def test_what_is_not_written_is_not_shown() -> None:
+    assert [row.key for row in written(ZeroConfig.coerce("zero2").resolve(2).explain())] == ["zero_optimization.stage"]
+    assert ZeroConfig.coerce("zero2").sources["zero_optimization.stage"] == "preset zero2"
+    assert ZeroConfig.from_dict(ZeroConfig.coerce("zero2").to_dict()).sources["zero_optimization.stage"] == "preset zero2"
+
+
+def test_a_changed_dict_is_a_dict_of_its_user() -> None:
+    config = ZeroConfig(stage=2).to_dict()
+    config["zero_optimization"]["stage"] = 1
+    assert ZeroConfig.from_dict(config).sources["zero_optimization.stage"] == "config dict: zero_optimization.stage"
