@@ -107,6 +107,9 @@ class Handle:
             if rest and first.dtype == out.dtype == rest[0].dtype:
                 torch.add(first, rest[0], out=out)
                 rest = rest[1:]
+            elif not rest and first.dtype == out.dtype:
+                torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
+                scale = 1.0
             elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
                 out.copy_(first)
             for part in rest:
@@ -125,6 +128,11 @@ class Handle:
         if self._free is not None:
             self._free()
             self._free = None
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source)
 
 
 class Axis:

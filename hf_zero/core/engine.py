@@ -150,7 +150,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.bound = self._bind(optimizer, group_of, given) if optimizer is not None else None
         item = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item, self._placement.reads_ahead)
-        scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, config.gradient_predivide_factor)
+        predivide = config.gradient_predivide_factor
+        scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, predivide, wire)
         away = self._placement.offloads_optimizer and self.bound is not None
         homeward = Homeward(self.device, self._placement.take_pinned) if away and not kinds.is_host(self.device) else None
         if away:

@@ -3,8 +3,8 @@
 [Note: who divides]
 A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine multiplies by the weight of
 the micro-batch (1 / accumulation steps) and averages over ranks when it takes a gradient in; nobody else divides. So
-``engine.backward(loss)`` and plain ``loss.backward()`` give the same gradient. In fp16 these factors are applied after the
-reduction, in the precision of the accumulator, because small gradients would vanish before it.
+``engine.backward(loss)`` and plain ``loss.backward()`` give the same gradient. These factors are applied after the reduction, in the
+precision of the accumulator, to this rank's chunk (:class:`Scaling` has the exceptions).
 
 [Note: order of reductions]
 All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every backward that reduces. A
@@ -291,7 +291,15 @@ class GradientReducer:
                 # A second reduction before the step: what is averaged already must not be averaged again.
                 flat.held = flat.grad.clone()
                 flat.filled = flat.reduced = False
-            _take_in(flat, flat.window, flat.filled, self._scaling.before(self.weight))
+            factor = self._scaling.before(self.weight)
+            if flat.filled and flat.window.dtype != flat.dtype:
+                # A list of another dtype would be added one parameter after the other.
+                taken = self._borrow(flat.layout.padded, flat.dtype, flat.full.device)
+                _take_in(flat, taken, False, 1.0)
+                flat.window.add_(taken, alpha=factor)
+                self._give_back(taken)
+            else:
+                _take_in(flat, flat.window, flat.filled, factor)
             flat.filled = True
 
     def _launch(self, unit: Unit) -> None:
@@ -361,10 +369,12 @@ class GradientReducer:
         if self._homeward is not None and flat.states is not None:
             wire = flight.borrowed if flight.borrowed is not None else flat.window
             assert wire is not None
-            values = torch.empty(flat.grad.numel(), dtype=wire.dtype if flight.scale == 1.0 else torch.float32, device=wire.device)
-            flight.handle.reduce_into(values, False, flight.scale)
-            flat.squares = None if accumulate else sums_of_squares([values], self._kernels)[0]
-            self._homeward.send(flat, values, accumulate)
+            values = torch.empty(flat.grad.numel(), dtype=wire.dtype, device=wire.device)
+            # What the host adds or casts, it multiplies as well.
+            later = flight.scale if accumulate or flat.grad.dtype != wire.dtype else 1.0
+            flight.handle.reduce_into(values, False, flight.scale / later)
+            flat.squares = None if accumulate else sums_of_squares([values], self._kernels)[0] * later**2
+            self._homeward.send(flat, values, accumulate, later)
         else:
             flat.squares = None
             flight.handle.reduce_into(flat.grad, accumulate, flight.scale)

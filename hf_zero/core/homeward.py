@@ -22,6 +22,7 @@ class _Crossing:
     arrived: streams.Event
     staged: torch.Tensor | None
     adds: bool  # what was staged is added; else it is cast into the place of what was there
+    scale: float  # by which it is multiplied there
 
 
 class Homeward:
@@ -36,8 +37,8 @@ class Homeward:
         self._events: dict[Flat, streams.Event] = {}  # of each flat's last crossing
         self._staging: list[torch.Tensor] = []
 
-    def send(self, flat: Flat, values: torch.Tensor, accumulate: bool) -> None:
-        """``flat.grad = values``, or ``+=``; :meth:`arrive` tells when."""
+    def send(self, flat: Flat, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
+        """``flat.grad = scale * values``, or ``+=``; :meth:`arrive` tells when. ``scale`` is 1 where the dtypes are one and nothing is added."""
         if self._stream is None:
             self._stream = streams.new_stream(self._device)
         assert flat.grad is not None
@@ -51,7 +52,7 @@ class Homeward:
         with streams.on_stream(self._stream):
             target.copy_(values, non_blocking=True)
             self.last, self._events[flat] = flat, streams.record_event(self._stream)
-            self._crossings.append(_Crossing(flat, values, self._events[flat], staged, accumulate))
+            self._crossings.append(_Crossing(flat, values, self._events[flat], staged, accumulate, scale))
 
     @property
     def is_adding(self) -> bool:
@@ -78,7 +79,7 @@ class Homeward:
         if crossing.staged is not None:
             assert crossing.flat.grad is not None
             values = crossing.staged[: crossing.values.nbytes].view(crossing.values.dtype)
-            _put(crossing.flat.grad, values, crossing.adds)
+            _put(crossing.flat.grad, values, crossing.adds, crossing.scale)
             self._staging.append(crossing.staged)
 
     def add_up(self) -> None:
@@ -98,11 +99,11 @@ class Homeward:
         self._crossings, self._staging, self._events, self.last = [], [], {}, None
 
 
-def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
-    """``grad = values``, or ``+=``, in host memory; the kernels of the host know 32 bits and fewer."""
+def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:
+    """``grad = scale * values``, or ``+=``, in host memory; the kernels of the host know 32 bits and fewer."""
     if grad.dtype == torch.float64:
-        grad.add_(values) if adds else grad.copy_(values)
+        grad.add_(values, alpha=scale) if adds else grad.copy_(values).mul_(scale)
     elif adds:
-        host.accumulate(grad, values)
+        host.accumulate(grad, values, scale)
     else:
-        host.cast(grad, values)
+        host.cast(grad, values, scale)

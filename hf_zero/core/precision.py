@@ -51,7 +51,8 @@ def compute_dtype(name: str, parameter: torch.Tensor, precision: str, model: nn.
 class Scaling:
     """Where the average over ranks and the weight of a micro-batch are multiplied in: before or after the reduction.
 
-    Before it, nothing can overflow on the way; after it, nothing small is lost, which is what fp16 on the wire needs.
+    After it costs a pass over this rank's chunk, before it one over the whole gradient, and nothing small is lost on the way; before it,
+    nothing can overflow, which matters on a wire of fp16 without a loss scale.
     """
 
     pre: float
@@ -59,13 +60,13 @@ class Scaling:
     weight_after: bool = False
 
     @classmethod
-    def over(cls, world: int, precision: str, prescale: bool = False, predivide: float = 1.0) -> Scaling:
-        """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after; else fp16 divides after, others before."""
+    def over(cls, world: int, precision: str, prescale: bool = False, predivide: float = 1.0, wire: str | None = None) -> Scaling:
+        """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after; ``wire`` is what travels, None: ``precision``."""
         if prescale:
             return cls(1.0 / predivide, predivide / world, precision == "fp16")
-        if precision == "fp16":
-            return cls(1.0, 1.0 / world, True)
-        return cls(1.0 / world, 1.0)
+        if wire == "fp16" and precision != "fp16":
+            return cls(1.0 / world, 1.0)
+        return cls(1.0, 1.0 / world, True)
 
     def before(self, weight: float, on_the_wire: bool = False) -> float:
         """The factor as a gradient is taken in, straight onto the wire or into the accumulator."""

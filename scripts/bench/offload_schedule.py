@@ -316,11 +316,11 @@ class Recorder:
         return store_part
 
     def _send(self, send: Any) -> Any:
-        def sent(flat: Any, values: torch.Tensor, accumulate: bool) -> None:
+        def sent(flat: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
             # Gradients have been taken into one buffer, copied and normed: five passes over the memory of the GPU.
             self._kernel(f"gradient of {flat.unit.label}", size=5 * values.nbytes * self._factor(flat))
             with self._moving("d2h", flat):
-                send(flat, values, accumulate)
+                send(flat, values, accumulate, scale)
 
         return sent
 

@@ -185,10 +185,10 @@ def test_before_and_after_make_the_average_and_the_weight(
 
 
 def test_where_the_average_is_multiplied_in() -> None:
-    """Before the reduction as a rule, after it in fp16, where small gradients would vanish; prescaling splits it."""
+    """After the reduction, over a chunk and with nothing small lost on the way; prescaling splits it."""
     rows = {
-        ("fp32", False): (0.125, 1.0),
-        ("bf16", False): (0.125, 1.0),
+        ("fp32", False): (1.0, 0.125),
+        ("bf16", False): (1.0, 0.125),
         ("fp16", False): (1.0, 0.125),
         ("fp32", True): (0.5, 0.25),
         ("fp16", True): (0.5, 0.25),
@@ -198,8 +198,8 @@ def test_where_the_average_is_multiplied_in() -> None:
         assert (scaling.pre, scaling.post) == (pre, post), (precision, prescale)
 
 
-def test_the_weight_goes_on_the_wire_outside_fp16_alone() -> None:
-    wide, half = Scaling.over(8, "fp32"), Scaling.over(8, "fp16")
-    assert (wide.before(0.25, True), wide.after(0.25, True)) == (0.25 / 8, 1.0)
+def test_the_weight_goes_on_a_wire_alone_that_could_overflow() -> None:
+    unscaled, half = Scaling.over(8, "fp32", wire="fp16"), Scaling.over(8, "fp16")
+    assert (unscaled.before(0.25, True), unscaled.after(0.25, True)) == (0.25 / 8, 1.0)
     assert (half.before(0.25, True), half.after(0.25, True)) == (1.0, 0.25 / 8)
     assert (half.before(0.25, False), half.after(0.25, False)) == (0.25, 1 / 8), "an accumulator is wide: it takes the weight"

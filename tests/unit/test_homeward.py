@@ -56,14 +56,14 @@ def test_another_dtype_is_cast_into_place(homeward: Homeward, wire: torch.dtype,
     assert homeward.is_adding
     homeward.arrive()
     assert torch.equal(here.grad, torch.arange(1000).to(wire).float()) and calls == ["cast"]
-    homeward.send(here, torch.ones(1000, dtype=wire), accumulate=True)
+    homeward.send(here, torch.ones(1000, dtype=wire), accumulate=True, scale=0.25)
     homeward.arrive()
-    assert torch.equal(here.grad, torch.arange(1000).to(wire).float() + 1) and calls == ["cast", "accumulate"]
+    assert torch.equal(here.grad, torch.arange(1000).to(wire).float() + 0.25) and calls == ["cast", "accumulate"]
 
 
 def test_64_bits_are_added_and_cast(homeward: Homeward) -> None:
     here = flat(10, torch.float64)
-    homeward.send(here, torch.full((10,), 2.0), accumulate=False)
+    homeward.send(here, torch.full((10,), 4.0), accumulate=False, scale=0.5)
     homeward.send(here, torch.full((10,), 1e-12, dtype=torch.float64), accumulate=True)
     homeward.arrive()
     assert torch.equal(here.grad, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
