@@ -54,6 +54,10 @@ class LaunchError(HfZeroError, RuntimeError):
 class HostMemoryError(HfZeroError, MemoryError):
     """Memory of the host that offloading asked for and that is not there."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        watch()
+        return Exception.__new__(cls, *args, **kwargs)  # Python calls MemoryError's unsafe here
+
 
 class DiskSpaceError(HfZeroError, OSError):
     """Room on a disk that offloading asked for and that is not there; ``errno`` and ``filename`` are set."""
