@@ -23,6 +23,7 @@ from hf_zero.core.interface import choose_interface
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.mailbox import Mailbox
 from hf_zero.core.presence import Presence, first_line
+from hf_zero.core.resume import Passes, Resumptions
 from hf_zero.core.watch import Watch
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -192,6 +193,7 @@ class Everybody:
             number = shared.add(f"made/{self.rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             presence = Presence(dist.PrefixStore(str(number), shared), self.rank, self.world, None if agent else 0)
+            presence.resumptions = Resumptions(presence.store, self.rank)
         self.watch = Watch(enabled=presence is not None, presence=presence)
         self._agrees = presence is not None and _backend_of(CPU) == "gloo"
         off = partial(break_off, dist.group.WORLD, _backend_of(CPU), self.world, self.rank, default_device())
@@ -228,11 +230,6 @@ class Everybody:
         self._call(f"exchange of {what}", lambda: dist.all_gather_object(box, value))
         return box
 
-    def meet(self, what: str) -> None:
-        """Go on once every rank says ``what``; where none can, all raise."""
-        if self._agrees:
-            self._call(what, lambda: None)
-
 
 _everybody: weakref.WeakKeyDictionary[Any, Everybody] = weakref.WeakKeyDictionary()
 
@@ -259,12 +256,13 @@ class Comm:
         self.watch = Watch(enabled=False)
         self.agreement: Agreement | None = None
         self.name = "engine"
+        lanes: dict[str, Lane] = {}
         if self.world > 1 and backend != "fake":
             self.watch = everybody().watch
             everybody().lane.timeout = timeout
             store = dist.distributed_c10d._get_default_store()
             self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
-            lane = Lane(f"agreements of {self.name}", range(self.world), timeout, native=False)
+            lanes["agreements"] = lane = Lane(f"agreements of {self.name}", range(self.world), timeout, native=False)
             if self.watch.presence is not None:
                 self.watch.presence.lane(lane)
             shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
@@ -280,6 +278,11 @@ class Comm:
         self.shard = self._axis(rows, backend, "", device)
         self.replicate = self._axis(columns, backend, " across replicas", device)
         self.updates = self._axis(rows, backend, " of updates", device, self._quiet(), places=1) if updates and shards > 1 else None
+
+        for axis, kind in ((self.shard, ""), (self.replicate, " over replicas")):
+            if axis.size > 1:
+                lanes |= {f"gathers{kind}": axis.gathers, f"reductions{kind}": axis.reductions}
+        self.passes = Passes(self.name, self.rank, self.world, lanes, self.watch, timeout)
 
     def _quiet(self) -> Watch:
         """A watch that knows what ends this rank, and leaves the watching to whoever waits for the thread: a rank waits for one thing."""
@@ -338,9 +341,3 @@ class Comm:
         presence = self.watch.presence
         store = dist.PrefixStore(f"hf_zero/{self.name}/{topic}", dist.distributed_c10d._get_default_store())
         return Mailbox(store, self.rank, self.timeout, presence.gone if presence is not None else lambda rank: None)
-
-    def meet_after_break(self) -> None:
-        """After a backward that broke on this rank: go on if it broke at the same reduction on all of them."""
-        if self.world > 1:
-            at = [axis.reductions.issued for axis in (self.shard, self.replicate)]
-            everybody().meet(f"backward after one that broke at reductions {at}")

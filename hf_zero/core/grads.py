@@ -90,7 +90,6 @@ class GradientReducer:
         self._outstanding: Outstanding | None = None
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._broke = False  # a backward broke after some of its reductions were launched
         self.spoiled = False  # a backward broke after part of its gradients was taken in
         self.weight = 1.0  # of the micro-batch whose backward is under way
         self.reduces = True  # whether this backward ends an accumulation window
@@ -104,9 +103,7 @@ class GradientReducer:
         """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
         if self._homeward is not None:
             self._homeward.arrive()
-        if self._broke:
-            self._broke = False
-            self._comm.meet_after_break()
+        self._comm.passes.begin("backward", key)
         self._ready.clear()
         self._landed.clear()
         self._shown = Shown(False)
@@ -258,7 +255,6 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""
         self.spoiled = bool(self._open and self._ready)
-        self._broke = self._broke or bool(self._open and self._next)
         self._open = self._holds = False
         self._drop()
 

@@ -40,9 +40,12 @@ class Lane:
         self.issued = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.closed = ""  # why this rank will issue nothing more
+        self.before_issue: Callable[[Lane, str], None] | None = None  # asked before the next collective, where a pass has broken
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> Wait:
         """Count a collective. ``needs`` are the ranks without which it cannot end here, by default all."""
+        if self.before_issue is not None:
+            self.before_issue(self, what)
         number = self.issued
         self.issued = number + 1
         self.recent.append(what)

@@ -22,11 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.patience import PatientStore
 from hf_zero.errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from hf_zero.core.resume import Resumptions
 
 Post = dict[str, Any]
 
@@ -49,7 +52,8 @@ class Presence:
     """One rank's entry in ``store``, and its view of the entries of the others. ``keeper``: the rank that hosts the store."""
 
     def __init__(self, store: Any, rank: int, world: int, keeper: int | None = None):
-        self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)  # a client of its own: others block on theirs
+        self.store = self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)  # its own: others block on theirs
+        self.resumptions: Resumptions
         self.rank = rank
         self.world = world
         self.keeper = keeper

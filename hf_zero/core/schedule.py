@@ -83,6 +83,8 @@ class Schedule:
         self._key = (*kind, self.resident)
         self._plan = self._plans.get(self._key)
         self._record, self._cursor, self._backward = [], 0, backward
+        if not backward:
+            self._comm.passes.begin("forward", self._key)
 
     def issue_rest(self) -> None:
         """The pass is over on this rank: issue the gathers that others may still need, and wait for none of them."""
@@ -103,8 +105,10 @@ class Schedule:
     def end(self, keep_last: bool) -> None:
         """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
         if not self.gathers or self._key is None:
+            self._comm.passes.end()
             return
         self.issue_rest()
+        self._comm.passes.end()
         assert self._plan is not None
         self._kept = [self._units[0], *self._plan[-1:]] if keep_last else []
         self._key, self._plan, self._record = None, None, []
@@ -143,6 +147,7 @@ class Schedule:
 
     def abandon(self) -> None:
         """Forget the pass under way, which an exception has broken, and release what nobody uses."""
+        self._comm.passes.broke()
         self._key, self._plan, self._record, self._kept = None, None, [], []
         self._release_unused()
 

@@ -46,6 +46,7 @@ class Watch:
         self._warned = 0.0
         self._looked = 0.0
         self._posted: tuple[Wait, float] | None = None
+        self._attended = 0.0
         if presence is not None:
             _watches.add(self)
 
@@ -109,6 +110,22 @@ class Watch:
                 if not lane.closed:
                     lane.break_off()
 
+    def end(self, verdict: str) -> None:
+        """End this rank, and all that it waits for, for a reason that another thread or rank has found."""
+        if not self.verdict:
+            self._conclude(verdict, verdict)
+
+    def attend(self) -> None:
+        """Answer ranks that go on after an exception; asked for all the time, and looked after once a second."""
+        presence, now = self.presence, time.monotonic()
+        if presence is None or not hasattr(presence, "resumptions") or self.verdict or now - self._attended < self._every(presence):
+            return
+        self._attended = now
+        try:
+            presence.resumptions.look(self.end)
+        except RuntimeError:
+            pass  # the store is gone: nobody can ask
+
     def close(self) -> None:
         self._stop.set()
 
@@ -163,6 +180,7 @@ def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:
         if watch is None:
             return
         watch.look()
+        watch.attend()
         pause = watch.pause
         del watch
 

@@ -1,0 +1,179 @@
+"""Going on after a pass that broke: a rank compares what it has issued with the others before it issues anything more.
+
+[Note: after an exception]
+The k-th collective of a rank on a communicator meets the k-th of the others, whatever they are. A rank whose forward or
+backward an exception has broken after some of its collectives were issued, and whose script goes on, must not let those of
+its next pass meet what the others still issue for the broken one. It knows that its pass broke, they do not. So before it
+begins the next pass it says in the store at which numbers it stands and what it begins, and waits. A thread of every other
+rank finds that (:meth:`Resumptions.look`, once a second) and answers as soon as its own rank has come as far: yes, if that
+rank has begun the same at the same numbers, else why not, which ends both. Where nothing breaks, a pass costs one entry in a
+list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.patience import PatientStore
+from hf_zero.core.watch import Watch
+from hf_zero.errors import RankMismatchError
+
+POLL_SECONDS = 0.05
+BEGINNINGS = 64  # passes that are remembered
+REMEDY = "After an exception every rank must go on alike: catch it on all of them at the same place, or let the job end"
+Numbers = dict[str, int]
+
+
+class Passes:
+    """The passes of one engine on this rank: where each began, and whether the last one broke."""
+
+    def __init__(self, name: str, rank: int, world: int, lanes: Mapping[str, Lane], watch: Watch, timeout: float):
+        """``lanes``: the communicators, by what they are for."""
+        self.name = name
+        self._rank, self._ranks = rank, range(world)
+        self._lanes = dict(lanes)
+        self._watch, self._timeout = watch, timeout
+        self._began: deque[tuple[tuple[str, Hashable], tuple[int, ...]]] = deque(maxlen=BEGINNINGS)
+        self._open = False
+        self._broken = False
+        self._serials = itertools.count()
+        if watch.presence is not None:
+            watch.presence.resumptions.add(self)
+
+    def _at(self) -> tuple[int, ...]:
+        return tuple(lane.issued for lane in self._lanes.values())
+
+    def begin(self, what: str, kind: Hashable) -> None:
+        """A pass begins, of a kind that is the same on all ranks. After one that broke: return when all ranks begin it here."""
+        self._began.append(((what, kind), self._at()))
+        self._open = True
+        if self._broken:
+            self._resume(f"{what} {kind!r}", None, what)
+
+    def end(self) -> None:
+        self._open = False
+
+    def broke(self) -> None:
+        """The pass under way, if there is one, has ended with an exception."""
+        if self._open and self._began[-1][1] != self._at() and self._watch.presence is not None:
+            self._broken = True
+            for lane in self._lanes.values():
+                lane.before_issue = self._resume_with
+        self._open = False
+
+    def _resume_with(self, lane: Lane, what: str) -> None:
+        role = next(role for role, each in self._lanes.items() if each is lane)
+        self._resume("", [role, lane.issued, what], what)
+
+    def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
+        presence = self._watch.presence
+        assert presence is not None
+        for lane in self._lanes.values():
+            lane.before_issue = None
+        self._broken = False
+        said = {"kind": kind, "first": first, "what": what}
+        statement = {"serial": next(self._serials), "at": self.numbers(), "last": self.last(), **said}
+        presence.resumptions.state(self.name, self._rank, statement)
+        peers = [rank for rank in self._ranks if rank != self._rank]
+        with self._watch.over(Wait("all ranks to come to where this one goes on after an exception", needs=tuple(peers))):
+            limit = time.monotonic() + self._timeout
+            for peer in peers:
+                self._await_answer(peer, statement, limit)
+        presence.resumptions.stated.pop(self.name, None)
+
+    def _await_answer(self, peer: int, statement: Mapping[str, Any], limit: float) -> None:
+        presence = self._watch.presence
+        assert presence is not None
+        while True:
+            self._watch.check()
+            answer = presence.resumptions.answer(self.name, peer, self._rank, statement["serial"])
+            if answer == "":
+                return
+            gone = None if answer is not None else presence.gone(peer)
+            if answer is None and gone is None and time.monotonic() >= limit:
+                gone = f"rank {peer} has not come there within {self._timeout:g} s"
+            if answer is not None or gone is not None:
+                text = answer or f"rank {self._rank} cannot go on after an exception, having issued {statement['last']}: {gone}. {REMEDY}"
+                self._watch.end(text)
+                raise RankMismatchError(text)
+            time.sleep(POLL_SECONDS)
+
+    def numbers(self) -> Numbers:
+        return {role: lane.issued for role, lane in self._lanes.items()}
+
+    def last(self) -> str:
+        """The last collective on each communicator that has had one."""
+        said = [f"{lane.recent[-1]} (number {lane.issued - 1} of {role})" for role, lane in self._lanes.items() if lane.recent]
+        return "; ".join(said) or "nothing"
+
+    def judge(self, peer: int, statement: Mapping[str, Any]) -> str | None:
+        """What this rank answers to ``statement`` of ``peer``: "" is yes; None: it cannot be said yet."""
+        at, there = self.numbers(), statement["at"]  # before what has begun: a pass is noted before its first collective
+        presence = self._watch.presence
+        own = presence.resumptions.stated.get(self.name) if presence is not None else None
+        if statement["first"] is not None:
+            role, number, what = statement["first"]
+            lane = self._lanes[role]
+            place = number - (lane.issued - len(lane.recent))
+            same = 0 <= place < len(lane.recent) and lane.recent[place] == what
+        else:
+            began = [(f"{what} {kind!r}", dict(zip(self._lanes, numbers))) for (what, kind), numbers in list(self._began)]
+            same = (statement["kind"], there) in began
+        if same:
+            return ""
+        parted = own is not None and own["at"] == there and any(own[part] != statement[part] for part in ("kind", "first"))
+        if not parted and all(at[role] <= there[role] for role in at):
+            return None
+        return (
+            f"rank {peer} goes on with another {statement['what']} after an exception, having issued {statement['last']}, but rank {self._rank} has issued "
+            f"{self.last()}. {REMEDY}"
+        )
+
+
+class Resumptions:
+    """What ranks that go on after a broken pass say in ``store``, and what the others answer."""
+
+    def __init__(self, store: PatientStore, rank: int):
+        self._store, self._rank = store, rank
+        self._passes: weakref.WeakValueDictionary[str, Passes] = weakref.WeakValueDictionary()
+        self._seen = 0
+        self._unanswered: list[tuple[str, int, dict[str, Any]]] = []  # engine, rank, statement
+        self.stated: dict[str, dict[str, Any]] = {}  # by engine, what this rank has said last
+
+    def add(self, passes: Passes) -> None:
+        self._passes[passes.name] = passes
+
+    def state(self, name: str, rank: int, statement: dict[str, Any]) -> None:
+        self.stated[name] = statement
+        self._store.set(f"resumes/{self._store.add('resumes', 1)}", json.dumps([name, rank, statement]))
+
+    def answer(self, name: str, of: int, to: int, serial: int) -> str | None:
+        key = f"answer/{name}/{of}/{to}/{serial}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def look(self, conclude: Callable[[str], None]) -> None:
+        """Answer what other ranks have said; ``conclude`` ends this rank where it has parted from one. From the watch's thread."""
+        while self._seen < self._store.add("resumes", 0):
+            if not self._store.check([f"resumes/{self._seen + 1}"]):
+                break  # it is being written
+            self._seen += 1
+            name, rank, statement = json.loads(self._store.get(f"resumes/{self._seen}"))
+            if rank != self._rank:
+                self._unanswered.append((name, rank, statement))
+        for entry in list(self._unanswered):
+            name, rank, statement = entry
+            passes = self._passes.get(name)
+            answer = passes.judge(rank, statement) if passes is not None else None
+            if answer is None:
+                continue
+            self._unanswered = [each for each in self._unanswered if each is not entry]
+            self._store.set(f"answer/{name}/{self._rank}/{rank}/{statement['serial']}", answer)
+            if answer:
+                conclude(answer)
