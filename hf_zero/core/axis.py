@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
 SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
 BREAK_TAG = 0x7FFFFFFF
+BLOCKING = ("gloo", "threaded", "fake")  # backends whose works are completed when a wait for them returns
 
 
 def break_off(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
@@ -74,13 +75,16 @@ class Handle:
         parts: Sequence[torch.Tensor] = (),
         free: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
+        follows: bool = False,
     ):
+        """``follows``: waiting for the works may return before they are completed."""
         self._works = list(works)
         self._watch = watch
         self._wait = wait
         self._parts = list(parts)
         self._free = free
         self._finish = finish
+        self._follows = follows
 
     def wait(self) -> None:
         """Block (on a GPU: make the current stream wait) until the collective is done."""
@@ -93,6 +97,8 @@ class Handle:
                     work.wait()
         except RuntimeError as error:
             raise self._watch.explain(self._wait, error) from error
+        if self._follows:
+            self._watch.follow(self._wait, works)
         if self._finish is not None:
             self._finish()
 
@@ -158,6 +164,7 @@ class Axis:
         # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
         self._reduce_group = second
         self._point_to_point = backend == "gloo"
+        self._follows = backend not in BLOCKING
         self._ledger = ledger
         self._watch = watch
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -165,7 +172,8 @@ class Axis:
         lanes = []
         for kind, each in (("gathers", group), ("reductions", second)):
             off = partial(break_off, each, backend, self.size, self.rank, device)
-            lane = Lane(f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}", self.ranks, timeout, off)
+            title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
+            lane = Lane(title, self.ranks, timeout, off, native=not self._follows)
             lanes.append(watch.presence.lane(lane) if watch.presence is not None and self.size > 1 else lane)
         self.gathers, self.reductions = lanes
 
@@ -190,7 +198,7 @@ class Axis:
         wait = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         if self.size > 1:
             self._ledger.note("all_gather", key, size)
-        return Handle(self._start(wait, lambda: self._send_gather(pairs, wait)), self._watch, wait)
+        return Handle(self._start(wait, lambda: self._send_gather(pairs, wait)), self._watch, wait, follows=self._follows)
 
     def _send_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wait: Wait) -> list[Any]:
         works: list[Any] = []
@@ -229,7 +237,7 @@ class Axis:
             return Handle(works, self._watch, wait, [own, *received], lambda: self._give_back(received))
         out = self._borrow(n, full.dtype, full.device)
         works = self._start(wait, lambda: [_reduce_scatter_into(out, full, self._reduce_group)])
-        return Handle(works, self._watch, wait, [out], lambda: self._give_back([out]))
+        return Handle(works, self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows)
 
     def all_reduce(self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False) -> Handle:
         """Sum (or maximum) over the axis, in place. ``ordered``: no rank can be at another reduction (see the note)."""
@@ -243,7 +251,7 @@ class Axis:
             meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
-        return Handle(works, self._watch, wait, [tensor])
+        return Handle(works, self._watch, wait, [tensor], follows=self._follows)
 
     def mark(self, what: str) -> None:
         """Compare ``what`` with the other ranks of an axis that gathers nothing. It costs no wait: a difference raises at the next mark."""

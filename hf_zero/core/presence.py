@@ -6,6 +6,8 @@ are never taken back, and need not be: each conclusion holds for an old post, to
 
 - Two ranks whose collectives of one number on one lane differ have parted.
 - A rank that has ended, or closed the lane, before it issued a collective will never issue it.
+- On a device the host does not wait for collectives: a thread follows them, and such a rank "follows" where it would wait. Its
+  host may go on, so it is never stuck; the first two proofs hold all the same.
 - A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it: had its wait ended
   since its post, that other rank would have issued it. If what this rank waits for needs a stuck rank that has not issued
   it, nobody will ever come.
@@ -20,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,8 +131,8 @@ class Presence:
         host, process, _ = self._people[rank].split()
         return host != "?" and host == _identity(os.getpid()).split()[0] and _identity(int(process)) != self._people[rank]
 
-    def verdict(self, wait: Wait) -> Verdict | None:
-        """What proves that ``wait`` will never end; None if nothing does."""
+    def verdict(self, wait: Wait, stuck_in: Sequence[str] = ("waits",)) -> Verdict | None:
+        """What proves that ``wait`` will never end; None if nothing does. ``stuck_in`` as for :func:`judge`."""
         lane = wait.lane
         dead = [] if lane is None or lane.native else [rank for rank in wait.needs if rank != self.rank and self._dead(rank)]
         posts = self._read()
@@ -140,7 +142,12 @@ class Presence:
         for rank in dead:
             if posts.get(rank, {}).get("state", "here") in ("here", "waits"):
                 posts[rank] = {"state": "dead", "lanes": posts.get(rank, {}).get("lanes", {}), "why": ""}
-        return judge(self.rank, self.post(wait), posts)
+        return judge(self.rank, self.post(wait), posts, stuck_in)
+
+    def lacking(self, wait: Wait) -> list[int]:
+        """The ranks that ``wait`` needs and that had not issued it when they last said where they are."""
+        posts = self._posts
+        return [rank for rank in wait.needs if rank in posts and wait.lane and _issued(posts[rank], wait.lane.name) <= wait.number]
 
     def _without_store(self) -> str:
         if self.keeper is None or self.keeper == self.rank:
@@ -258,8 +265,11 @@ def _issued(post: Post, lane: str) -> int:
     return int(post["lanes"].get(lane, (0, [], ""))[0])
 
 
-def judge(rank: int, own: Post, posts: Mapping[int, Post]) -> Verdict | None:
-    """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``."""
+def judge(rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[str] = ("waits",)) -> Verdict | None:
+    """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``.
+
+    ``stuck_in`` are the states in which a host is taken to issue nothing before its wait is over.
+    """
     over = {each: post for each, post in posts.items() if post["state"] in OVER}
     lane, number, what, needs = own.get("wait", ("", 0, "the others", ()))
     if over:
@@ -291,7 +301,7 @@ def judge(rank: int, own: Post, posts: Mapping[int, Post]) -> Verdict | None:
             )
     stuck = {rank: own}
     while True:
-        more = {each: post for each, post in posts.items() if each not in stuck and post["state"] == "waits" and _lacks(post, stuck, each)}
+        more = {each: post for each, post in posts.items() if each not in stuck and post["state"] in stuck_in and _lacks(post, stuck, each)}
         if not more:
             break
         stuck.update(more)

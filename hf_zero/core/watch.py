@@ -1,7 +1,8 @@
 """No silent wait: a warning each minute, an error as soon as it is proved that nobody will come, or at the timeout.
 
 [Note: interrupting]
-A thread looks at waits that last a second or more; shorter ones cost nothing. What waits in a backend's native code cannot
+A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's wait orders a stream and
+returns at once, it polls the works themselves. What waits in a backend's native code cannot
 be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, all lanes are broken off from
 here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
 """
@@ -14,18 +15,20 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hf_zero.core import whereabouts
-from hf_zero.core.lane import Wait
+from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.presence import PATIENCE_SECONDS, POLL_SECONDS, Presence, Verdict
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
 WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
+FOLLOWED = 64  # works of a lane that are kept until they are completed
 RANKS_A_LOOK = 32  # more ranks look less often: they share one store
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
@@ -47,6 +50,9 @@ class Watch:
         self._looked = 0.0
         self._posted: tuple[Wait, float] | None = None
         self._attended = 0.0
+        self._followed: dict[Lane, deque[tuple[tuple[Wait, float], Sequence[Any]]]] = {}
+        self._following = threading.Lock()
+        self._hinted: tuple[Wait, float] | None = None
         if presence is not None:
             _watches.add(self)
 
@@ -56,14 +62,38 @@ class Watch:
         if not self._enabled:
             yield
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
-            self._thread.start()
+        self._start()
         outer, self._current = self._current, (wait, time.monotonic())
         try:
             yield
         finally:
             self._current = outer
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
+            self._thread.start()
+
+    def follow(self, wait: Wait, works: Sequence[Any]) -> None:
+        """Watch ``works``, for which only a stream waits, until they are completed. Those of a lane complete in their order."""
+        if not self._enabled or wait.lane is None:
+            return
+        self._start()
+        with self._following:
+            followed = self._followed.setdefault(wait.lane, deque())
+            while followed and _are_completed(followed[0][1]):
+                followed.popleft()
+            if len(followed) < FOLLOWED:  # the oldest ones tell where a lane stands
+                followed.append(((wait, time.monotonic()), works))
+
+    def _oldest_followed(self) -> tuple[Wait, float] | None:
+        with self._following:
+            oldest = []
+            for followed in self._followed.values():
+                while followed and _are_completed(followed[0][1]):
+                    followed.popleft()
+                oldest += [followed[0][0]] if followed else []
+        return min(oldest, key=lambda entry: entry[1], default=None)
 
     def check(self) -> None:
         """Raise what the watch has found, where nothing waits in a backend."""
@@ -136,7 +166,7 @@ class Watch:
 
     def look(self) -> None:
         """Warn if the wait under way has lasted long since it began or was last warned of; end it if it can never end."""
-        current = self._current
+        current = self._current or self._oldest_followed()
         if current is None:
             return
         wait, now = current[0], time.monotonic()
@@ -148,9 +178,9 @@ class Watch:
             self._judge(current, waited, self.presence)
         if not wait.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
-            logger.warning(
-                "waiting for %s since %.0f s: another rank has not joined it (is it dead, or elsewhere in the script?)", wait, waited
-            )
+            lacking = self.presence.lacking(wait) if self.presence is not None else []
+            who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}" if lacking else "another rank"
+            logger.warning("waiting for %s since %.0f s: %s has not joined it (is it dead, or elsewhere in the script?)", wait, waited, who)
 
     @staticmethod
     def _every(presence: Presence) -> float:
@@ -158,10 +188,16 @@ class Watch:
 
     def _judge(self, current: tuple[Wait, float], waited: float, presence: Presence) -> None:
         wait, lane = current[0], current[0].lane
+        follows = current is not self._current
         if lane is not None and self._posted is not current:
-            presence.say("waits", wait=wait)
+            presence.say("follows" if follows else "waits", wait=wait)
             self._posted = current
-        verdict = presence.verdict(wait)
+        verdict = presence.verdict(wait, () if follows else ("waits",))
+        if verdict is None and follows and self._hinted is not current:
+            likely = presence.verdict(wait, ("waits", "follows"))
+            if likely is not None:
+                self._hinted = current
+                logger.warning("%s (nothing will end this if the hosts of these ranks wait for their devices now)", likely.text)
         if verdict is None and lane is not None and waited >= lane.timeout:
             others = whereabouts.of(rank for rank in wait.needs if rank != presence.rank)
             text = (
@@ -169,8 +205,12 @@ class Watch:
                 "come. See where it stands (py-spy dump), or set a longer timeout in the config"
             )
             verdict = Verdict(text, text)
-        if verdict is not None and self._current is current:
+        if verdict is not None and (self._current or self._oldest_followed()) is current:
             self._conclude(*verdict)
+
+
+def _are_completed(works: Sequence[Any]) -> bool:
+    return all(work.is_completed() for work in works)
 
 
 def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:

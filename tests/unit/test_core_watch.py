@@ -8,10 +8,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from hf_zero.core import presence as presences
 from hf_zero.core import watch as module
-from hf_zero.core.lane import Wait
+from hf_zero.core.lane import Lane, Wait
+from hf_zero.core.presence import Presence
 from hf_zero.core.watch import Watch
+from hf_zero.errors import RankMismatchError
 
 
 class Clock:
@@ -112,3 +116,70 @@ def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
     watch.close()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+class Work:
+    """A collective whose wait returns at once, as where only a stream waits."""
+
+    def __init__(self) -> None:
+        self.completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watch], list[Lane]]:
+    monkeypatch.setattr(presences, "PatientStore", lambda store: store)  # whose thread the clock does not start
+    store, lanes, watches = dist.HashStore(), [], []
+    for rank in range(2):
+        presence = Presence(store, rank, 2)
+        lanes.append(presence.lane(Lane("gathers", range(2), 1000.0, native=False)))
+        watches.append(Watch(presence=presence))
+        monkeypatch.setattr(watches[-1], "_start", lambda: None)
+    return watches, lanes
+
+
+def test_what_only_a_stream_waits_for_is_followed(clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, lanes = two_ranks(monkeypatch)
+    done, late = Work(), Work()
+    done.completed = True
+    for name, work in (("layer.0", done), ("layer.1", late)):
+        watches[0].follow(lanes[0].issue(f"all-gather of {name}"), [work])
+    clock.run(watches[0], 61)
+    assert len(heard) == 1 and heard[0].startswith("waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank")
+    lanes[1].issue("all-gather of layer.0")
+    elsewhere = Lane("reductions", range(2), 1000.0)
+    watches[1].follow(watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), [Work()])  # type: ignore[union-attr]
+    clock.run(watches[1], 2)
+    heard.clear()
+    clock.run(watches[0], 2)
+    assert len(heard) == 1 and "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which rank 1 has not issued" in heard[0]
+    assert "reduce-scatter of layer.9" in heard[0] and not watches[0].verdict, "its host may go on: no proof"
+    late.completed = True
+    heard.clear()
+    clock.run(watches[0], 200)
+    assert heard == []
+
+
+def test_followed_collectives_that_differ_end_both_ranks(clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, lanes = two_ranks(monkeypatch)
+    for watch, lane, name in zip(watches, lanes, ("layer.1", "layer.2")):
+        watch.follow(lane.issue(f"all-gather of {name}"), [Work()])
+    for watch in (*watches, *watches):
+        clock.run(watch, 2)
+    for watch in watches:
+        with pytest.raises(RankMismatchError, match=r"layer.1.*layer.2|layer.2.*layer.1"):
+            watch.check()
+
+
+def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, lanes = two_ranks(monkeypatch)
+    works = [Work() for _ in range(1000)]
+    for work in works:
+        watches[0].follow(lanes[0].issue("all-gather"), [work])
+    kept = watches[0]._followed[lanes[0]]
+    assert len(kept) == module.FOLLOWED and kept[0][1] == [works[0]]
+    for work in works:
+        work.completed = True
+    watches[0].follow(lanes[0].issue("all-gather"), [Work()])
+    assert len(kept) == 1
