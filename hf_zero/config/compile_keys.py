@@ -59,6 +59,6 @@ COMPILE = (
         "attention_backend",
         choice(*ATTENTION_BACKENDS),
         "auto",
-        note="kernels that scaled_dot_product_attention tries first, in the whole process; auto: torch's own order",
+        note="kernels that scaled_dot_product_attention tries first, in the whole process; auto: what was measured faster on such a GPU, else torch's own order",
     ),
 )

@@ -20,12 +20,25 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
+MEASURED: dict[tuple[int, int], str] = {}
+"""The faster of flash and cuDNN in a training step, by the GPU's compute capability: what the row "attention: cuDNN over flash" of
+scripts/gpu has shown. A GPU that is not here has not been measured, and keeps torch's own order."""
+
+
+def chosen(backend: str, device: torch.device) -> str:
+    """``backend``, or for "auto" what was measured on GPUs such as ``device``; "auto" again where nothing was."""
+    if backend != "auto" or not MEASURED or not kinds.runs_triton(device) or torch.version.hip is not None:
+        return backend
+    properties = kinds.properties(device)
+    return MEASURED.get((properties.major, properties.minor), backend)
+
 
 class AttentionOrder:
-    """A backend put first, until :meth:`give_back`; "auto" leaves torch's own order."""
+    """A backend put first, until :meth:`give_back`; "auto" is what was measured, else torch's own order."""
 
     def __init__(self, backend: str, device: torch.device):
         self._before: list[int] = []
+        backend = chosen(backend, device)
         if backend == "auto":
             return
         if not kinds.is_host(device):

@@ -2,12 +2,13 @@
 
 Grid: one program a row. Tile: BLOCK columns, 16 bytes a thread and load. First pass: each lane keeps a running maximum and a running sum
 (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867), with one exponential an element whichever of the two is larger; one reduction
-a row. Second pass: backwards over the row, whose end still lies in L2 (a row of 128,256 bf16 is 256 kB, 132 of them 34 MB), writing the
+a row. The next two blocks are under way into shared memory meanwhile: 32 kB a multiprocessor in bf16, where latency times bandwidth is
+about 25 kB and one block would be 16. Second pass: backwards over the row, whose end still lies in L2 (a row of 128,256 bf16 is 256 kB, 132 of them 34 MB), writing the
 gradient over the logits.
 
 Bytes an element of w bytes: 2w with the gradient where the second read hits L2 (3w where not), w without. FLOPs: about 12, two of them
 exponentials: at 4.2 TB/s and bf16 the exponentials take 0.6 of the memory's time. Registers: 8 columns a thread in fp32 with maximum and sum,
-below 64 with 32 warps, one program an SM. With 16 columns they spill.
+below 64 with 32 warps, one program an SM. With 16 columns they spill, and with smoothing so does the pipeline.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def cross_entropy_kernel(
     SMOOTHED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # ``width`` ≥ vocabulary bounds the accesses: it is a multiple of 16, so that they stay wide; what lies beyond the vocabulary is padding.
     row = tl.program_id(0)
@@ -77,7 +79,7 @@ def cross_entropy_kernel(
             total = tl.zeros([BLOCK], tl.float32)
             if SMOOTHED:
                 plain = tl.zeros([BLOCK], tl.float32)
-            for block in range(0, blocks):
+            for block in tl.range(0, blocks, num_stages=STAGES):
                 columns = block * BLOCK + lanes
                 x = tl.load(start + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
                 y = tl.where(columns < vocabulary, _capped(x, softcap, SOFTCAP), float("-inf"))
@@ -123,6 +125,11 @@ def tile(width: int) -> tuple[int, int]:
     return block, block // 256
 
 
+def stages(smoothed: bool) -> int:
+    """Blocks of the first pass that are in work or under way."""
+    return 1 if smoothed else 3
+
+
 def cross_entropy_(
     logits: torch.Tensor,
     vocabulary: int,
@@ -145,6 +152,6 @@ def cross_entropy_(
             logits, labels, losses if factors is None else factors, losses, lses,
             logits.stride(0), width, vocabulary, ignore_index, label_smoothing, z_loss, softcap, scale,
             GRADIENT=factors is not None, FACTOR_A_ROW=factors is not None and factors.numel() > 1, KNOWN=lse is not None,
-            SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block, num_warps=warps,
+            SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block, STAGES=stages(label_smoothing > 0), num_warps=warps,
         )  # fmt: skip
     return losses, lses

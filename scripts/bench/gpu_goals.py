@@ -6,7 +6,7 @@ A goal is about one figure of hf-zero, as it is or over another one; the peer be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,18 @@ def judge(goal: Goal, measured: dict[tuple[str, str], dict[str, Any]]) -> tuple[
     return goal.title, beside, "–" if ours is None else f"{ours:.4g}", ratio, wanted, met
 
 
-def table(rows: Iterable[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
-    """One line a goal, in columns that stand under each other."""
+def table(rows: Sequence[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
+    """One line a goal, in columns that stand under each other, and under it what was left out."""
     measured = _figures(rows)
     lines = [HEAD, tuple("-" * 3 for _ in HEAD), *(judge(goal, measured) for goal in goals)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
+    drawn = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
+    return "\n".join([*drawn, *left_out(rows)])
+
+
+def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What has no figures, and why; and that those of a tiny run mean nothing."""
+    why = {what: [row for row in rows if what in row] for what in ("failed", "missing", "skipped")}
+    told = [f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}" for what, found in why.items() for row in found]
+    tiny = any(str(row.get("device", "")).endswith("tiny") for row in rows)
+    return [*([""] if told else []), *told, *(["", "tiny, on the CPU: these figures mean nothing"] if tiny else [])]

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.core import attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
 from tests.helpers.cells import fast
@@ -452,3 +453,15 @@ def test_an_order_of_attention_set_by_somebody_else_stays() -> None:
         assert torch._C._get_sdp_priority_order() == theirs
     finally:
         torch._C._set_sdp_priority_order(before)
+
+
+def test_auto_takes_what_was_measured_on_such_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(attention.kinds, "properties", lambda device: hopper)
+    gpu = torch.device("cuda")
+    assert attention.chosen("auto", gpu) == attention.MEASURED.get((9, 0), "auto")
+    monkeypatch.setattr(attention, "MEASURED", {(9, 0): "cudnn"})
+    assert attention.chosen("auto", gpu) == "cudnn" and attention.chosen("flash", gpu) == "flash"
+    assert attention.chosen("auto", torch.device("cpu")) == "auto"
+    hopper.major = 8
+    assert attention.chosen("auto", gpu) == "auto"

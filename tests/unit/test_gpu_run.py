@@ -138,7 +138,9 @@ def test_the_table_says_of_each_goal_whether_it_is_met(bench: Any) -> None:
         goal("w", "alone", "step_s", "ours", None),
         goal("w", "absent", "step_s", "broken", 0.1, ("fast",)),
     ]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in bench.goals.table(rows, goals).splitlines()]
+    drawn, _, below = bench.goals.table(rows, goals).partition("\n\n")
+    assert below.splitlines() == ["failed: w broken: ended with 1", "missing: w none: liger_kernel is not installed"]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in drawn.splitlines()]
     assert lines[0] == ["work", "peer", "hf-zero", "ratio", "goal", "met"]
     assert lines[2:] == [
         ["step", "fast 0.25", "0.2", "0.800", "≤ 0.21", "yes"],
@@ -170,7 +172,7 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
     head, ours, torchs = (json.loads(line) for line in path.read_text().splitlines())
     assert head["minutes"] == 2 and ours["of"] == "hf-zero" and torchs["of"] == "torch pin_memory"
     assert ours["device"] == "cpu, tiny" and ours["torch"] and 0.5 < ours["over_asked"] < 2
-    assert "| pinning 8 GiB, s " in said.stdout and "not measured" in said.stdout
+    assert "| pinning 8 GiB, s " in said.stdout and "not measured" in said.stdout and "mean nothing" in said.stdout
     table = said.stdout[said.stdout.index("| work") :]
     again = subprocess.run([*command[:2], "--table", str(path)], capture_output=True, text=True, env=env, timeout=120)
     assert again.stdout == table
