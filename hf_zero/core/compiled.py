@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from hf_zero.config import CompileSection
 from hf_zero.core.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.core.guards import Attached, Override
+from hf_zero.core.tree import transformed
 from hf_zero.core.unit import Unit
 from hf_zero.core.wrap import cut
 from hf_zero.errors import ConfigError
@@ -102,7 +103,8 @@ class CompiledForward(Override):
         self._of_others = compilation(self._fn, None) if dynamic is None else self._of_first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._module.training or torch.is_grad_enabled()) or self._unit.watched or torch.compiler.is_compiling():
+        alone = not (self._module.training or torch.is_grad_enabled()) or transformed()
+        if alone or self._unit.watched or torch.compiler.is_compiling():
             return self._fn(*args, **kwargs)
         shapes: list[torch.Size] = []
         foreign = signature((*args, *kwargs.values()), shapes)

@@ -25,7 +25,7 @@ from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached
 from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.tree import map_tensors, tensors_in
+from hf_zero.core.tree import map_tensors, tensors_in, transformed
 from hf_zero.core.unit import Call, OuterCall, Unit
 from hf_zero.errors import PartitionError
 
@@ -36,33 +36,31 @@ def _graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class _Mark(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's backward is over."""
-
-    @staticmethod
-    def forward(ctx: Any, over: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.over = over
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.over()
-        return (None, *grads)
+def _last_node() -> int:
+    """The number of the last node of a graph that this thread has recorded; a backward comes to higher numbers first."""
+    return torch.autograd._get_sequence_nr() - 1
 
 
-def _mark(inputs: Sequence[torch.Tensor], over: Callable[[], None]) -> Sequence[torch.Tensor]:
-    """``inputs`` again, with ``over`` called once all their gradients are known.
+def _mark(inputs: Sequence[torch.Tensor], call: Call, over: Callable[[], None]) -> Sequence[torch.Tensor]:
+    """``inputs`` again as views, which a block may change in place, with ``over`` called once all their gradients are known.
 
-    One input becomes a plain view, which a block may change in place. Several need one node in common, whose outputs
-    torch does not let anybody change in place.
+    Not each of several inputs has a part in every backward: those that have are counted when the backward of ``call`` begins.
     """
-    if len(inputs) > 1:
-        return _Mark.apply(over, *inputs)
-    view = inputs[0].view_as(inputs[0])
-    assert view.grad_fn is not None
-    view.grad_fn.register_hook(lambda *_: over())
-    return [view]
+    views = [each.view_as(each) for each in inputs]
+    nodes = [view.grad_fn for view in views if view.grad_fn is not None]
+    if len(nodes) == 1:
+        nodes[0].register_hook(lambda *_: over())
+        return views
+    call.marks = nodes
+
+    def passed(*_: Any) -> None:
+        call.marks_left -= 1
+        if call.marks_left == 0:
+            over()
+
+    for node in nodes:
+        node.register_hook(passed)
+    return views
 
 
 def _accumulated(hooks: weakref.ref[Hooks], parameter: torch.Tensor) -> None:
@@ -145,6 +143,8 @@ class Hooks:
         return bool(self._tasks) and self._tasks[0][1]() is not None  # None: an exception has ended it
 
     def _enter(self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if transformed():
+            return self._enter_transformed(unit)
         inside = _graph_task() != -1
         if inside:
             self._enter_backward()
@@ -170,10 +170,24 @@ class Hooks:
             return None
         inputs = list({id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values())
         if not inputs:
+            call.last_node = _last_node()
             return None
         call.marked = True
-        replaced = dict(zip(map(id, inputs), _mark(inputs, partial(self._post_backward, call))))
+        views = _mark(inputs, call, partial(self._post_backward, call))
+        call.last_node = _last_node()
+        replaced = dict(zip(map(id, inputs), views))
         return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
+
+    def _enter_transformed(self, unit: Unit | None) -> None:
+        """A forward under grad, vmap or another transform of torch.func, whose graphs are its own: no pass of this engine."""
+        if unit is None:
+            return
+        if unit.sharded:
+            raise PartitionError(
+                f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): the backward inside a transform "
+                "would read weights that are released by then; use stage 2 for models under torch.func"
+            )
+        unit.settle()
 
     def gather_on_use(self, unit: Unit) -> bool:
         """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
@@ -211,14 +225,17 @@ class Hooks:
             self._schedule.need(unit)
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if transformed():
+            return
         inside = _graph_task() != -1
+        raised = sys.exc_info()[1] if output is None else None
         self._nested = max(0, self._nested - 1)
         if unit is not None and unit.open:
             call = unit.open.pop()
             if call is not None:
                 call.left = self._outstanding.moment()
-            if call is not None and output is not None:
-                self._watch_output(call, output)
+                marks, call.marks = call.marks, ()
+                self._watch_output(call, marks, output, raised)
             if not inside:
                 self._schedule.idle(unit)
         if self._nested == 0 and not inside:
@@ -229,20 +246,18 @@ class Hooks:
                 self._untracked.append(outer)
                 self._no_longer(set(self._untracked[:-FORWARDS_TOLD_APART]))
                 del self._untracked[:-FORWARDS_TOLD_APART]
-            raised = sys.exc_info()[1] if output is None else None
             self._schedule.note(raised)
             if raised is not None:
                 self._schedule.abandon()  # the forward has raised
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())
 
-    def _watch_output(self, call: Call, output: Any) -> None:
-        unknown: list[Any] = []
-        hooked = False
-        for tensor in tensors_in(output, unknown):
+    def _watch_output(self, call: Call, marks: Sequence[torch.autograd.graph.Node], output: Any, raised: BaseException | None) -> None:
+        hooked, last = False, call.last_node  # later ones are the forward's
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._pre_backward, call))
-                hooked = True
+                hooked, last = True, max(last, tensor.grad_fn._sequence_nr())
+                tensor.register_hook(partial(self._pre_backward, call, marks))
             elif tensor.requires_grad:
                 _keep(call.unit, call.outer)  # a parameter itself: whoever gets it reads it again in backward
         if hooked:
@@ -250,10 +265,11 @@ class Hooks:
             self._older.add(call.outer)
             call.outer.calls.add(call)
             call.unit.pending.add(call)
-        elif unknown and (call.marked or call.unit.trainable):
+        # What was recorded after it has left another way: into an object, a dict, ``self``. Its backward comes before the hooks.
+        if raised is None and (call.marked or call.unit.trainable) and last < _last_node():
             _keep(call.unit, call.outer)
 
-    def _pre_backward(self, call: Call, grad: torch.Tensor) -> None:
+    def _pre_backward(self, call: Call, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor) -> None:
         self._enter_backward()
         if torch.is_grad_enabled() and call.unit.sharded:
             raise PartitionError(
@@ -262,6 +278,8 @@ class Hooks:
             )
         self._reach(call.outer)
         self._pass(call, call.left)
+        if marks and call not in call.unit.active:
+            call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.active.add(call)
         self._outstanding.starts(call)
         self._schedule.need(call.unit)

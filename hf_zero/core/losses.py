@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_zero.core.flat import Flat
 from hf_zero.core.precision import LossScaler
-from hf_zero.core.tree import map_tensors, tensors_in
+from hf_zero.core.tree import map_tensors, tensors_in, transformed
 from hf_zero.errors import PartitionError
 
 SCALED_ONCE = (
@@ -132,6 +132,8 @@ class Losses:
 
     def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook of the model: a loss that nobody scales is scaled where it comes back to these outputs."""
+        if transformed():
+            return None  # the gradients are the script's
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not self._scales or not tensors or not torch.is_grad_enabled() or self._in_backward():
             return None

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.core.tree import tensors_in
+from hf_zero.core.tree import tensors_in, transformed
 from hf_zero.errors import PartitionError, ReleasedParameterError
 
 _grad: Any = torch.Tensor.grad
@@ -273,7 +273,8 @@ class WatchedParameter(LiveParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         answer = super().__torch_function__(func, types, args, kwargs or {})
         made = list(tensors_in(answer))
-        nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
+        records = torch.is_grad_enabled() and not transformed()
+        nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if records else []
         if made:
             for flat in {p.__dict__["_hf_zero_flat"] for p in tensors_in((args, kwargs)) if isinstance(p, WatchedParameter)}:
                 for node in nodes:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_zero.config import ActivationCheckpointing
 from hf_zero.core.guards import Override
+from hf_zero.core.tree import transformed
 from hf_zero.core.wrap import repeated_blocks
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
@@ -128,7 +129,7 @@ class _Checkpointed(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         blocks, block = self._blocks, self._module
-        if not torch.is_grad_enabled() or blocks.left_to_model or not (torch.compiler.is_compiling() or _alone()):
+        if not torch.is_grad_enabled() or transformed() or blocks.left_to_model or not (torch.compiler.is_compiling() or _alone()):
             return self._fn(*args, **kwargs)
         if not getattr(block, "_can_checkpoint_with_cache", False):
             caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]

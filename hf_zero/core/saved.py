@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.core.slabs import Region, Slabs
 from hf_zero.core.transfers import Brought, Transfers
+from hf_zero.core.tree import transformed
 from hf_zero.errors import OffloadError
 
 PART = 8  # a tensor that is less than this part of its storage stays: the rest of the storage would travel with it
@@ -249,6 +250,8 @@ class Offload:
     def begin(self, stays: Collection[int]) -> None:
         """A forward begins. ``stays`` are the storages (``_cdata``) that are no activations."""
         self.end()
+        if transformed():
+            return  # torch has no hooks on what such a forward saves
         self._run = _Pass(self, stays)
         self._hooks.append(self._run.hooks())
         self._hooks[-1].__enter__()
@@ -269,6 +272,9 @@ class Offload:
     @contextmanager
     def part(self) -> Iterator[None]:
         """A part of a forward of which nobody tells begin or end: it is taken to be over when its backward asks for something."""
+        if transformed():
+            yield
+            return
         if self._run is None or self._run.ended:
             self._run = _Pass(self, ())
         with self._run.hooks():

@@ -13,6 +13,14 @@ Visit = Callable[[torch.Tensor], torch.Tensor]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
+def transformed() -> bool:
+    """Whether grad, jvp or another transform of torch.func that has graphs of its own is at work. ``vmap`` has none."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(each.key() != vmap for each in torch._C._functorch.get_interpreter_stack() or ())
+
+
 def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
     """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing changed are returned as they are.
 

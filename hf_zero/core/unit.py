@@ -44,13 +44,16 @@ class OuterCall:
 class Call:
     """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
 
-    __slots__ = ("__weakref__", "began", "left", "marked", "outer", "unit")
+    __slots__ = ("__weakref__", "began", "last_node", "left", "marked", "marks", "marks_left", "outer", "unit")
 
     def __init__(self, unit: Unit, outer: OuterCall, began: int):
         self.unit = unit
         self.outer = outer
         self.began = self.left = began  # places in the order in which this rank enters and leaves forwards
         self.marked = False  # an input carries the mark that tells when this call's backward is over
+        self.last_node = -1  # of the graph before the forward
+        self.marks: Sequence[torch.autograd.graph.Node] = ()  # of its inputs, while the forward is under way
+        self.marks_left = 0  # of several inputs that have a part in the backward under way, those whose gradients are to come
 
 
 class Unit:
