@@ -157,5 +157,10 @@ def scalars_of(engine: Engine) -> list[dict[str, Any]]:
     return [] if engine.bound is None else [dict(group) for group in engine.bound.scalars()]
 
 
+def apart_of(engine: Engine) -> list[dict[str, Any]]:
+    """Where the parameters of a group have not all made the same steps, the numbers of each of which this rank has elements."""
+    return [] if engine.bound is None else [dict(group) for group in engine.bound.apart()]
+
+
 def class_name(instance: Any) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"

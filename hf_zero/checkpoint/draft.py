@@ -19,11 +19,12 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, plan_file
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each optimizer group."""
+    """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each optimizer group and of parameters in it."""
 
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
     scalars: list[dict[str, Any]]
+    apart: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def draft(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> Draf
     tensors |= {name: contents.Held.here(state) for name, state in contents.rng_states().items()}
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}
     plan = plan_file([(name, each.dtype, [each.numel]) for name, each in tensors.items()], metadata, DATA_ALIGNMENT)
-    return Draft(plan, tensors, Written(FileEntry(name, engine.global_rank, plan.size, ""), chunks, contents.scalars_of(engine)))
+    file = FileEntry(name, engine.global_rank, plan.size, "")
+    return Draft(plan, tensors, Written(file, chunks, contents.scalars_of(engine), contents.apart_of(engine)))
 
 
 def extra_of(engine: Engine, client_state: Mapping[str, Any]) -> Extra:
@@ -121,8 +123,12 @@ def _optimizer(engine: Engine, written: list[Written]) -> OptimizerEntry | None:
         return None
     groups = []
     for index, hyperparameters in enumerate(engine.bound.hyperparameters()):
-        # A group can be empty on a rank, which then has no numbers for it; where there are some, they are equal.
-        scalars = next((report.scalars[index] for report in written if report.scalars[index]), {})
+        # A group can be empty on a rank, which then has no numbers for it; where there are some, they are equal, except that a rank
+        # tells those of each parameter once it has seen one left out. What no rank has left out has made every step.
+        even = [report.scalars[index] for report in written if report.scalars[index] and not report.apart[index]]
+        own = {name: numbers for report in written for name, numbers in report.apart[index].items()}
+        scalars = even[0] if even else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
+        apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
         names = sorted(name for name, group in engine.bound.group_of.items() if group == index)
-        groups.append(GroupEntry(dict(hyperparameters), scalars, tuple(names)))
+        groups.append(GroupEntry(dict(hyperparameters), scalars, tuple(names), apart))
     return OptimizerEntry(contents.class_name(engine.bound.optimizer), tuple(groups))

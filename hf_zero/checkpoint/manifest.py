@@ -58,7 +58,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         optimizer = self.optimizer and {
             "class": self.optimizer.class_name,
-            "groups": [asdict(group) | {"parameters": list(group.parameters)} for group in self.optimizer.groups],
+            "groups": [group.to_json() for group in self.optimizer.groups],
         }
         return {
             "format": FORMAT,
@@ -220,7 +220,12 @@ def _adapter(name: str, data: dict[str, Any]) -> Adapter:
 
 def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
     groups = tuple(
-        GroupEntry(_get(g, "hyperparameters", dict), _get(g, "scalars", dict), _items(g, "parameters", str))
+        GroupEntry(
+            _get(g, "hyperparameters", dict),
+            _get(g, "scalars", dict),
+            _items(g, "parameters", str),
+            _values(g, "apart", dict) if "apart" in g else {},
+        )
         for g in _items(data, "groups", dict)
     )
     return OptimizerEntry(_get(data, "class", str), groups)

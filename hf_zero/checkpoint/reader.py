@@ -236,8 +236,13 @@ class _Load:
             return
         groups = [saved.groups[at] for at in self.groups]
         bound.load_hyperparameters([group.hyperparameters for group in groups])
-        if any(group.scalars for group in groups):
-            bound.load_scalars([group.scalars for group in groups])
+        if any(group.scalars or group.apart for group in groups):
+            saved_apart = {name: numbers for group in groups for name, numbers in group.apart.items()}
+            apart: list[dict[str, Any]] = [{} for _ in groups]
+            for name, group in bound.group_of.items():
+                if self.match.held.get(name) in saved_apart:
+                    apart[group][name] = saved_apart[self.match.held[name]]
+            bound.load_scalars([group.scalars for group in groups], apart)
         precision = self.engine.config.precision
         if self.manifest.scaler is not None and precision == "fp16":
             self.engine.scaler.load_state_dict(self.manifest.scaler)

@@ -89,11 +89,19 @@ class FlatEntry:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names."""
+    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names.
+
+    ``apart`` has the numbers of parameters that have made other steps than the group: those that went unused in some.
+    """
 
     hyperparameters: dict[str, Any]
     scalars: dict[str, Any]
     parameters: tuple[str, ...]
+    apart: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        told = {"hyperparameters": self.hyperparameters, "scalars": self.scalars, "parameters": list(self.parameters)}
+        return told | ({"apart": self.apart} if self.apart else {})
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class Axis:
         self._watch = watch
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._marked: Handle | None = None
+        self._small = SMALL_NUMEL
         lanes = []
         for kind, each in (("gathers", group), ("reductions", second)):
             off = partial(break_off, each, backend, self.size, self.rank, device)
@@ -246,24 +247,38 @@ class Axis:
             return Handle([], self._watch, wait, [tensor])
         self._ledger.note("all_reduce", key, tensor.nbytes)
         if self._point_to_point and not ordered:
-            if tensor.device.type == "cpu" and tensor.numel() <= SMALL_NUMEL and not maximum:
+            if tensor.device.type == "cpu" and tensor.numel() <= self._small and not maximum:
                 return self._sum_small(tensor, wait, self._reduce_group)
             meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
         return Handle(works, self._watch, wait, [tensor], follows=self._follows)
 
-    def mark(self, what: str) -> None:
-        """Compare ``what`` with the other ranks of an axis that gathers nothing. It costs no wait: a difference raises at the next mark."""
-        if self.size > 1 and self._point_to_point:
-            before, self._marked = self._marked, self._sum_small(torch.zeros(0), self.gathers.issue(what), self._group)
-            if before is not None:
-                before.wait()
+    def carry(self, numel: int) -> None:
+        """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks, and before the first of them."""
+        self._small = max(self._small, numel)
+
+    def mark(self, what: str, values: torch.Tensor) -> Handle:
+        """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the other ranks.
+
+        It costs no wait, unless the caller waits for the sum: a difference raises at the next mark.
+        """
+        wait = self.gathers.issue(what)
+        self._ledger.note("all_reduce", "used parameters", values.nbytes)
+        if self._point_to_point and values.device.type == "cpu":
+            handle = self._sum_small(values, wait, self._group)
+        else:
+            works = self._start(wait, lambda: [dist.all_reduce(values, group=self._group, async_op=True)])
+            handle = Handle(works, self._watch, wait, [values])
+        before, self._marked = self._marked, handle
+        if before is not None:
+            before.wait()
+        return handle
 
     def _sum_small(self, tensor: torch.Tensor, wait: Wait, group: Any) -> Handle:
         """Sum ``tensor``, and with it a code of ``wait``. All such messages have one size, so that gloo survives a difference."""
         code = float(wait.tag & 0xFFFFF)
-        message = torch.zeros(SMALL_NUMEL + 2, dtype=torch.float64)
+        message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
         works = self._start(wait, lambda: [dist.all_reduce(message, group=group, async_op=True)])

@@ -40,6 +40,7 @@ from hf_zero.core.trouble import refuse_half_done, refuse_step
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.core.updating import Updating
+from hf_zero.core.usage import Usage
 from hf_zero.core.wrap import cut
 from hf_zero.device import kinds
 from hf_zero.errors import PartitionError
@@ -156,8 +157,9 @@ class Engine(Answers, Stopping, Saving, Updating):
         homeward = Homeward(self.device, self._placement.take_pinned) if away and not kinds.is_host(self.device) else None
         if away:
             self.updater = Updater(self.units, self.comm, self.device, self._placement.piece, self._placement.take_pinned, homeward)
+        self._usage = Usage(self._training, self.comm, self.device)
         self._reducer = GradientReducer(
-            self.units, self.comm, self._policy, scaling, DTYPES[wire] if wire else None, homeward, config.kernels
+            self.units, self.comm, self._policy, scaling, self._usage, DTYPES[wire] if wire else None, homeward, config.kernels
         )
         if self.updater is not None:
             self.schedule.on_need = self.updater.used

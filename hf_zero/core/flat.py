@@ -63,6 +63,9 @@ class Flat:
         self.retired = False  # its engine has been destroyed
         self.filled = False  # ``window`` holds gradients that are not reduced yet
         self.reduced = False  # ``grad`` holds reduced gradients that no step has used yet
+        self.every = (1 << len(self.members)) - 1  # a bit for each of ``members``
+        self.used = 0  # those for which this rank has had a gradient in the accumulation window
+        self.unused: frozenset[str] = frozenset()  # those for which no rank has, once the ranks have agreed
         self.held: torch.Tensor | None = None  # reduced gradients set aside while ``window`` fills again
         self.switched: set[str] = set()  # parameters whose requires_grad is another one than at initialize
         self.user_writes = UserWrites(parameters)
@@ -105,6 +108,10 @@ class Flat:
     def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
         for slot in self.layout.slots:
             yield self.parameters[slot.name], slot
+
+    def use(self, name: str) -> None:
+        """There is a gradient for parameter ``name``, wherever it came from."""
+        self.used |= 1 << next(place for place, slot in enumerate(self.layout.slots) if slot.name == name)
 
     def settle(self) -> None:
         """Return when no update of this flat is under way."""

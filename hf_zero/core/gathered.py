@@ -225,6 +225,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
         )
     _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
     flat.squares = None
+    flat.use(name_of(parameter))
 
 
 def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:

@@ -32,6 +32,7 @@ from hf_zero.core.parameter import drop_raw_grads, raw_grads
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
 from hf_zero.core.unit import Unit
+from hf_zero.core.usage import Usage
 from hf_zero.errors import PartitionError
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
@@ -58,6 +59,7 @@ class GradientReducer:
         comm: Comm,
         policy: Policy,
         scaling: Scaling,
+        usage: Usage,
         wire_dtype: torch.dtype | None = None,
         homeward: Homeward | None = None,
         kernels: Any = "off",
@@ -72,6 +74,7 @@ class GradientReducer:
         self._comm = comm
         self._policy = policy
         self._scaling = scaling
+        self._usage = usage
         self._wire_dtype = wire_dtype
         self._homeward = homeward
         self._kernels = kernels
@@ -191,6 +194,7 @@ class GradientReducer:
             self._reduce_late(launched, learns)
             while self._flights:
                 self._land()
+            self._usage.drop()
         else:
             for unit in self._order.units:
                 self._take_in_window(unit)
@@ -266,6 +270,7 @@ class GradientReducer:
             for flat in unit.trainable:
                 flat.filled = flat.reduced = False
                 flat.held = None
+                flat.used, flat.unused = 0, frozenset()
 
     def _drop(self) -> None:
         """Let go of gradients on parameters and of reductions on the wire."""
@@ -273,6 +278,7 @@ class GradientReducer:
             flight.handle.drop()
             self._give_back(flight.borrowed)
         self._flights = []
+        self._usage.drop()
         for unit in self._units:
             for flat in unit.flats:
                 _drop_raw(flat)
@@ -301,6 +307,10 @@ class GradientReducer:
     def _launch(self, unit: Unit) -> None:
         if not self._policy.reduces_every_backward:
             self._take_in_window(unit)
+        if self.on_landed is not None:  # the update of the unit may begin as soon as its gradients are here
+            for flat in unit.trainable:
+                flat.used |= sum(1 << place for place, grad in enumerate(raw_grads(flat.members)) if grad is not None)
+            self._usage.send(unit)
         for flat in unit.trainable:
             if flat.window is not None:
                 self._send_window(flat)
@@ -383,6 +393,7 @@ class GradientReducer:
         # In the first backward of its kind more may come.
         complete = self.reduces and self._key in self._known and self._landed.issuperset(flat.unit.trainable)
         if complete and self.on_landed is not None and (self._homeward is None or not self._homeward.is_adding):
+            self._usage.receive(flat.unit)
             self.on_landed(flat.unit)
 
     def _give_back(self, wire: torch.Tensor | None) -> None:
@@ -418,15 +429,17 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
     grads, views = [], []
     # Parameters lie end to end: one call gives the views of all, and one takes all gradients in.
     given = raw_grads(flat.members)
-    for grad, view in zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values()))):
-        if not view.numel():
-            continue
-        if grad is not None:
+    lacking = 0
+    for place, (grad, view) in enumerate(zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))):
+        if grad is None:
+            lacking |= 1 << place
+            if not accumulate:
+                view.zero_()
+        elif view.numel():
             grads.append(grad.to_dense() if grad.is_sparse else grad)
             views.append(view)
-        elif not accumulate:
-            view.zero_()
     del given
+    flat.used |= flat.every & ~lacking
     drop_raw_grads(flat.members)
     if grads and accumulate:
         torch._foreach_add_(views, grads, alpha=factor)

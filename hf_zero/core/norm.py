@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.device import pinned
 from hf_zero.ops import dispatch, host
@@ -16,8 +15,8 @@ from hf_zero.ops.flat_norm import RUNS, squared_norms
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
-def squared_norm(flats: Sequence[Flat], comm: Comm, device: torch.device, kernels: Any = "off") -> torch.Tensor:
-    """Sum of squares of the gradients of ``flats`` over the shard axis (0-dim, float64); not finite on overflow.
+def squared_norm(flats: Sequence[Flat], device: torch.device, kernels: Any = "off") -> torch.Tensor:
+    """Sum of squares of this rank's part of the gradients of ``flats`` (0-dim, float64); not finite on overflow.
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
@@ -29,9 +28,7 @@ def squared_norm(flats: Sequence[Flat], comm: Comm, device: torch.device, kernel
         crossed = pinned.for_copy(torch.stack([taken[flat] for flat in here]), device).to(device, non_blocking=True)
         taken.update(zip(here, crossed.unbind()))
     sums = [flat.squares if flat.squares is not None else taken[flat] for flat in flats if flat.grad is not None]
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    comm.shard.all_reduce(total, "gradient norm").wait()
-    return total
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:

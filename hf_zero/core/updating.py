@@ -21,6 +21,7 @@ from hf_zero.core.states import MASTER
 from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
+from hf_zero.core.usage import Usage
 from hf_zero.logs import logger
 
 
@@ -41,6 +42,7 @@ class Updating:
     global_rank: int
     _training: list[Flat]
     _reducer: GradientReducer
+    _usage: Usage
     _losses: Losses
     _placement: Placement
     _norm: torch.Tensor | None
@@ -59,17 +61,19 @@ class Updating:
     def gradient_norm(self) -> float:
         """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
         self._reducer.reduce_windows()
-        return float(self._squared_norm().sqrt()) / self.scaler.scale if any(flat.reduced for flat in self._training) else 0.0
+        if not any(flat.reduced for flat in self._training):
+            return 0.0
+        total = self._squares()
+        self.comm.shard.all_reduce(total, "gradient norm").wait()
+        return float(total.sqrt()) / self.scaler.scale
 
-    def _squared_norm(self) -> torch.Tensor:
-        return squared_norm(self._training, self.comm, self.device, self.config.kernels)
+    def _squares(self) -> torch.Tensor:
+        return squared_norm(self._training, self.device, self.config.kernels)
 
     def _update(self) -> bool:
         """One optimizer step from the reduced gradients; True where an fp16 overflow forbade it."""
         assert self.bound is not None
-        if self.comm.shard.size == 1:  # nothing else would show that a rank is at another micro-batch
-            self.comm.replicate.mark(f"step {self.counters.global_steps} after {self.comm.replicate.reductions.issued} reductions")
-        total = self._squared_norm()
+        total = self._usage.agree(self._squares(), self.counters.global_steps)
         scale, limit = self.scaler.scale, self.max_norm
         self._norm = total.sqrt() / scale
         if self._losses.may_overflow and not bool(torch.isfinite(total)):

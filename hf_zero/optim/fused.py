@@ -2,14 +2,15 @@
 
 [Note: what stays as it was]
 State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state dicts do not know who stepped. Its
-moments are views of one arena for each name, its counters views of one tensor with an entry a group. Whatever puts other tensors there
-(``load_state_dict``, a checkpoint) is noticed by identity at the next step, and they are moved in. Before the optimizer's own step runs
-after all, its counters are parted: torch counts each by itself, and would count a shared one as often as it is shared.
+moments are views of one arena for each name, its counters views of one tensor with an entry a group; an entry a segment, from the first
+step on that leaves one out. Whatever puts other tensors there (``load_state_dict``, a checkpoint) is noticed by identity at the next step,
+and they are moved in. Before the optimizer's own step runs after all, its counters are parted: torch counts each by itself, and would count
+a shared one as often as it is shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import ADAM, LION, Settings, adam_, advance_, lion_, settings_table
-from hf_zero.ops.flat_tiles import PHASE, Piece, Tiles
+from hf_zero.ops.flat_tiles import PHASE, Piece, Tiles, upload
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.table import Part, Region, Segment
 
@@ -51,12 +52,18 @@ class FusedStep:
         """Segments have been cut anew."""
         self._arenas: dict[str, Tensor] = {}
         self._homes: dict[Segment, dict[str, Tensor]] = {}
+        self._apart = False  # each segment is counted by itself, and not with its group
+        self._rows: dict[Segment, int] = {}  # of the tables, for each segment that is counted so
         self._steps: Tensor | None = None
         self._settings: Tensor | None = None
         self._told: list[list[float]] = []
         self._key: tuple[Any, ...] = ()
         self._launches: list[_Launch] = []
         self._written: set[str] = set()
+
+    def divide(self) -> None:
+        """Segments have been cut in parts, with their state, which are counted by themselves from now on."""
+        self._apart, self._homes, self._rows, self._steps = True, {}, {}, None
 
     # ---- whether ----
 
@@ -83,27 +90,39 @@ class FusedStep:
         self,
         regions: Sequence[Region],
         segments: Sequence[Segment],
+        left_out: Collection[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
     ) -> set[str]:
-        """One update, with the optimizer's hooks around it; the keys of the flats among ``shards`` whose new values were written there."""
+        """One update of ``segments`` but for those ``left_out``, with the optimizer's hooks around it.
+
+        Returns the keys of the flats among ``shards`` whose new values were written there.
+        """
         device = segments[0].tensor.device
+        if left_out and not self._apart:
+            self.divide()
+        if self._apart and not self._rows:
+            self._rows = {segment: row for row, segment in enumerate(segments)}
         if not self._is_home(segments):
             self._bring_home(regions, segments)
+        stepped = [segment for segment in segments if segment not in left_out] if left_out else segments
         divisor = None if grad_scale is None else grad_scale.detach().to(device, torch.float32).reshape(())
         skip = None if found_inf is None else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
 
         def launch(optimizer: torch.optim.Optimizer) -> None:
-            self._launch(segments, divisor, skip, shards)
+            self._launch(stepped, divisor, skip, shards)
 
         torch.optim.Optimizer.profile_hook_step(launch)(self._optimizer)
         return self._written
 
     def _launch(self, segments: Sequence[Segment], divisor: Tensor | None, skip: Tensor | None, shards: Mapping[str, Tensor]) -> None:
         assert self._steps is not None
+        if not segments:
+            self._written = set()
+            return
         self._plan(segments, shards)
-        coefficients = advance_(self._steps, self._uploaded(segments, self._steps.device), skip)
+        coefficients = self._advance(self._steps, segments, skip)
         for each in self._launches:
             shard, grad = shards.get(each.part.flat.key), each.part.flat.grad
             assert grad is not None
@@ -115,10 +134,25 @@ class FusedStep:
             else:
                 lion_(master, _storage_of(grad), self._arenas["exp_avg"], each.tiles, coefficients, **told)
 
-    def _uploaded(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
-        """The settings of all groups, on the device; copied there if one of them has changed."""
-        used = {segment.group for segment in segments}
-        rows = [self._row(group) if index in used else Settings(0.0) for index, group in enumerate(self._optimizer.param_groups)]
+    def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
+        """Count the step of ``segments``; what each row is to be updated with."""
+        if not self._apart:
+            used = {segment.group for segment in segments}
+            groups = self._optimizer.param_groups
+            rows = [self._row(group) if index in used else Settings(0.0) for index, group in enumerate(groups)]
+            return advance_(steps, self._uploaded(rows, steps.device), skip)
+        chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
+        place = upload(chosen, steps.device)
+        counted = steps[place]
+        by_group = {group: self._row(self._optimizer.param_groups[group]) for group in {segment.group for segment in segments}}
+        found = advance_(counted, self._uploaded([by_group[segment.group] for segment in segments], steps.device), skip)
+        steps[place] = counted
+        coefficients = found.new_zeros(steps.numel(), found.shape[1])
+        coefficients[place] = found
+        return coefficients
+
+    def _uploaded(self, rows: Sequence[Settings], device: torch.device) -> Tensor:
+        """The settings ``rows``, on the device; copied there if one of them has changed."""
         told = [row.numbers() for row in rows]
         if self._settings is None or told != self._told or any(isinstance(row.lr, Tensor) for row in rows):
             self._settings, self._told = settings_table(rows, device), told
@@ -152,7 +186,7 @@ class FusedStep:
                 kind = tuple(None if t is None else (t.untyped_storage()._cdata, t.dtype) for t in (segment.tensor, grad, shard))
                 piece = Piece(
                     part.stop - part.start,
-                    segment.group,
+                    self._row_of(segment),
                     _begin(segment.tensor) + part.offset,
                     _begin(grad) + part.start,
                     _begin(self._homes[segment]["exp_avg"]) + part.offset,
@@ -188,18 +222,23 @@ class FusedStep:
                 home = arena[places[segment] : places[segment] + numel] if segment.parts else torch.zeros(numel, device=device)
                 self._move(state[segment.tensor], name, homes[segment], home)
         if self._steps is None:
-            self._steps = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float32, device=device)
+            number = len(self._rows) if self._apart else len(self._optimizer.param_groups)
+            self._steps = torch.zeros(number, dtype=torch.float32, device=device)
         if self._kernel is ADAM:
             for segment in segments:
-                self._move(state[segment.tensor], "step", homes[segment], self._steps[segment.group])
+                self._move(state[segment.tensor], "step", homes[segment], self._steps[self._row_of(segment)])
         self._homes, self._launches = homes, []
+
+    def _row_of(self, segment: Segment) -> int:
+        return self._rows[segment] if self._apart else segment.group
 
     def _move(self, state: dict[str, Any], name: str, homes: dict[str, Tensor], home: Tensor) -> None:
         value = state.get(name)
         if value is None:
             home.zero_()
         elif isinstance(value, Tensor):
-            home.copy_(value)
+            if value.data_ptr() != home.data_ptr():
+                home.copy_(value)
         else:
             home.fill_(value)
         state[name] = homes[name] = home

@@ -8,7 +8,7 @@ gradients for one piece at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from hf_zero.core.states import Form, form_of
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import native
-from hf_zero.optim import state
+from hf_zero.optim import state, torch_fused
 from hf_zero.optim.cpu import CPUSGD
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.host_rules import Rule, rule_of
 from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.table import Flat, Region, Segment, apart, cut
 
@@ -71,26 +71,48 @@ class OffloadedOptimizer(BoundOptimizer):
         self._hosted.clear()
         self._made.clear()
         super()._bind(flats, groups)
-        self._stepped = [segment for segment in self._segments if segment.parts and not self._is_hosted(segment)]
         for segments in self._hosted.values():
             for segment in segments:
                 self._create(segment)
 
+    def _list_segments(self) -> None:
+        super()._list_segments()
+        self._stepped = [segment for segment in self._segments if segment.parts and not self._is_hosted(segment)]
+
+    def _bind_segment(self, segment: Segment) -> None:
+        if self._is_hosted(segment):
+            segment.tensor = torch.nn.Parameter(self._entry(segment, MASTER), requires_grad=False)
+        else:
+            super()._bind_segment(segment)
+
+    def _divide(self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]) -> dict[Segment, list[tuple[Hashable, Segment]]]:
+        divided = super()._divide(segments, kind_of)
+        for segment, found in divided.items():
+            pieces = [piece for _, piece in found]
+            if self._is_hosted(segment) and len(pieces) > 1:
+                hosted = self._hosted[segment.parts[0].flat.key]
+                at = next(place for place, each in enumerate(hosted) if each is segment)
+                hosted[at : at + 1] = pieces
+            if segment in self._fresh:
+                self._fresh.discard(segment)
+                self._fresh.update(pieces)
+        return divided
+
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Keep the states of some flats on the device from now on: ``moved`` has, by key, what gives a flat its masters there."""
         flats = {flat.key: flat for flat in self._flats}
-        scalars = self.scalars()
-        fresh = {(segment.parts[0].flat.key, segment.piece) for segment in self._fresh}
+        scalars, apart = self.scalars(), self.apart()
+        fresh = frozenset[str]().union(*(segment.names for segment in self._fresh))
         kept = {key: self.tensors(flats[key]) for key in moved}
         for move in moved.values():
             move()
         self._fresh = set()
         self._bind(self._flats, {segment.group for segment in self._segments})
-        self._fresh = {segment for segment in self._fresh if (segment.parts[0].flat.key, segment.piece) in fresh}
+        self._fresh = {segment for segment in self._fresh if not fresh.isdisjoint(segment.names)}
         for key, tensors in kept.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
-        self.load_scalars(scalars)
+        self.load_scalars(scalars, apart)
 
     def _cut(self, flats: Sequence[Flat]) -> list[Region]:
         regions = cut([flat for flat in flats if flat.states is None], self.group_of)
@@ -116,8 +138,11 @@ class OffloadedOptimizer(BoundOptimizer):
         written = super().step(grad_scale, found_inf, shards)
         if self._stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
             zeros = [torch.zeros_like(segment.tensor) for segment in self._stand_ins]
-            self._step_over(self._stand_ins, zeros, None, None, self._scales_in_kernel(None), self._bare_step)
+            self._step_over(self._stand_ins, zeros, None, None, self._takes_scale(), self._bare_step)
         return written
+
+    def _takes_scale(self) -> bool:
+        return torch_fused.takes_scale(self.optimizer, self._base, None)
 
     def _bare_step(self) -> None:
         """The class's own step without hooks, which run once for the whole step."""
@@ -211,6 +236,11 @@ class OffloadedOptimizer(BoundOptimizer):
         flat.states.store(name, segment.start + at, values)
         self._fresh.discard(segment)
 
+    def _unstep(self, segment: Segment) -> None:
+        super()._unstep(segment)
+        if self._is_hosted(segment):
+            self._create(segment)
+
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
         """As the base class has it. What is in files is read into memory, all of it."""
         places = {id(tensor): place for place, tensor in enumerate(p for group in self.groups for p in group["params"])}
@@ -267,22 +297,28 @@ class OffloadedOptimizer(BoundOptimizer):
         return self._hosted[flat.key]
 
     def begin(self, divisor: float, number: int) -> Update:
-        """The update of everything that is offloaded: step counters advance now, and later changes to the groups do not matter.
+        """The update of everything that is offloaded, by the groups as they are now; step counters advance as flats are announced.
 
         ``number`` is another one at each step, and the same on all ranks: stochastic rounding depends on it.
         """
         self._start_momentum()
         rules = [self.rule(index) for index in range(len(self.groups))]
-        steps: dict[Segment, int] = {}
-        for segments in self._hosted.values():
-            for segment in segments:
-                count = self.optimizer.state[segment.tensor].get("step")
-                if rules[segment.group] is not None and count is not None:
-                    count += 1
-                    steps[segment] = int(count)
         groups = [{name: _now(value) for name, value in group.items() if name != "params"} for group in self.groups]
-        fresh, self._fresh = self._fresh, set()
-        return Update(self, rules, groups, steps, fresh, divisor, number)
+        return Update(self, rules, groups, divisor, number)
+
+    def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
+        """Advance the step counters of ``flat``, but for parameters that are unused: they are in none of the segments returned."""
+        left_out = self._leave_out(self._hosted[flat.key], flat.unused) if flat.unused else ()
+        counted = {}
+        for segment in self._hosted[flat.key]:
+            if segment in left_out:
+                continue
+            count = self.optimizer.state[segment.tensor].get("step")
+            if count is not None and rules[segment.group] is not None:
+                count += 1
+            counted[segment] = Counted(0 if count is None else int(count), segment in self._fresh)
+            self._fresh.discard(segment)
+        return counted
 
     def _start_momentum(self) -> None:
         """Make what torch's SGD makes in the step after a momentum was set."""
@@ -306,7 +342,7 @@ class OffloadedOptimizer(BoundOptimizer):
             entries.pop("momentum_buffer", None)
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._step_over([segment], [gradient], scale, None, self._scales_in_kernel(None), self._bare_step)
+        self._step_over([segment], [gradient], scale, None, self._takes_scale(), self._bare_step)
         for name, entry in between.items():
             made = entries.get(name)
             if made is not None and made.data_ptr() != held[name].data_ptr():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from hf_zero.ops.host import Blocks
 from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.kernel_calls import MASTER, Call
 from hf_zero.optim.table import Flat, Segment
@@ -19,11 +21,22 @@ Place = Callable[[int, int], Tensor | None]  # memory for the new values of elem
 Placed = Callable[[int, int, Tensor | None], None]
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The number of a segment's step, from 1 on (0: its optimizer counts by itself), and whether it is the first."""
+
+    step: int = 0
+    fresh: bool = False
+
+
 class Bound(Protocol):
     """What a step needs of the optimizer that is bound to the flats."""
 
     def hosted(self, flat: Flat) -> Sequence[Segment]:
         """The segments of ``flat``, whose state is offloaded."""
+
+    def count(self, flat: Flat, rules: Sequence[Rule | None]) -> Mapping[Segment, Counted]:
+        """Advance the step counters of ``flat``, but for parameters that are unused: they are in none of the segments returned."""
 
     def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
@@ -37,14 +50,12 @@ class Update:
         bound: Bound,
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, Any]],
-        steps: Mapping[Segment, int],
-        fresh: set[Segment],
         divisor: float,
         number: int,
     ) -> None:
         self._bound, self._number = bound, number
-        self._rules, self._groups, self._steps, self._fresh = rules, groups, steps, fresh
-        self._divisor = divisor
+        self._rules, self._groups, self._divisor = rules, groups, divisor
+        self._counted: dict[Segment, Counted] = {}
         self._line: dict[tuple[Any, int], None] = {}  # pieces that are still to be held, in the order in which they were announced
         self._lock = threading.Lock()
 
@@ -54,34 +65,64 @@ class Update:
         return any(rule is None for rule in self._rules)
 
     def announce(self, flat: Flat) -> None:
-        """Say that ``flat`` is to be run, after those that were announced before as a rule."""
+        """Say that ``flat`` is to be run, after those that were announced before as a rule. Its step counters advance now.
+
+        No update of the flat is under way.
+        """
+        counted = self._bound.count(flat, self._rules)
         with self._lock:
-            self._line |= dict.fromkeys((flat.states, segment.piece) for segment in self._bound.hosted(flat))
+            self._counted.update(counted)
+            self._line |= dict.fromkeys((flat.states, piece) for piece, _ in self._pieces(flat))
+
+    def _pieces(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
+        """The pieces of ``flat`` with their segments; none where all of its parameters are unused."""
+        segments = self._bound.hosted(flat)
+        if not any(segment in self._counted for segment in segments):
+            return []
+        return [(piece, list(those)) for piece, those in groupby(segments, key=lambda segment: segment.piece)]
 
     def run(self, flat: Flat, place: Place, placed: Placed) -> None:
         """Update ``flat``, which was announced, piece by piece: its new values go to ``place(start, stop)``, and ``placed`` is told."""
         states, grad = flat.states, flat.grad
         assert grad is not None
-        for segment in self._bound.hosted(flat):
-            held = states.hold(segment.piece)
+        for piece, segments in self._pieces(flat):
+            held = states.hold(piece)
             with self._lock:
-                del self._line[states, segment.piece]
+                del self._line[states, piece]
                 following = list(islice(self._line, AHEAD))
-            for other, piece in following:
-                other.ahead(piece)
-            out = place(segment.start, segment.stop)
-            self._apply(segment, held, grad[segment.start : segment.stop], out)
-            states.release(segment.piece)
-            placed(segment.start, segment.stop, out)
+            for other, each in following:
+                other.ahead(each)
+            start, stop = segments[0].start, segments[-1].stop
+            out = place(start, stop)
+            if len(segments) == 1 and segments[0] in self._counted:
+                self._apply(segments[0], held, grad[start:stop], out)
+            else:
+                self._apply_parts(segments, held, grad, out)
+            states.release(piece)
+            placed(start, stop, out)
+
+    def _apply_parts(self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None) -> None:
+        """Update the parts of a piece, some of which are unused or have made another number of steps."""
+        first = segments[0].start
+        whole = {name: array.decode() if isinstance(array, Blocks) else array for name, array in held.items()}
+        for segment in segments:
+            own = slice(segment.start - first, segment.stop - first)
+            target = None if out is None else out[own]
+            if segment in self._counted:
+                arrays = {name: array[own] for name, array in whole.items()}
+                self._apply(segment, arrays, grad[segment.start : segment.stop], target)
+            elif target is not None:
+                target.copy_(whole[MASTER][own])
+        for name, array in held.items():
+            if isinstance(array, Blocks):
+                array.encode(whole[name])
 
     def _apply(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, out: Tensor | None) -> None:
-        rule = self._rules[segment.group]
-        fresh = segment in self._fresh
+        rule, counted = self._rules[segment.group], self._counted[segment]
         if rule is None:
-            self._bound.step_piece(segment, held, grad, self._divisor, fresh)
+            self._bound.step_piece(segment, held, grad, self._divisor, counted.fresh)
             if out is not None:
                 out.copy_(held[MASTER])
             return
-        step = self._steps.get(segment, 0)
         seed = zlib.crc32(f"{self._number} {segment.parts[0].flat.key} {segment.start}".encode())
-        rule.update(held, grad, out, Call(self._groups[segment.group], step, self._divisor, seed, fresh))
+        rule.update(held, grad, out, Call(self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh))

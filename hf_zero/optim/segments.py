@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +10,10 @@ from torch import Tensor
 
 from hf_zero.core.layout import Slot
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim import hyperparameters, state
+from hf_zero.optim import hyperparameters, state, torch_fused
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.table import Flat, Region, Segment, cut, masters
-
-# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op behind it.
-_FUSED_OPS = {
-    torch.optim.Adam: "aten::_fused_adam_",
-    torch.optim.AdamW: "aten::_fused_adamw_",
-    torch.optim.SGD: "aten::_fused_sgd_",
-    torch.optim.Adagrad: "aten::_fused_adagrad_",
-}
-
-
-def _has_kernel(op: str, device_type: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, torch._C._dispatch_key_for_device(device_type))
+from hf_zero.optim.table import Flat, Region, Segment, cut, divide, masters
 
 
 class BoundOptimizer:
@@ -83,11 +71,50 @@ class BoundOptimizer:
             stand_in.tensor = torch.nn.Parameter(self._stand_in(flats), requires_grad=False)
             self._stand_ins.append(stand_in)
         self._segments = segments + self._stand_ins
-        self._stepped = self._segments  # by :meth:`step`
+        self._parted: set[int] = set()  # groups whose parameters have not all made the same steps, as far as this rank has them
         self.optimizer.state.clear()
+        self._list_segments()
+        for live in self.groups:
+            torch_fused.choose(self._base, live)
+
+    def _list_segments(self) -> None:
+        """Let the optimizer's groups and :meth:`step` know of the segments there are now."""
+        self._stepped = self._segments
         for index, live in enumerate(self.groups):
             live["params"] = [segment.tensor for segment in self._segments if segment.group == index]
-            self._choose_fused(live)
+
+    def _bind_segment(self, segment: Segment) -> None:
+        """Give ``segment``, which was cut out of another, its tensor."""
+        segment.bind()
+
+    def _divide(self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]) -> dict[Segment, list[tuple[Hashable, Segment]]]:
+        """Cut ``segments``, with their state, wherever a parameter of another kind begins; what each became, with its kind."""
+        divided = {segment: divide(segment, kind_of) for segment in segments}
+        changed = {segment: [piece for _, piece in found] for segment, found in divided.items() if len(found) > 1}
+        for segment, found in changed.items():
+            entries: Mapping[str, Any] = self.optimizer.state.pop(segment.tensor, {})
+            for piece in found:
+                self._bind_segment(piece)
+                start = piece.start - segment.start
+                if entries:
+                    self.optimizer.state[piece.tensor] = state.narrowed(entries, segment.tensor.shape, start, start + piece.tensor.numel())
+        if changed:
+            for region in self._regions:
+                region.segments = [piece for segment in region.segments for piece in changed.get(segment, [segment])]
+            self._segments = [piece for segment in self._segments for piece in changed.get(segment, [segment])]
+            self._list_segments()
+            self._fused.divide()
+        return divided
+
+    def _leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
+        """The segments of ``unused`` parameters among ``segments``, which are cut so that they hold no others."""
+        concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
+        left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
+        mixed = [segment for segment in concerned if segment not in left_out]
+        self._parted |= {segment.group for segment in concerned}
+        for found in self._divide(mixed, unused.__contains__).values():
+            left_out |= {piece for is_unused, piece in found if is_unused}
+        return left_out
 
     @staticmethod
     def _stand_in(flats: Sequence[Flat]) -> Tensor:
@@ -118,7 +145,7 @@ class BoundOptimizer:
         """One update from the flats' gradients.
 
         Gradients that are fp32 are divided by ``grad_scale`` in place; 16-bit ones are cast first, into memory that lives
-        as long as the step. A flat without a gradient counts as zero: moments and weight decay go on.
+        as long as the step. Parameters that are ``unused`` in their flat are passed over: weight, state and step count stay.
 
         Args:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in one), or None for 1.
@@ -130,21 +157,28 @@ class BoundOptimizer:
             The keys among ``shards`` whose new values are there; none where the optimizer's own step has run.
         """
         optimizer: Any = self.optimizer
+        unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
+        left_out = self._leave_out([segment for segment in self._stepped if segment.parts], unused) if unused else ()
         if self._fused.takes(self._stepped):
-            written = self._fused.step(self._regions_here(), self._stepped, grad_scale, found_inf, shards or {})
+            written = self._fused.step(self._regions_here(), self._stepped, left_out, grad_scale, found_inf, shards or {})
             optimizer._opt_called = True
             self._homed = True
             return written
         self._fused.part()
-        in_kernel = self._scales_in_kernel(found_inf)
-        if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
-            optimizer._opt_called = True
-            return set()
-        gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in self._stepped]
-        self._step_over(self._stepped, gradients, grad_scale, found_inf, in_kernel, self._step)
+        segments = [segment for segment in self._stepped if segment not in left_out] if left_out else self._stepped
+        apart = [[segment.tensor for segment in segments if segment.group == group] for group in range(len(self.groups)) if self._parted]
+        with torch_fused.beginning_apart(optimizer, self._base, apart):
+            in_kernel = torch_fused.takes_scale(optimizer, self._base, found_inf)
+            if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
+                optimizer._opt_called = True
+                return set()
+            gradients = [segment.gradient() if segment.parts else torch.zeros_like(segment.tensor) for segment in segments]
+            self._step_over(segments, gradients, grad_scale, found_inf, in_kernel, self._step)
         # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to notice this call.
         optimizer._opt_called = True
-        if not self._homed:
+        if self._parted:
+            self._homed = False  # segments get their first state in different steps; it is brought together where it is asked for
+        elif not self._homed:
             self._settle()
         return set()
 
@@ -178,29 +212,6 @@ class BoundOptimizer:
                 segment.tensor.grad = None
             if in_kernel:
                 del optimizer.grad_scale, optimizer.found_inf
-
-    def _choose_fused(self, group: dict[str, Any]) -> None:
-        op = _FUSED_OPS.get(self._base) if self._base is not None else None
-        if op is None or not group["params"] or group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
-            return
-        kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
-        if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in kinds):
-            group["fused"] = True
-
-    def _scales_in_kernel(self, found_inf: Tensor | None) -> bool:
-        """Whether every group runs a fused kernel that takes the scale and the overflow flag itself."""
-        groups = [group for group in self.groups if group["params"]]
-        if self._base not in _FUSED_OPS or not groups or not all(group.get("fused") for group in groups):
-            return False
-        if self._base is torch.optim.SGD and found_inf is not None:
-            # torch's fused SGD leaves a new momentum buffer uninitialised when its first step overflows. Zeros give the
-            # same first step unless there is dampening; then the host decides.
-            fresh = [(group, p) for group in groups if group["momentum"] != 0 for p in group["params"] if not self._kept(p)]
-            if any(group["dampening"] != 0 for group, _ in fresh):
-                return False
-            for _, tensor in fresh:
-                self.optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
-        return True
 
     # ---- state, per flat and per group ----
 
@@ -248,25 +259,45 @@ class BoundOptimizer:
     def forget(self) -> None:
         """Make all state what it was before the first step."""
         self.optimizer.state.clear()
+        self._parted.clear()
 
     def scalars(self) -> list[dict[str, float]]:
-        """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on every rank."""
+        """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on every rank, but for :meth:`apart`."""
         out: list[dict[str, float]] = [{} for _ in self.groups]
         for segment in {segment.group: segment for segment in reversed(self._segments)}.values():  # the first of each group
-            kept, shape = self._kept(segment.tensor), segment.tensor.shape
-            out[segment.group] = {name: float(value) for name, value in kept.items() if state.is_scalar(name, value, shape)}
+            out[segment.group] = self._numbers(segment)
         return out
 
-    def load_scalars(self, scalars: Sequence[Mapping[str, float]]) -> None:
-        """Inverse of :meth:`scalars`; state that does not exist yet is created.
+    def apart(self) -> list[dict[str, dict[str, float]]]:
+        """Per group whose parameters have not all made the same steps: the numbers of each with elements on this rank; else nothing."""
+        out: list[dict[str, dict[str, float]]] = [{} for _ in self.groups]
+        for segment in self._segments:
+            if segment.group in self._parted and segment.parts:
+                out[segment.group] |= dict.fromkeys(segment.names, self._numbers(segment))
+        return out
+
+    def _numbers(self, segment: Segment) -> dict[str, float]:
+        kept, shape = self._kept(segment.tensor), segment.tensor.shape
+        return {name: float(value) for name, value in kept.items() if state.is_scalar(name, value, shape)}
+
+    def load_scalars(self, scalars: Sequence[Mapping[str, float]], apart: Sequence[Mapping[str, Mapping[str, float]]] = ()) -> None:
+        """Inverse of :meth:`scalars` and :meth:`apart`, whose parameters may be of any rank; state that does not exist yet is created.
 
         Raises:
             UnsupportedOptimizerError: another number of groups, or a number that a group does not keep.
         """
         self._same_groups(scalars, "step counts")
+        own = {name: values for group in apart for name, values in group.items()}
+        if own:
+            numbers_of = {name: tuple(sorted(values.items())) for name, values in own.items()}
+            concerned = [segment for segment in self._segments if segment.parts and not segment.names.isdisjoint(own)]
+            self._parted |= {index for index, group in enumerate(apart) if group}
+            self._divide(concerned, numbers_of.get)
         for segment in self._segments:
-            values = scalars[segment.group]
+            values = own.get(min(segment.names), scalars[segment.group]) if own and segment.parts else scalars[segment.group]
             if not values:
+                if own and segment.parts and min(segment.names) in own:
+                    self._unstep(segment)
                 continue
             self._create(segment)
             kept = self._kept(segment.tensor)
@@ -317,6 +348,10 @@ class BoundOptimizer:
                 value = value.expand(segment.tensor.shape).clone()
             self.optimizer.state[segment.tensor][name] = value
 
+    def _unstep(self, segment: Segment) -> None:
+        """Make ``segment`` one that was never stepped."""
+        self.optimizer.state.pop(segment.tensor, None)
+
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class tells without a step."""
         return self._some_group_keeps(name, torch.zeros(1))
@@ -356,6 +391,11 @@ class BoundOptimizer:
         if len(origins) == 1 and next(iter(origins))[1] >= 0 and size - next(iter(origins))[1] >= region.numel:
             return
         home = values[0].new_zeros(region.numel)
+        for other in region.segments:
+            if other not in owners:  # not stepped yet: what its first step will begin with
+                first = state.fresh_state(self.optimizer, self.groups[other.group], other.tensor).get(name)
+                if first is not None:
+                    home[other.start : other.stop] = first
         for owner, value in zip(owners, values):
             home[owner.start : owner.stop].copy_(value)
             self.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]

@@ -109,6 +109,14 @@ def scalar_like(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
+def narrowed(entries: Mapping[str, Any], shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    """The state of elements ``[start, stop)`` of a parameter of ``shape`` that has ``entries``: views, and numbers of its own."""
+    return {
+        name: value[start:stop] if is_elementwise(name, value, shape) else value.clone() if isinstance(value, Tensor) else value
+        for name, value in entries.items()
+    }
+
+
 @dataclass(frozen=True, eq=False)
 class Carried:
     """Existing state of an optimizer: ``scalars[group][state name]`` and ``tensors[parameter][state name]`` (1-D)."""

@@ -8,8 +8,9 @@ is one view.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class Flat(Protocol):
     @property
     def states(self) -> Any:
         """Where master weights and moments live that are offloaded (``hf_zero.core.states``), or None."""
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Parameters for which no rank has a gradient: the next step leaves them and their state as they are."""
 
     def settle(self) -> None:
         """Return when no update of the flat is under way."""
@@ -79,6 +84,12 @@ class Segment:
     piece: int = 0  # of the flat whose states are offloaded
     tensor: Tensor = field(init=False)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters with elements in this segment; for one of nothing but padding, the last parameter before it."""
+        names = frozenset(name for part in self.parts for name, *_ in part.pieces())
+        return names or frozenset(part.flat.layout.slots[-1].name for part in self.parts)
+
     def extend(self, flat: Flat, start: int, stop: int) -> None:
         self.parts.append(Part(flat, start, stop, self.stop - self.start))
         self.stop += stop - start
@@ -92,8 +103,7 @@ class Segment:
     def gradient(self) -> Tensor:
         """The gradient of the segment in its own dtype: a view where the flats' gradients allow it, else a copy.
 
-        A flat that has no gradient counts as zero: on some rank, or in some other step, the same group has one, and
-        the step counters of a group must not part.
+        A flat that has no gradient counts as zero; parameters that are unused are in segments that are not stepped.
         """
         parts = self.parts
         first = parts[0].flat.grad
@@ -152,6 +162,31 @@ def group_runs(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str
     elif start < stop and layout.slots:
         runs = [Run(group_of.get(layout.slots[-1].name), 0, stop - start)]
     return runs
+
+
+def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[Hashable, Segment]]:
+    """``segment`` cut wherever a parameter of another kind begins: (kind, segment) in order, not bound yet.
+
+    Padding stays with what stands before it. A segment of one kind is returned itself.
+    """
+    runs: list[tuple[Hashable, int]] = []  # with the place where each begins
+    for part in segment.parts:
+        for name, _, _, place in part.pieces():
+            kind = kind_of(name)
+            if not runs or runs[-1][0] != kind:
+                runs.append((kind, place if runs else 0))
+    if len(runs) < 2:
+        return [(kind_of(min(segment.names)), segment)]
+    found = []
+    for (kind, start), stop in zip(runs, [place for _, place in runs[1:]] + [segment.stop - segment.start]):
+        piece = Segment(segment.group, segment.start + start, segment.start + stop, [], segment.piece)
+        for part in segment.parts:
+            first, last = max(start, part.offset), min(stop, part.offset + part.stop - part.start)
+            if first < last:
+                offset = part.start - part.offset
+                piece.parts.append(Part(part.flat, first + offset, last + offset, first - start))
+        found.append((kind, piece))
+    return found
 
 
 def pieces(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int) -> list[tuple[int, int]]:

@@ -51,6 +51,7 @@ class Flat:
     grad: torch.Tensor | None = None
     raw: bool = False
     states: Any = None
+    unused: frozenset[str] = frozenset()
 
     def settle(self) -> None:
         """Nothing updates it."""

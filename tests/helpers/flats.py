@@ -21,6 +21,7 @@ class ShardFlat:
     master: Tensor
     grad: Tensor | None = None
     trainable: bool = True
+    unused: frozenset[str] = frozenset()
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""

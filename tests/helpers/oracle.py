@@ -1,7 +1,7 @@
 """The oracle: a plain single-process loop over the same global batch, in fp32 or in mixed precision, and how to compare.
 
 A gradient is the mean over ranks and accumulation steps of each micro-batch's own gradient. A trainable parameter that no
-micro-batch used has gradient zero, so decay and moments advance.
+micro-batch of a step used has none: the optimizer leaves its weight and state as they are. It is recorded as zero.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _Plain(Driver):
         self.mean = self.scale * plan.ranks * plan.accumulation  # what a sum over the window and the ranks is divided by
         self.divisor = self.mean if plan.precision == "fp16" else 1.0
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters() if p.requires_grad}
+        self.used: set[str] = set()  # in this step, by any rank
         self.sent: list[dict[str, torch.Tensor]] = []  # by message: sums over the ranks so far
         self.place = 0  # the message this rank sends next
 
@@ -48,6 +49,7 @@ class _Plain(Driver):
     def harvest(self) -> None:
         for name, p in self.module.named_parameters():
             if p.grad is not None:
+                self.used.add(name)
                 self.sums[name] += p.grad.float() / self.mean
                 p.grad = None
         if self.plan.each_backward:
@@ -104,8 +106,9 @@ def run(job: Job, plan: Plan) -> Trace:
         grads = net.take()
         norm = total_norm(grads)
         factor = min(1.0, plan.clip / (norm + 1e-6)) if plan.clip else 1.0
-        for name, grad in grads.items():
-            masters[name].grad = grad * factor
+        for name in net.used:
+            masters[name].grad = grads[name] * factor
+        net.used.clear()
         optimizer.step()
         optimizer.zero_grad()
         if mixed:

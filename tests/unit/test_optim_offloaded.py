@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.table import Part, Segment
 
 PIECES = 3
@@ -47,6 +47,9 @@ class Stepping:
     def hosted(self, flat: Any) -> list[Segment]:
         return self._hosted[flat.key]
 
+    def count(self, flat: Any, rules: Any) -> dict[Segment, Counted]:
+        return dict.fromkeys(self._hosted[flat.key], Counted())
+
     def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
         held[MASTER].add_(grad)
 
@@ -56,7 +59,7 @@ def test_what_was_updated_is_not_announced_again(order: str) -> None:
     """Flats may be updated in another order than they were announced in: what waits is what the next forward needs first."""
     events: list[tuple[str, str, int]] = []
     flats = {key: SimpleNamespace(key=key, states=Recorded(key, events), grad=torch.ones(4 * PIECES)) for key in "abc"}
-    update = Update(Stepping(list(flats.values())), [None], [{}], {}, set(), 1.0, 0)
+    update = Update(Stepping(list(flats.values())), [None], [{}], 1.0, 0)
     for key in "abc":
         update.announce(flats[key])
     for key in order:
