@@ -12,6 +12,8 @@ class HfZeroError(Exception):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         watch()
+        if issubclass(cls, MemoryError):  # whose constructor refuses classes of two bases
+            return Exception.__new__(cls, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
 
 
@@ -53,10 +55,6 @@ class LaunchError(HfZeroError, RuntimeError):
 
 class HostMemoryError(HfZeroError, MemoryError):
     """Memory of the host that offloading asked for and that is not there."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        watch()
-        return Exception.__new__(cls, *args, **kwargs)  # Python calls MemoryError's unsafe here
 
 
 class DiskSpaceError(HfZeroError, OSError):

@@ -60,7 +60,9 @@ ACTIVATIONS = (
         OFFLOAD,
         active("enabled", BOOLEAN, False, note="tensors saved for the backward wait in host memory"),
         active("min_bytes", COUNT, 1 << 20, note="smaller ones stay on the device", idle=_idle_offload),
-        active("in_flight_bytes", integer(1), 512 << 20, note="device memory that waits for copies, in each direction", idle=_idle_offload),
+        active(
+            "in_flight_bytes", integer(1), None, note="device memory that waits for copies; null: two blocks' worth", idle=_idle_offload
+        ),
         active("pin_memory", BOOLEAN, None, note="page-locked memory; null: where there is a GPU", idle=_idle_offload),
     ),
 )

@@ -50,12 +50,12 @@ class ActivationOffload:
     """Tensors that a forward saves for its backward, in memory of the host until then.
 
     Those below ``min_bytes`` stay. ``in_flight_bytes`` of device memory may wait for copies to the host, and as much may be brought
-    back ahead of its use; what is still on the device when the forward ends stays there. ``pin_memory`` None pins where there is a GPU.
+    back ahead of its use; None is as much as two blocks save, 512 MiB at least; what is still on the device when the forward ends stays there. ``pin_memory`` None pins where there is a GPU.
     """
 
     enabled: bool = False
     min_bytes: int = 1 << 20
-    in_flight_bytes: int = 512 << 20
+    in_flight_bytes: int | None = None
     pin_memory: bool | None = None
 
 

@@ -62,7 +62,10 @@ class Activations:
             model.register_forward_hook(Attached(self._end), always_call=True),
         ]
         if self.offload is not None:
-            for _, last in repeated_blocks(model)[-1:]:
+            blocks_of_model = repeated_blocks(model)
+            for _, block in blocks_of_model:
+                self._removable.append(block.register_forward_pre_hook(Attached(partial(_begin_block, self.offload)), prepend=True))
+            for _, last in blocks_of_model[-1:]:
                 self._removable.append(last.register_forward_pre_hook(Attached(partial(_keep, self.offload)), prepend=True))
 
     def _stays(self) -> set[int]:
@@ -100,6 +103,10 @@ class Activations:
         if self.offload is not None:
             self.offload.close()
             self.offload = None
+
+
+def _begin_block(offload: Offload, module: nn.Module, args: Any) -> None:
+    offload.block()
 
 
 def _keep(offload: Offload, module: nn.Module, args: Any) -> None:

@@ -285,6 +285,7 @@ class GradientReducer:
 
     def _take_in_window(self, unit: Unit) -> None:
         """Add this backward's gradients to the whole gradient that is kept for the window."""
+        unit.await_gradients()
         for flat in unit.trainable:
             if flat.filled or flat.reduced:
                 self._widen(flat)
@@ -305,6 +306,7 @@ class GradientReducer:
             flat.filled = True
 
     def _launch(self, unit: Unit) -> None:
+        unit.await_gradients()
         if not self._policy.reduces_every_backward:
             self._take_in_window(unit)
         if self.on_landed is not None:  # the update of the unit may begin as soon as its gradients are here

@@ -168,6 +168,7 @@ class Hooks:
         self._schedule.need(unit)
         if call is None:
             return None
+        unit.runs_here()
         inputs = list({id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values())
         if not inputs:
             call.last_node = _last_node()

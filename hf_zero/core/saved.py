@@ -3,7 +3,8 @@
 [Note: what leaves and what comes back]
 The unit is a storage: a tensor saved by three operations, or through different views, leaves once. Its copy starts when it is saved. Of
 the device memory under copy the newest ``in_flight`` bytes are kept; the computing stream waits, on the device, for a copy whose source
-has to go. What is still kept when the forward ends stays: the backward needs it first. The backward asks for tensors in about the
+has to go. What is still kept when the forward ends stays: the backward needs it first, and what uses its memory afterwards waits for
+the copy, which nobody reads. The backward asks for tensors in about the
 reverse order; with each one asked for, those saved before it are brought back ahead, ``in_flight`` bytes at most.
 
 Parameters and buffers are no activations: who owns them knows when they are needed. With checkpointing, what a forward saves is the
@@ -26,6 +27,7 @@ from hf_zero.core.transfers import Brought, Transfers
 from hf_zero.core.tree import transformed
 from hf_zero.errors import OffloadError
 
+IN_FLIGHT = 512 << 20  # bytes, until blocks are seen that save more
 PART = 8  # a tensor that is less than this part of its storage stays: the rest of the storage would travel with it
 
 
@@ -46,7 +48,8 @@ class _Record:
         self.nbytes = nbytes
         self.version = self.left_at = source._version
         self.shape, self.device = source.shape, source.device
-        self.source: torch.Tensor | None = source  # on the device, as long as it is kept there
+        # On the device, as long as it is kept there. Without its graph: a node that saved its own result would keep itself.
+        self.source: torch.Tensor | None = source.detach()
         self.region: Region | None = region
         self.sent = sent
         self.brought: Brought | None = None
@@ -90,6 +93,8 @@ class _Record:
 
     def __del__(self) -> None:
         self.drop()
+        if self.source is not None:  # it has stayed, and its copy may still be under way: its memory is used again after that
+            self.run.transfers.leave(self.sent)
 
 
 class _Ticket:
@@ -132,7 +137,7 @@ class _Stayed:
 
     def __init__(self, run: _Pass, tensor: torch.Tensor):
         self._run, self._position = run, run.length
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor.detach(), tensor._version  # without its graph: see _Record
 
     def tensor(self) -> torch.Tensor:
         self._run.bring_before(self._position)
@@ -156,6 +161,8 @@ class _Pass:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Record]]] = {}
         self._leaving: deque[_Record] = deque()
         self._leaving_bytes = 0
+        self._block_bytes = 0  # sent since the block under way began
+        self.largest_block = 0
 
     @property
     def length(self) -> int:
@@ -203,11 +210,16 @@ class _Pass:
         self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(record)
         self._leaving.append(record)
         self._leaving_bytes += nbytes
+        self._block_bytes += nbytes
         while self._leaving_bytes > self._limit and len(self._leaving) > 1:
             first = self._leaving.popleft()
             self._leaving_bytes -= first.nbytes
             first.leave()
         return record
+
+    def block(self) -> None:
+        """A block begins."""
+        self.largest_block, self._block_bytes = max(self.largest_block, self._block_bytes), 0
 
     def end(self) -> None:
         """The forward is over. Idempotent."""
@@ -235,14 +247,19 @@ class _Pass:
 
 
 class Offload:
-    """Offload of what is saved on ``device``: at least ``min_bytes`` each, with ``in_flight`` bytes under copy in each direction."""
+    """Offload of what is saved on ``device``: at least ``min_bytes`` each, with ``in_flight`` bytes under copy in each direction.
 
-    def __init__(self, device: torch.device, transfers: Transfers, slabs: Slabs, min_bytes: int, in_flight: int):
+    ``in_flight`` None: what the two largest blocks of the forward before have sent, and :data:`IN_FLIGHT` at least. Less than a block
+    would have each block wait for its own copies.
+    """
+
+    def __init__(self, device: torch.device, transfers: Transfers, slabs: Slabs, min_bytes: int, in_flight: int | None):
         self.device = device
         self.transfers = transfers
         self.slabs = slabs
         self.min_bytes = min_bytes
-        self.in_flight = in_flight
+        self._learns = in_flight is None
+        self.in_flight = IN_FLIGHT if in_flight is None else in_flight
         weakref.finalize(self, transfers.close).atexit = False  # no copy may outlive the host memory that it reads or fills
         self._run: _Pass | None = None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
@@ -256,6 +273,11 @@ class Offload:
         self._hooks.append(self._run.hooks())
         self._hooks[-1].__enter__()
 
+    def block(self) -> None:
+        """A block of the forward begins."""
+        if self._run is not None:
+            self._run.block()
+
     def keep(self) -> None:
         """What the forward saves from now on, the backward needs first: it stays."""
         if self._run is not None:
@@ -267,6 +289,8 @@ class Offload:
             self._hooks.pop().__exit__()
         if self._run is not None:
             self._run.end()
+            if self._learns:
+                self.in_flight = max(self.in_flight, 2 * self._run.largest_block)
         self._run = None
 
     @contextmanager

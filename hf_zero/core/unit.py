@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.core.axis import Handle
 from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, become, given_class, owned_class
-from hf_zero.device import streams
+from hf_zero.device import kinds, streams
 
 
 class State(Enum):
@@ -73,6 +73,7 @@ class Unit:
         self.reruns = 0  # forwards without a graph in training, which a reentrant checkpoint may run again in the backward
         self.pins = 0
         self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # those that read this unit so: it waits for their backward
+        self._streams: set[streams.Stream] = set()  # on which forwards of it have run, and so its gradients accumulate
         self._watchers = 0
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
@@ -101,6 +102,22 @@ class Unit:
         """Return when no update of this unit is under way: its parameters are those of the last step."""
         for flat in self.trainable:
             flat.settle()
+
+    def runs_here(self) -> None:
+        """A forward that has a graph begins, in the current stream."""
+        if self.trainable and not kinds.is_host(self.trainable[0].full.device):
+            self._streams.add(streams.current_stream(self.trainable[0].full.device))
+
+    def await_gradients(self) -> None:
+        """From now on the current stream may read the gradients that a backward has accumulated.
+
+        Autograd accumulates on the stream of the forward, and orders it before that of the caller only when the backward is over.
+        """
+        if self._streams:
+            here = streams.current_stream(self.trainable[0].full.device)
+            for stream in self._streams:
+                if stream != here:
+                    here.wait_stream(stream)
 
     @property
     def in_use(self) -> bool:

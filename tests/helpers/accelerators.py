@@ -45,6 +45,12 @@ class PlayedStream:
     def __init__(self, log: list[Any], name: str):
         self._log, self.name = log, name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlayedStream) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def wait_stream(self, other: PlayedStream) -> None:
         self._log.append((self.name, "waits for", other.name))
 
