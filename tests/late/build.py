@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -59,10 +60,19 @@ def _command() -> list[str]:
     return [found, *FLAGS, *(f"-I{path}" for path in headers)]
 
 
+def _with_headers(sources: Iterable[Path]) -> set[Path]:
+    found, new = set[Path](), set(sources)
+    while new:
+        found |= new
+        names = {name for path in new for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)}
+        new = {SOURCES / name for name in names} - found
+    return found
+
+
 def fingerprint(sources: Iterable[Path] | None = None) -> str:
-    """Of what is made from ``sources`` (all of them), the headers, this torch and this Python."""
+    """Of what is made from ``sources`` (all of them), this torch and this Python."""
     digest = hashlib.sha256()
-    for path in sorted({*(sources or SOURCES.glob("*.cpp")), *SOURCES.glob("*.h")}):
+    for path in sorted(_with_headers(sources or SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + path.read_bytes())
     digest.update((torch_folder() / "version.py").read_bytes())
     digest.update(repr((FLAGS, sys.version, str(torch_folder()))).encode())

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_zero.hosts.reaching import free_port
 from tests.late import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,19 @@ def run(module: str, *arguments: str, seconds: float = 240, env: Mapping[str, st
     if done.returncode:
         raise AssertionError(f"{module} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout
+
+
+def run_ranks(module: str, *arguments: str, ranks: int = 2, seconds: float = 400) -> Sequence[dict[str, Any]]:
+    """The rows of ``python -m module arguments`` on ranks that have a device each, all of them posing as CUDA."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    quiet = {"HF_ZERO_LOG_LEVEL": "ERROR", "LATE_MODE": "inline"}
+
+    def start(rank: int) -> Sequence[dict[str, Any]]:
+        own = environment(True, RANK=str(rank), LOCAL_RANK=str(rank), **shared, **quiet)
+        return rows(run(module, *arguments, seconds=seconds, env=own))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return [row for found in pool.map(start, range(ranks)) for row in found]
 
 
 def rows(output: str) -> Sequence[dict[str, Any]]:

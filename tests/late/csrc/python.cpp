@@ -9,7 +9,7 @@ namespace late {
 
 namespace {
 
-constexpr int kFrames = 4;
+constexpr int kShown = 4, kSearched = 10;  // frames
 
 bool is_ours(const char* file) {
   return strstr(file, "/torch/") || strstr(file, "tests/late/torch_module.py") || file[0] == '<';
@@ -25,7 +25,7 @@ std::atomic<uint64_t> count{0};
 
 }  // namespace
 
-std::string python_site() {
+std::string frames(int limit) {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return "";
   struct Gil {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -34,7 +34,7 @@ std::string python_site() {
   std::string text;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
-  for (int kept = 0; frame && kept < kFrames;) {
+  for (int kept = 0; frame && kept < limit;) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const char* file = PyUnicode_AsUTF8(code->co_filename);
     const char* function = PyUnicode_AsUTF8(code->co_name);
@@ -53,9 +53,11 @@ std::string python_site() {
   return text;
 }
 
+std::string python_site() { return frames(kShown); }
+
 bool dropped(const char* operation) {
   if (!any) return false;
-  std::string site = python_site();
+  std::string site = frames(kSearched);
   std::lock_guard<std::mutex> lock(mutex);
   for (const Drop& drop : chosen) {
     if (drop.operation != operation) continue;

@@ -21,7 +21,8 @@ struct NoGil {
 // in a thread that runs no Python. It takes Python's lock: call it before the runtime's.
 std::string python_site();
 
-// Whether a test has this call of `operation` left out: a fault put into what it tests.
+// Whether a test has this call of `operation` left out, a fault put into what it tests: `function` is
+// "unit.py finish_gather", and one of the frames that the call comes from.
 bool dropped(const char* operation);
 void drop(const std::string& operation, const std::string& function);
 void drop_nothing();

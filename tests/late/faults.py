@@ -1,0 +1,167 @@
+"""Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults MODE [FAULT ...]``.
+
+A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of hf_zero, or puts another
+function in the place of one. Every rank of the group has it. A line of JSON says what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tests.late import device, training
+
+import torch  # isort: skip
+from hf_zero.core import homeward, transfers, unit  # isort: skip
+from hf_zero.device import kinds, streams  # isort: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``put`` is a context in which the fault is there; ``changed`` counts how often it has struck, ``kind`` is what must be reported."""
+
+    job: str
+    put: Callable[[], AbstractContextManager[Callable[[], int]]]
+    kinds: frozenset[str]
+
+
+def left_out(operation: str, function: str) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+    """Calls of ``operation`` ("wait", "synchronize", "query", "record_stream") from ``function`` ("unit.py finish_gather") do nothing."""
+
+    @contextlib.contextmanager
+    def put() -> Iterator[Callable[[], int]]:
+        device.drop_nothing()
+        device.drop(operation, function)
+        yield device.drops
+        device.drop_nothing()
+
+    return put
+
+
+def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+    """``fault`` in the place of ``owner.name``; it gets what it replaces as its first argument."""
+
+    @contextlib.contextmanager
+    def put() -> Iterator[Callable[[], int]]:
+        plain, struck = getattr(owner, name), [0]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            struck[0] += 1
+            return fault(plain, *args, **kwargs)
+
+        with mock.patch.object(owner, name, call):
+            yield lambda: struck[0]
+
+    return put
+
+
+# ---- faults that are more than a call left out ----
+
+
+def _released_at_once(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
+    """The memory of a unit goes back while its gather is under way, and is taken again: ``resize_`` twice."""
+    plain(self, *args, **kwargs)
+    for flat in self.sharded:
+        held = flat.full.untyped_storage()
+        size = held.size()
+        held.resize_(0)
+        torch.full((1024,), 0.0, device=flat.full.device)
+        held.resize_(size)
+
+
+def _not_kept(plain: Any, flat: Any, values: torch.Tensor, *rest: Any) -> Any:
+    """The gradient on the device is given back before its copy has run."""
+    return plain(flat, torch.empty(values.numel(), dtype=values.dtype), *rest)
+
+
+def _recorded_first(plain: Any, self: transfers.Streams, source: torch.Tensor, target: torch.Tensor) -> Any:
+    """The event that tells of a copy is recorded before the copy."""
+    event = streams.record_event(self._stream)
+    plain(self, source, target)
+    return event
+
+
+def _nothing(plain: Any, *args: Any) -> None:
+    """It is not called."""
+
+
+def _on_another_stream(plain: Any, self: homeward.Homeward, flat: Any, values: torch.Tensor, *rest: Any) -> None:
+    """The gradient is read on a stream of its own that has waited for nothing."""
+    other = streams.new_stream(values.device)
+    with streams.on_stream(other):
+        read = values * 1
+    plain(self, flat, read.record_stream(other) or read, *rest)
+
+
+@contextlib.contextmanager
+def _no_device_set() -> Iterator[Callable[[], int]]:
+    """No thread says which device is its own: neither at its start nor where it registers memory."""
+    nowhere = replaced(kinds, "set_device", lambda plain, device: None)
+    anywhere = replaced(kinds, "current", lambda plain, device: contextlib.nullcontext())
+    with nowhere() as first, anywhere() as second:
+        yield lambda: first() + second()
+
+
+COPIES = frozenset({"race", "reuse", "host"})
+HOST = "stage 2, optimizer on the host"
+HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
+PIECES = "stage 2, optimizer on the host, small pieces"
+ALL = "stage 3, all on the host"
+ALL_ONCE = "stage 3, all on the host, one micro-batch"
+ACTIVATIONS = "stage 3, activations on the host"
+
+FAULTS: dict[str, Fault] = {
+    "compute does not wait for a gather": Fault("stage 3", left_out("wait", "unit.py finish_gather"), COPIES),
+    "a gather does not wait for the last reader": Fault(ALL, left_out("wait", "unit.py launch_gather"), COPIES),
+    "compute does not wait for a reduction": Fault("stage 2", left_out("wait", "axis.py reduce_into"), COPIES),
+    "a unit's memory is given back under its gather": Fault("stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES),
+    "a gradient is copied before it is complete": Fault(HOST, left_out("wait", "homeward.py send"), COPIES),
+    "a gradient is read on another stream": Fault(HOST, replaced(homeward.Homeward, "send", _on_another_stream), COPIES),
+    "a gradient is given back before it is copied": Fault(HOST, replaced(homeward, "_Crossing", _not_kept), COPIES),
+    "the host adds a gradient before it has come": Fault(HOST, left_out("synchronize", "homeward.py _land"), COPIES),
+    "the host updates before gradients have come": Fault(HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES),
+    "the forward does not wait for new parameters": Fault(HOST, left_out("wait", "update.py _wait_for"), COPIES),
+    "a pinned buffer is refilled under its copy": Fault(PIECES, left_out("synchronize", "update.py _place"), COPIES),
+    "shards are written while they are brought": Fault(ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
+    "an activation is copied before it is there": Fault(ACTIVATIONS, left_out("wait", "transfers.py send"), COPIES),
+    "an activation is brought before its memory is free": Fault(ACTIVATIONS, left_out("wait", "transfers.py bring"), COPIES),
+    "an activation is used before it is back": Fault(ACTIVATIONS, left_out("wait", "transfers.py use"), COPIES),
+    "an activation is given back under its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES),
+    "an event is recorded before its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "send", _recorded_first), COPIES),
+    "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
+}
+
+
+def run(name: str, rank: int, world: int) -> dict[str, Any]:
+    """Train with a fault: what was reported, and how often the fault has struck."""
+    fault = FAULTS[name]
+    device.forget()
+    error = ""
+    with fault.put() as struck:
+        try:
+            training.train(fault.job, 2, rank, world)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"[:300]
+        count = struck()
+    return {"fault": name, "rank": rank, "kinds": sorted(fault.kinds), "struck": count, "reports": device.reports(), "error": error}
+
+
+def main() -> None:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    mode, _, seed = sys.argv[1].partition(":")
+    device.configure(mode, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
+    device.only_device(int(os.environ.get("LOCAL_RANK", "0")))
+    training.train("stage 3", 1, rank, world)  # the main thread has set its device by now, without a fault
+    for name in sys.argv[2:] or FAULTS:
+        print(json.dumps(run(name, rank, world)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Each fault that is put into hf_zero is found by the device, whatever the numbers say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.late import launch
+
+
+def survivors(mode: str) -> list[str]:
+    """Faults that struck nowhere, or that no rank has reported as what they are."""
+    rows: Sequence[dict[str, Any]] = launch.run_ranks("tests.late.faults", mode)
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["fault"], []).append(row)
+    assert len(by_name) >= 18
+    lived = []
+    for name, found in by_name.items():
+        kinds = {kind for row in found for kind, _ in row["reports"]}
+        if not any(row["struck"] for row in found):
+            lived.append(f"{name}: it was put nowhere")
+        elif not kinds & set(found[0]["kinds"]):
+            lived.append(f"{name}: reports {kinds or 'none'}, errors {[row['error'] for row in found]}")
+    return lived
+
+
+def test_no_fault_survives() -> None:
+    launch.needs_the_device()
+    assert survivors("eager") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["random:1", "random:2", "random:3"])
+def test_no_fault_survives_in_other_modes(mode: str) -> None:
+    launch.needs_the_device()
+    assert survivors(mode) == []

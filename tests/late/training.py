@@ -1,0 +1,133 @@
+"""Short trainings on the device: jobs that reach the engine's streams, copies and collectives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_zero
+from tests.late import device
+
+WIDTH, BLOCKS, ROWS = 48, 6, 4
+
+OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}
+ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
+ONCE = {"gradient_accumulation_steps": 1}
+
+# Of each job: stage, keys of zero_optimization, other keys.
+JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 1": (1, {}, {}),
+    "stage 2": (2, {}, {}),
+    "stage 3": (3, {}, {}),
+    "stage 3, one micro-batch": (3, {}, ONCE),
+    "stage 2, optimizer on the host": (2, OPTIMIZER, {}),
+    "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, {**ONCE, "gradient_clipping": 0.0}),
+    "stage 2, optimizer on the host, small pieces": (
+        2,
+        {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "buffer_size": 512}},
+        ONCE,
+    ),
+    "stage 3, all on the host": (3, BOTH, {}),
+    "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
+    "stage 3, activations on the host": (3, {}, ACTIVATIONS),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return result
+
+
+class Tower(nn.Module):
+    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def config(job: str) -> dict[str, Any]:
+    stage, zero, more = copy.deepcopy(JOBS[job])
+    prefetch = {"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, **prefetch, **zero},
+        **more,
+    }
+
+
+def batches(count: int, rank: int, world: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        yield torch.randn(world, ROWS, WIDTH, generator=generator)[rank]
+
+
+def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
+    """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
+    model, chosen = tower(), config(job)
+    micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    each = [list(batches(steps * micros, place, world)) for place in range(world)]
+    losses = []
+    for step in range(steps):
+        for micro in range(micros):
+            found = [model(each[place][step * micros + micro]) for place in range(world)]
+            (torch.stack(found).mean() / micros).backward()
+            losses.append(found[rank].item())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float]:
+    """The losses of a training on the device; reports are left to be read."""
+    model, chosen = tower(), config(job)
+    engine, *_ = hf_zero.initialize(model=model, config=chosen)
+    kept = []
+    try:
+        for values in batches(steps * chosen["gradient_accumulation_steps"], rank, world):
+            loss = engine(values.pin_memory().to(engine.device, non_blocking=True))
+            engine.backward(loss)
+            engine.step()
+            kept.append(loss.detach())
+        return [loss.item() for loss in kept]
+    finally:
+        engine.destroy()
+        device.synchronize_all()
+        del engine, model
+        gc.collect()
+
+
+def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference; infinite where a number is none."""
+    pairs = list(zip(losses, expected, strict=True))
+    return max(math.inf if math.isnan(a) else abs(a - b) / abs(b) for a, b in pairs)
