@@ -15,6 +15,7 @@ from hf_zero.integrations.fused.heads import fuse_head
 from hf_zero.ops import masked_rows
 from hf_zero.ops.masked_rows import GRANULE, RowCapacity, RowCount, select_rows
 from tests.integrations.fused.languages import compare, gradients, pair
+from tests.late import launch
 
 
 def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,3 +165,14 @@ def test_a_head_on_a_device_loses_no_row_whatever_the_batch_before_was(monkeypat
         else:
             assert losses[1].isnan() and not any(each.any() for each in gradients(fused).values())
     assert rows == [8, 32, 40, 8, 8]
+
+
+def test_on_a_simulated_device_the_count_is_ordered_and_nothing_else_is_waited_for() -> None:
+    launch.needs_the_device()
+    env = launch.environment(as_cuda=True, HF_ZERO_TRITON="0")
+    random, lazy, unordered, early = launch.rows(launch.run("tests.kernels.late_head", env=env))
+    for right in (random, lazy):
+        assert right["reports"] == [] and right["waits"] == 0 and right["worst"] < 1e-5
+        assert right["rows"] == [8, 8, 32, 40, 8, 8, 8]
+    assert "race" in [kind for kind, _ in unordered["reports"]] and unordered["dropped"]
+    assert "host" in [kind for kind, _ in early["reports"]] and early["dropped"]
