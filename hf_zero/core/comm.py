@@ -111,6 +111,11 @@ def backend_for(device: torch.device | str) -> str:
     return "gloo" if kinds.is_host(device) else dist.get_default_backend_for_device(device)
 
 
+def backends_for(device: torch.device) -> str:
+    """What a process group is made with: the backend of ``device``, and one for what lies in host memory."""
+    return "gloo" if kinds.is_host(device) else f"cpu:gloo,{device.type}:{backend_for(device)}"
+
+
 def init_distributed(
     backend: str | None = None,
     timeout: float | timedelta | None = None,
@@ -134,7 +139,7 @@ def init_distributed(
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     device = default_device()
-    backend = backend or backend_for(device)
+    backend = backend or backends_for(device)
     kinds.set_device(device)
     meeting = place.master_addr if place else urlsplit(init_method or "").hostname if by_address else LOOPBACK
     choose_interface(meeting, bool(place and place.several_hosts), interface)
@@ -174,11 +179,16 @@ def join(config: ZeroConfig, port: int | None = None) -> None:
 
 def _backend_of(device: torch.device) -> str:
     """The backend that serves ``device``: "gloo", "nccl", "threaded", "fake"."""
+    return _serving(device) or str(dist.get_backend())
+
+
+def _serving(device: torch.device) -> str:
+    """The backend of the process group for tensors on ``device``; "" where there is none."""
     for entry in str(dist.get_backend_config()).split(","):
         kind, _, name = entry.strip().rpartition(":")
         if kind in ("", device.type):
             return name
-    return str(dist.get_backend())
+    return ""
 
 
 class Everybody:
@@ -216,6 +226,12 @@ class Everybody:
         self._call("barrier", dist.barrier)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if tensor.device.type == CPU.type and not _serving(CPU):
+            raise ConfigError(
+                f"the process group ({dist.get_backend_config()}) has no backend for tensors on {tensor.device.type}, where a parameter lies that is "
+                f"to be the same on all ranks; make the group with init_process_group({backends_for(default_device())!r}), leave that to "
+                "hf_zero.init_distributed(), or move the parameter to the device"
+            )
         # As bytes: not every backend knows every dtype.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         self._call(f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}", lambda: dist.broadcast(flat, source), source)
@@ -297,10 +313,17 @@ class Comm:
         if len(mine) > 1:
             for place in range(places):
                 for ranks in sets:
-                    made = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + MARGIN_SECONDS))
+                    # Of the device's backend alone, which need not be the only one of the job's group.
+                    own = None if kinds.is_host(device) else backend
+                    made = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + MARGIN_SECONDS), backend=own)
                     if self.rank in ranks:
                         groups[place] = made
         name = f"{self.name}{kind}"
+        if not kinds.is_host(device):
+            # Communicators are made by their first collective, which takes memory and blocks the host: not in the midst of a backward.
+            for made in filter(None, groups):
+                with self.watch.over(Wait(f"the communicators of {name}", needs=tuple(mine))):
+                    dist.all_reduce(torch.zeros(1, device=device), group=made)
         return Axis(mine, self.rank, groups[0], groups[1], backend, self.ledger, watch or self.watch, name, self.timeout, device)
 
     @property

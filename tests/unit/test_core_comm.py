@@ -19,6 +19,7 @@ from hf_zero.core.axis import Axis, Handle, Ledger
 from hf_zero.core.comm import Comm
 from hf_zero.core.lane import Wait
 from hf_zero.core.watch import Watch
+from hf_zero.errors import ConfigError
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.accelerators import play_accelerator
 
@@ -287,3 +288,29 @@ def test_a_trainer_may_decide_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         comm.choose_device(None)
     assert comm.default_device() == torch.device("cuda", 1)
+
+
+def test_an_accelerator_s_group_serves_host_memory_as_well() -> None:
+    assert comm.backends_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert comm.backends_for(CPU) == "gloo"
+
+
+def test_values_in_host_memory_need_a_backend_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    comm.broadcast(torch.ones(2), 0)
+    play_accelerator(monkeypatch, count=2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda *args: "cuda:nccl")
+    with pytest.raises(ConfigError, match=r"\(cuda:nccl\) has no backend for tensors on cpu.*init_process_group\('cpu:gloo,cuda:nccl'\)"):
+        comm.broadcast(torch.ones(2), 0)
+
+
+def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    groups: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: groups.append(group))
+    Comm(2, CPU)
+    assert groups == []
+    monkeypatch.setattr(comm.kinds, "is_host", lambda device: torch.device(device).type == "cpu")
+    made = Comm(2, torch.device("meta"))
+    assert groups == [each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)]
+    assert len(set(map(id, groups))) == 4
