@@ -24,6 +24,12 @@ if not torch.cuda.is_available():  # before triton is imported: kernels run in i
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def units_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of the tests are small, and their blocks are to be units all the same, unless a test or its configuration asks."""
+    monkeypatch.setattr("hf_zero.core.wrap.GRANULARITY", 0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
 

@@ -22,6 +22,7 @@ class ZeroSection:
     reduce_bucket_size: int | None = None
     allgather_bucket_size: int | None = None
     round_robin_gradients: bool | None = None
+    module_granularity_threshold: int | None = None
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
 
 def to_be_compiled(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model`` that an engine made of it compiles."""
-    return [piece.module for piece in cut(model)[0][1:] if _inside(piece.module)]
+    return [module for piece in cut(model)[0][1:] for module in piece.modules if _inside(module)]
 
 
 class CompiledForward(Override):
@@ -154,8 +154,8 @@ class CompiledBlocks:
         """Made when the engine's hooks are on ``model``. ``fixed``: parameters stay at their addresses, as CUDA graphs need."""
         self._fixed = fixed
         self._root = units[0]
-        self._unit_of = {unit.module: unit for unit in units}
-        self._blocks = [unit.module for unit in units[1:] if _is_block(unit.module)]
+        self._unit_of = {module: unit for unit in units for module in unit.modules.values()}
+        self._blocks = [module for unit in units[1:] for module in unit.modules.values() if _is_block(module)]
         self._on: dict[nn.Module, CompiledForward] = {}
         self._told: set[str] = set()
         self._hooked = [module for module in model.modules() if _is_hooked(module)]

@@ -117,7 +117,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         config = self.config
         fixed = not self._policy.shards_parameters  # parameters keep their addresses
         check_compilation(config.compile, model, fixed)  # before anything is changed
-        cuts, self.aliases = cut(model)
+        cuts, self.aliases = cut(model, config.zero.module_granularity_threshold)
         checkpointed = blocks_to_checkpoint(model, config.activation_checkpointing)
         check_parameters(cuts, self.device)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}

@@ -348,10 +348,11 @@ class Flat:
         self.full = full
         self.views = {slot.name: full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots}
 
-    def point_at_full(self) -> None:
-        for parameter, slot in self.items:
-            become(parameter, LiveParameter)
-            _set_data(parameter, self.views[slot.name])
+    def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.members, self.views.values()):
+                become(parameter, kind)
+                _set_data(parameter, view)
 
     def leave_storage(self) -> None:
         """Go on in another storage: this one, with the values it has, belongs to the views that others hold."""
@@ -359,9 +360,10 @@ class Flat:
 
     def point_at_nothing(self) -> None:
         self.user_writes.drop_aliases()
-        for parameter, slot in self.items:
-            _set_data(parameter, self._placeholders[slot.name])
-            become(parameter, ReleasedParameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, placeholder in zip(self.members, self._placeholders.values()):
+                _set_data(parameter, placeholder)
+                become(parameter, ReleasedParameter)
 
     def retire(self) -> None:
         """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""

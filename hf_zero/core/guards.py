@@ -70,7 +70,7 @@ class ModuleGuards:
         self._model = model
         self._part = False  # the state_dict under way is that of a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
-        wraps = {unit.module: unit for unit in units}
+        wraps = {module: unit for unit in units for module in unit.modules.values()}
         for module in model.modules():
             own = {name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)}
             touched = {owner_of(p).unit for p in own.values()} | ({wraps[module]} if module in wraps else set())

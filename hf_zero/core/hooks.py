@@ -110,15 +110,14 @@ class Hooks:
 
     def _install(self, model: nn.Module) -> None:
         names = {module: name for name, module in model.named_modules()}
-        around: dict[nn.Module, Unit | None] = {unit.module: unit for unit in self._units}
+        around: dict[nn.Module, Unit | None] = {module: unit for unit in self._units for module in unit.modules.values()}
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
         for module in model.modules():
             # People call parts of models: whoever owns a parameter of the root unit gathers it.
             if module not in around and any(id(p) in in_root for p in module._parameters.values() if p is not None):
                 around[module] = root
-        for cut in self._units:
-            path = cut.name.split(".")
+        for path in (name.split(".") for unit in self._units for name in unit.modules):
             for depth in range(len(path)):
                 around.setdefault(model.get_submodule(".".join(path[:depth])), None)
         for module, unit in around.items():
@@ -161,11 +160,11 @@ class Hooks:
         self._nested += 1
         if unit is None:
             return None
-        call = Call(unit, self._current(), self._outstanding.moment()) if torch.is_grad_enabled() else None
+        call = Call(unit, module, self._current(), self._outstanding.moment()) if torch.is_grad_enabled() else None
         if call is None and module.training and unit.trainable and not inside:
             unit.reruns += 1
         unit.open.append(call)
-        self._schedule.need(unit)
+        self._schedule.need(unit, module)
         if call is None:
             return None
         unit.runs_here()
@@ -283,7 +282,7 @@ class Hooks:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.active.add(call)
         self._outstanding.starts(call)
-        self._schedule.need(call.unit)
+        self._schedule.need(call.unit, call.module)
 
     def _post_backward(self, call: Call) -> None:
         self._enter_backward()

@@ -182,7 +182,7 @@ def _plan_unit(
         writes = comm.replicate.rank == 0 and (shards > 1 or comm.shard.rank == 0)
         key = f"{cut.name}|{'trainable' if trainable else 'frozen'}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
         flats.append(Flat(0, key, layout, parameters, trainable, dtype, raw, policy.shards_parameters, comm.shard, writes))
-    return Unit(index, cut.name, cut.module, flats)
+    return Unit(index, cut.name, dict(zip(cut.paths, cut.modules)), flats)
 
 
 def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Iterator[torch.Tensor]:

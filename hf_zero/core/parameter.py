@@ -64,7 +64,7 @@ def source_of(parameter: torch.Tensor) -> Source | None:
 
 def owner_of(parameter: torch.Tensor) -> Any:
     """The flat that holds ``parameter``, or None for a tensor that no engine owns."""
-    return parameter.__dict__.get("_hf_zero_flat") if isinstance(parameter, OwnedParameter) else None
+    return parameter.__dict__.get("_hf_zero_flat") if issubclass(type(parameter), OwnedParameter) else None
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -97,7 +97,8 @@ def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
 
 def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
     """The class ``parameter`` has, or had before an engine owned it."""
-    return parameter.given if isinstance(parameter, OwnedParameter) else type(parameter)  # type: ignore[return-value]
+    kind = type(parameter)  # isinstance asks the class of all parameters, in Python
+    return kind.given if issubclass(kind, OwnedParameter) else kind  # type: ignore[return-value]
 
 
 @functools.cache

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from torch import nn
+
 from hf_zero.core.comm import Comm, first_line
 from hf_zero.core.order import merged
 from hf_zero.core.unit import State, Unit
@@ -151,8 +153,8 @@ class Schedule:
         self._key, self._plan, self._record, self._kept = None, None, [], []
         self._release_unused()
 
-    def need(self, unit: Unit) -> None:
-        """Return when ``unit`` is whole on this rank, with the values of the last step."""
+    def need(self, unit: Unit, module: nn.Module | None = None) -> None:
+        """Return when ``unit`` is whole on this rank, with the values of the last step, for ``module``, which is at work."""
         if self.on_need is not None:
             self.on_need(unit)
         unit.settle()
@@ -168,7 +170,7 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
-        unit.unguard()
+        unit.unguard(module)
         if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
             at = self._ahead.index(unit)
             self._pass_by(self._ahead[:at])

@@ -44,10 +44,11 @@ class OuterCall:
 class Call:
     """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
 
-    __slots__ = ("__weakref__", "began", "last_node", "left", "marked", "marks", "marks_left", "outer", "unit")
+    __slots__ = ("__weakref__", "began", "last_node", "left", "marked", "marks", "marks_left", "module", "outer", "unit")
 
-    def __init__(self, unit: Unit, outer: OuterCall, began: int):
+    def __init__(self, unit: Unit, module: nn.Module, outer: OuterCall, began: int):
         self.unit = unit
+        self.module = module
         self.outer = outer
         self.began = self.left = began  # places in the order in which this rank enters and leaves forwards
         self.marked = False  # an input carries the mark that tells when this call's backward is over
@@ -57,12 +58,12 @@ class Call:
 
 
 class Unit:
-    """A module and the flats it gathers and releases together."""
+    """One module, or several small ones, and the flats that are gathered and released together for them."""
 
-    def __init__(self, index: int, name: str, module: nn.Module, flats: Sequence[Flat]):
+    def __init__(self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[Flat]):
         self.index = index
         self.name = name
-        self.module = module
+        self.modules = dict(modules)  # by path in the model
         self.flats = list(flats)
         self.sharded = [flat for flat in flats if flat.sharded]
         self.trainable = [flat for flat in flats if flat.trainable]
@@ -75,6 +76,12 @@ class Unit:
         self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # those that read this unit so: it waits for their backward
         self._streams: set[streams.Stream] = set()  # on which forwards of it have run, and so its gradients accumulate
         self._watchers = 0
+        # Where there are several modules: the parameters of each, and those modules that are at work or were the last to be.
+        self._members = [parameter for flat in self.sharded for parameter in flat.members]
+        sharded = set(map(id, self._members))
+        several = modules.values() if len(modules) > 1 else ()
+        self._own = {module: [p for p in module.parameters() if id(p) in sharded] for module in several}
+        self._bare: set[nn.Module] = set()
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
         self._brought: streams.Event | None = None  # the shards are here, and their gather is on its way
@@ -87,6 +94,11 @@ class Unit:
     @property
     def label(self) -> str:
         return self.name or "(root)"
+
+    @property
+    def module(self) -> nn.Module:
+        """Its module, or the first of several."""
+        return next(iter(self.modules.values()))
 
     @property
     def nbytes(self) -> int:
@@ -130,11 +142,21 @@ class Unit:
 
     def guard(self) -> None:
         """Let parameters that are here tell of graphs that are recorded on them: their own module is not at work."""
-        self._become(LiveParameter, WatchedParameter)
+        if not self._own:
+            self._become(LiveParameter, WatchedParameter, self._members)
+        for module in self._bare:
+            self._become(LiveParameter, WatchedParameter, self._own[module])
+        self._bare.clear()
 
-    def unguard(self) -> None:
-        if not self._watchers:
-            self._become(WatchedParameter, LiveParameter)
+    def unguard(self, module: nn.Module | None = None) -> None:
+        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a unit of one module."""
+        if self._watchers:
+            return
+        if not self._own:
+            self._become(WatchedParameter, LiveParameter, self._members)
+        elif module is not None and module not in self._bare:
+            self._bare.add(module)
+            self._become(WatchedParameter, LiveParameter, self._own[module])
 
     def watch(self) -> None:
         """As :meth:`guard`, for as long as somebody has asked for the values, until :meth:`unwatch`."""
@@ -149,11 +171,13 @@ class Unit:
         """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
         self._shared = True
 
-    def _become(self, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
-        for flat in self.sharded:
-            for parameter, _ in flat.items:
-                if type(parameter) is owned_class(before, given_class(parameter)):
-                    become(parameter, after)
+    def _become(self, before: type[OwnedParameter], after: type[OwnedParameter], parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            kind = type(parameter)
+            if kind is before:
+                parameter.__class__ = after
+            elif kind is owned_class(before, given_class(parameter)):
+                become(parameter, after)
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage."""
@@ -187,7 +211,7 @@ class Unit:
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
-                    flat.point_at_full()
+                    flat.point_at_full(WatchedParameter if self._own else LiveParameter)
             self.state = State.GATHERED
 
     def take_user_writes(self) -> None:
@@ -235,3 +259,4 @@ class Unit:
                     flat.leave_storage()
                 flat.full.untyped_storage().resize_(0)
         self.state, self._shared = State.RELEASED, False
+        self._bare.clear()

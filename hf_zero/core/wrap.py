@@ -14,15 +14,28 @@ PARTS = 16  # a model without blocks is cut into about this many units
 WHOLE = "_z3_leaf"  # the field's name for a module that somebody wants gathered as a whole
 PACKED = "_hf_zero_packed"  # a module's tuples of names of its parameters that are to lie one after another
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
+GRANULARITY = MIN_UNIT  # elements: consecutive blocks of fewer are one unit together, unless the configuration says otherwise
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A unit to be: the module it wraps and the parameters it owns, under their first names, in the order of their flat."""
+    """A unit to be: the modules it wraps and the parameters it owns, under their first names, in the order of their flat."""
 
-    name: str
-    module: nn.Module
+    paths: tuple[str, ...]  # of the modules
+    modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def name(self) -> str:
+        return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]}..{self.paths[-1]}"
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for _, parameter in self.parameters)
 
 
 def _numel(module: nn.Module) -> int:
@@ -102,9 +115,11 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return _outermost(model, wanted)
 
 
-def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
+def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
+    Consecutive blocks of one container share a unit as long as they have at most ``granularity`` elements together: what a gather, a
+    reduction and the Python around them cost does not shrink with them. 0: each block is a unit; None: :data:`GRANULARITY`.
     A module marked :data:`WHOLE` is a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
     together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the module does not have.
     A parameter that two units reach belongs once, to the root: their lowest common ancestor, since units do not nest.
@@ -153,8 +168,19 @@ def cut(model: nn.Module) -> tuple[list[Cut], dict[str, str]]:
         else:
             root.append((name, by_id[key]))
     packs = _packs(model)
-    cuts = [Cut("", model, _in_packs(root, packs))]
-    cuts += [Cut(name, module, _in_packs(parameters, packs)) for (name, module), parameters in zip(wrapped, owned) if parameters]
+    cuts = [Cut(("",), (model,), _in_packs(root, packs))]
+    alone = leaves | whole
+    limit = GRANULARITY if granularity is None else granularity
+    for (name, module), parameters in zip(wrapped, owned):
+        if not parameters:
+            continue
+        piece = Cut((name,), (module,), _in_packs(parameters, packs))
+        last = cuts[-1]
+        joins = len(cuts) > 1 and not alone & {id(last.module), id(module)} and last.numel + piece.numel <= limit
+        if joins and last.paths[-1].rpartition(".")[0] == name.rpartition(".")[0]:
+            cuts[-1] = Cut(last.paths + piece.paths, last.modules + piece.modules, last.parameters + piece.parameters)
+        else:
+            cuts.append(piece)
     return cuts, aliases
 
 

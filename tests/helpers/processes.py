@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.core import wrap
 from tests.helpers.ranks import RankFailed, RanksHung
 
 HOST = "127.0.0.1"
@@ -47,6 +48,7 @@ def _child(
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
         torch.set_num_threads(1)
+        wrap.GRANULARITY = 0  # as in conftest.py: small blocks are units all the same
         try:
             store = dist.TCPStore(HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout))
             dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout))

@@ -1,0 +1,128 @@
+"""Small blocks that share a unit: what travels, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from torch import nn
+
+from hf_zero.core.parameter import WatchedParameter
+from hf_zero.core.wrap import cut
+from tests.helpers import oracle
+from tests.helpers.cells import fast
+from tests.helpers.engines import STAGES, OnEngine, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw
+from tests.helpers.ways import WAYS
+
+BLOCK = sum(p.numel() for p in Stack(1).blocks[0].parameters())
+
+
+def joined(stage, blocks, **more):
+    return {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": blocks * BLOCK}} | more
+
+
+def test_consecutive_blocks_are_joined_up_to_the_threshold():
+    def units(granularity):
+        return [piece.paths for piece in cut(model, granularity)[0]]
+
+    model = Stack(5)
+    alone = [("",), *((f"blocks.{i}",) for i in range(5))]
+    assert units(0) == units(2 * BLOCK - 1) == alone
+    assert units(2 * BLOCK) == [("",), ("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"), ("blocks.4",)]
+    assert units(100 * BLOCK) == [("",), tuple(f"blocks.{i}" for i in range(5))]
+    names = [name for piece in cut(model, 2 * BLOCK)[0] for name, _ in piece.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert cut(model, 2 * BLOCK)[0][1].name == "blocks.0..blocks.1"
+
+
+def test_blocks_of_two_containers_are_not_joined():
+    model = nn.Module()
+    model.encoder, model.decoder = Stack(2), Stack(2)
+    assert [piece.paths for piece in cut(model, 100 * BLOCK)[0]] == [
+        ("",), ("encoder.blocks.0", "encoder.blocks.1"), ("decoder.blocks.0", "decoder.blocks.1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_travel_together(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, **joined(stage, 3)))
+        for number in range(4):
+            engine.comm.ledger.log.clear()
+            engine.comm.ledger.record = True
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        return [operation for operation, key, _ in engine.comm.ledger.log if key not in ("gradient norm", "used parameters")]
+
+    for log in on_ranks(2, run, build=lambda: seeded(lambda: Stack(9))):  # a root and three units
+        reductions = "all_reduce" if stage == 0 else "reduce_scatter"
+        assert log.count(reductions) == 4
+        assert log.count("all_gather") == {0: 0, 1: 4, 2: 4, 3: 6}[stage]
+
+
+FEW = set(list(WAYS)[::5])
+CELLS = list(itertools.product(WAYS, STAGES))
+
+
+@pytest.mark.parametrize("way, stage", fast(CELLS, lambda way, stage: stage == 3 and way in FEW))
+def test_every_way_of_calling_a_model(way, stage):
+    """As tests/ranks/test_ways.py, with all blocks in one unit or two."""
+    job, plan = WAYS[way], Plan(2, 2)
+    more = {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": 5000}}
+    oracle.compare(train_on_threads(job, plan, engine_opener(stage, **more)), oracle.kept(job, plan))
+
+
+def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
+    """What is recorded on a weight while its own block is not at work keeps the unit for the backward."""
+
+    class Reads(Stack):
+        def body(self, x):
+            x = super().body(x)
+            assert isinstance(self.blocks[4].up.weight, WatchedParameter)
+            return x + self.blocks[0].down.weight.sum() + self.blocks[4].up.weight.sum()
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3, **joined(3, 2)))
+        for number in range(3):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    build = lambda: seeded(lambda: Reads(6))  # noqa: E731
+    got = on_ranks(2, run, build=build)[0]
+    model = seeded(lambda: Stack(6))
+    model.body = lambda x: Stack.body(model, x) + model.blocks[0].down.weight.sum() + model.blocks[4].up.weight.sum()
+    optimizer = adamw(model)
+    for number in range(3):
+        (sum(squared(model, At(number, 0, rank)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    oracle.compare_tensors("weights", got, dict(model.named_parameters()), floor=oracle.ADAM_ROUNDING)
+
+
+def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
+    def run(rank, model, blocks, load):
+        engine = start(model, adamw(model), config_of(3, **joined(3, blocks)))
+        net = OnEngine(engine, Plan())
+        if load:
+            engine.load_checkpoint(str(tmp_path))
+        for number in range(2):
+            net.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        if not load:
+            engine.save_checkpoint(str(tmp_path))
+            net.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+            net.backward(squared(engine, At(1, 0, rank)))
+            engine.step()
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    build = lambda: seeded(lambda: Stack(5))  # noqa: E731
+    want = on_ranks(2, run, 2, False, build=build)[0]
+    got = on_ranks(2, run, 3, True, build=build)[0]
+    oracle.compare_tensors("weights", got, want)
