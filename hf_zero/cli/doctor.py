@@ -70,7 +70,13 @@ def _versions() -> Iterator[Finding]:
 
     yield Finding("versions", "python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield Finding("versions", "hf-zero", "ok", f"{hf_zero.__version__} at {os.path.dirname(hf_zero.__file__)}")
-    needed = [Requirement(line) for line in requires("hf-zero") or ()]
+    try:
+        needed = [Requirement(line) for line in requires("hf-zero") or ()]
+    except PackageNotFoundError:
+        yield Finding(
+            "versions", "requirements", "off", "hf-zero is imported from a folder and not installed, so they are not known; pip install it"
+        )
+        return
     for requirement in (each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})):
         try:
             found = version(requirement.name)

@@ -390,6 +390,16 @@ def test_doctor_ends_with_1_where_a_requirement_is_missing(monkeypatch: pytest.M
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
 
 
+def test_doctor_in_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", requires)
+    (found,) = [finding for finding in doctor.examine() if finding.name == "requirements"]
+    assert found.status == "off" and "imported from a folder and not installed" in found.detail
+    assert not [finding for finding in doctor.examine() if finding.name == "examination"]
+
+
 def test_doctor_shows_why_the_autoload_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_zero._autoload.failure", ImportError("half an installation"))
     assert [finding.detail for finding in doctor.examine() if finding.name == "autoload"] == ["ImportError: half an installation"]
