@@ -27,7 +27,7 @@ scripts/gpu has shown. A GPU that is not here has not been measured, and keeps t
 
 def chosen(backend: str, device: torch.device) -> str:
     """``backend``, or for "auto" what was measured on GPUs such as ``device``; "auto" again where nothing was."""
-    if backend != "auto" or not MEASURED or not kinds.runs_triton(device) or torch.version.hip is not None:
+    if backend != "auto" or not MEASURED or not kinds.is_nvidia(device):
         return backend
     properties = kinds.properties(device)
     return MEASURED.get((properties.major, properties.minor), backend)

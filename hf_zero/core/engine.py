@@ -47,6 +47,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.ops import native
 from hf_zero.optim.elementwise import check
+from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.offloaded import OffloadedOptimizer
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect, numbers_kept
@@ -143,6 +144,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             DTYPES[accumulate] if accumulate else None,
             DTYPES[wire] if wire else None,
             numbers_kept(optimizer) if optimizer is not None and self._placement.in_files else 0,
+            optimizer is not None and reads_16_bits(optimizer, config.kernels, self.device),
         )
         self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         for flat in self.flats:

@@ -39,13 +39,15 @@ def partition(
     accumulate: torch.dtype | None = None,
     wire: torch.dtype | None = None,
     moments: int = 0,
+    narrow: bool = False,
 ) -> list[Unit]:
     """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
 
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are kept frozen: gathered
     and released as the stage says, never reduced. ``precision`` None leaves every dtype as it is; ``placement`` says where
     shards and optimizer state live; ``accumulate`` is the dtype gradients are summed in (default fp32), ``wire`` the one they
-    travel in (default the parameters'); ``moments`` is how many numbers the optimizer keeps for an element.
+    travel in (default the parameters'); ``moments`` is how many numbers the optimizer keeps for an element; ``narrow``: its
+    update on the device reads gradients in 16 bits, so that whole ones are kept so where nothing is added to them.
     Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models or one of them has no
     room on its disk, and DiskSpaceError on that one; the model is then as it was.
     """
@@ -66,7 +68,7 @@ def partition(
     masters = _arena([(_owned(flat), torch.float32) for flat in training if flat.key not in away and _needs_master(flat)], device)
     sums = {flat: accumulate or chunks[flat].wide for flat in training}
     for flat in training:
-        if flat.key in away and accumulate is None:
+        if accumulate is None and (flat.key in away or (narrow and not policy.shards_gradients)):
             sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
             flat.widens = sums[flat].itemsize == 2
     on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]

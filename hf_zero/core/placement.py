@@ -225,7 +225,8 @@ class Placement:
         return made
 
     def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
-        """What the gradient of an offloaded flat is kept in: 16 bits where one reduction fills it with just what it sent."""
+        """What a gradient is kept in that is offloaded, or that the update reads in 16 bits: these, where one reduction fills it with just
+        what it sent."""
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
         return chunk.wide

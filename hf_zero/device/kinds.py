@@ -88,4 +88,9 @@ def runs_triton(device: torch.device | str) -> bool:
 
 def gemm_widens(device: torch.device) -> bool:
     """Whether a GEMM takes operands in 16 bits and gives fp32: cuBLAS does, hipBLAS and others do not."""
+    return is_nvidia(device)
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Whether ``device`` is driven by CUDA itself, and not by ROCm in its place."""
     return device.type == "cuda" and torch.version.hip is None

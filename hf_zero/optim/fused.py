@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import ADAM, LION, Settings, adam_, advance_, lion_, settings_table
 from hf_zero.ops.flat_tiles import PHASE, Piece, Tiles, upload
+from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.table import Part, Region, Segment
 
@@ -265,6 +266,18 @@ class FusedStep:
                 if entries.get("step") is homes["step"]:
                     entries["step"] = homes["step"].clone()
         self._homes = {}
+
+
+def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
+    """Whether the update of ``optimizer`` on ``device`` is a launch that reads gradients in 16 bits as they are. torch's own update has
+    all of them cast to fp32 first, and so needs more memory at its peak than fp32 gradients take."""
+    base = elementwise_base(type(optimizer))
+    kernel = _KERNELS.get(base) if base is not None else None
+    if kernel is None or not dispatch.wanted("optimizer", kernels, device) or kernel.name in dispatch.broken():
+        return False
+    # torch's classes are told to be fused when they are bound, unless the group says otherwise.
+    plain = [{**group, "fused": group.get("fused") is not False and group.get("foreach") is None} for group in optimizer.param_groups]
+    return all(_is_plain(group, base) for group in plain)
 
 
 def _is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:

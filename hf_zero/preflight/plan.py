@@ -109,7 +109,7 @@ class Plan:
         return replace(self, optimizer=OffloadOptimizer(), param=OffloadParam())
 
     def accumulator_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a gradient that is kept on the device and updated there."""
+        """Bytes of a gradient that is kept on the device and updated there, at most: the fused update may leave whole ones in 16 bits."""
         return max(ACCUMULATED[self.accumulation_dtype], dtype.itemsize if dtype == torch.float64 else 0)
 
     def gradient_bytes(self, dtype: torch.dtype) -> int:

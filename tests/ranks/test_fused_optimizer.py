@@ -14,6 +14,7 @@ from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
 from tests.helpers.models import ARCHITECTURES
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, adamw, trainable
 
@@ -146,3 +147,35 @@ def test_what_is_offloaded_is_not_in_the_launch(launches):
         assert 0 < away < flats
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
     assert len(launches) == 4
+
+
+def windows_of(rank, models, section):
+    """(dtypes of the whole gradients, their bytes, weights) after two steps."""
+    model = models[rank]
+    engine = start(model, adamw(model), config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section))
+    for step in range(2):
+        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
+        engine.step()
+    windows = [flat.window for flat in engine.flats]
+    found = {window.dtype for window in windows}, sum(window.nbytes for window in windows)
+    weights = full_weights(engine)
+    engine.destroy()
+    return *found, weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits(ranks):
+    """Nothing is added to them, and the update reads them as they are: the same bits in half the memory."""
+
+    def run(section):
+        return run_ranks(ranks, windows_of, [ARCHITECTURES["gpt2"].build() for _ in range(ranks)], section)
+
+    wide = run({"data_types": {"grad_accum_dtype": "fp32"}})
+    for (dtypes, nbytes, weights), (before, twice, expected) in zip(run({}), wide):
+        assert dtypes == {torch.bfloat16} and before == {torch.float32} and twice == 2 * nbytes
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_gradients_that_are_added_up_stay_wide():
+    [(dtypes, _, _)] = run_ranks(1, windows_of, [ARCHITECTURES["gpt2"].build()], {"gradient_accumulation_steps": 2})
+    assert dtypes == {torch.float32}
