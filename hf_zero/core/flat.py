@@ -113,6 +113,25 @@ class Flat:
         """There is a gradient for parameter ``name``, wherever it came from."""
         self.used |= 1 << next(place for place, slot in enumerate(self.layout.slots) if slot.name == name)
 
+    def write_gradient(self, name: str, value: torch.Tensor | None, unreduced: float, scale: float) -> None:
+        """Replace what this rank has of the gradient of ``name``, in the window and reduced; None: it has none.
+
+        ``scale`` is what reduced gradients carry, ``unreduced`` what those carry that are yet to be summed over the ranks.
+        """
+        slot, (first, start, stop) = self.layout.by_name[name], self.own_range(name)
+        bit = 1 << self.layout.slots.index(slot)
+        flattened = None if value is None else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+        self.used = self.used & ~bit if value is None else self.used | bit
+        parts = [(self.held[start:stop], False)] if self.held is not None else []
+        if self.reduced and self.grad is not None:
+            parts.append((self.grad[start:stop], not self.filled))
+        for own, stays in parts:
+            own.zero_() if flattened is None or not stays else own.copy_(flattened[first : first + stop - start]).mul_(scale)
+        if self.filled and self.window is not None:
+            whole = self.window[slot.offset : slot.end]
+            whole.zero_() if flattened is None else whole.copy_(flattened).mul_(unreduced)
+        self.squares = None
+
     def settle(self) -> None:
         """Return when no update of this flat is under way."""
         if self.updating is not None:

@@ -244,6 +244,11 @@ class GradientReducer:
         if self._homeward is not None:
             self._homeward.add_up()
 
+    @property
+    def unreduced(self) -> float:
+        """What a gradient in the window is a multiple of that is the same on all ranks: its average is yet to be taken."""
+        return 1.0 / (self._comm.world * self._scaling.post)
+
     def arrive(self) -> None:
         """Return when every gradient that was reduced can be read."""
         if self._homeward is not None:

@@ -142,7 +142,12 @@ class OwnedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        set_raw_grad(self, value)
+        """Before the engine has taken a gradient in, as in plain PyTorch; after that the engine's own is replaced, or forgotten."""
+        flat = self.__dict__.get("_hf_zero_flat")
+        set_raw_grad(self, value)  # checks its shape, dtype and device
+        if flat is not None and flat.holds_gradient and torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+            set_raw_grad(self, None)
+            flat.engine().write_gradient(flat, name_of(self), value)
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:

@@ -92,6 +92,18 @@ class Updating:
         self._refresh([flat for flat in self.flats if flat.states is None], self.flats, written)
         return False
 
+    @torch.no_grad()
+    def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
+        """What ``parameter.grad = value`` does between a backward and the step: every rank passes the whole averaged gradient, or None.
+
+        No communication: each rank keeps its part, and a parameter for which all ranks have None is left as it is by the step.
+        """
+        if self.updater is not None and flat.unit in self.updater.updated_early:
+            refuse_half_done(self.updater, f"writing {name}.grad")
+        self._reducer.arrive()
+        flat.settle()
+        flat.write_gradient(name, value, self.scaler.scale * self._reducer.unreduced, self.scaler.scale)
+
     def take_user_writes(self) -> None:
         """Take what the script has written to whole parameters over into shards and master weights."""
         for unit in self.units:

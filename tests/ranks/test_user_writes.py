@@ -155,6 +155,7 @@ def test_what_is_written_after_a_step_is_what_the_next_one_updates(write: str, s
         for name, p in model.named_parameters():
             assert torch.equal(p.float(), weights[name].to(p.dtype).float()), f"{name} is not its master weights"
             assert p.data_ptr() == p.__dict__["_hf_zero_flat"].views[name].data_ptr()
+        engine.destroy()
         return weights
 
     want = by_hand(WRITES[write], precision)
