@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.watch import Watch
+from hf_zero.device import kinds
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
@@ -164,7 +165,7 @@ class Axis:
         # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
         self._reduce_group = second
         self._point_to_point = backend == "gloo"
-        self._follows = backend not in BLOCKING
+        self._follows = backend not in BLOCKING and not kinds.is_host(device)
         self._ledger = ledger
         self._watch = watch
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
