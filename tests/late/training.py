@@ -36,6 +36,11 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "stage 3, all on the host": (3, BOTH, {}),
     "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
+    "stage 3, all on the host, updated in the backward": (
+        3,
+        {**BOTH, "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True}},
+        {**ONCE, "gradient_clipping": 0.0},
+    ),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
 }
 

@@ -1,0 +1,129 @@
+"""What the engine does beside the computation, by the cost model: ``python -m tests.late.overlap``, one line of JSON a case."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from tests.late import device, timeline, training
+
+import hf_zero  # isort: skip
+from hf_zero.core import update  # isort: skip
+from hf_zero.optim import piecewise  # isort: skip
+
+# A block computes for about twenty times as long as its gather, its copies or its update take. The host launches at no cost.
+RATES = {"memory": 2e8, "flops": 1e15, "network": 2e9, "to_device": 2e9, "to_host": 2e9, "launch": 0.0, "shortest": 0.0}
+UPDATE_RATE = 4e9  # bytes a second that the host's update reads and writes
+STATES = 28  # bytes of an element: gradient, master and two moments read, three of them written
+STEPS = 3
+
+
+@contextmanager
+def update_on_its_own_lane(waits: bool) -> Iterator[None]:
+    """The update's thread has a clock of its own, which hands over where threads do. ``waits``: a step returns when all is updated."""
+    begun: dict[Any, float] = {}
+    over: dict[Any, float] = {}
+    submit, run, finish, apply = update.Updater._submit, update.Updater._run, update.Updater.finish, piecewise.Update.run
+
+    def submit_at(self: Any, chosen: Any, units: Any) -> None:
+        begun.update(dict.fromkeys(units, timeline.host_now()))
+        submit(self, chosen, units)
+        if waits:
+            self.finish()
+
+    def run_on_lane(self: Any, chosen: Any, unit: Any, ready: Any) -> Any:
+        with timeline.host_lane(1, begun[unit]):
+            copied = run(self, chosen, unit, ready)
+            over[unit] = timeline.host_now()
+        return copied
+
+    def finish_at(self: Any, unit: Any = None) -> None:
+        waited = [unit] if unit is not None else list(self._pending)
+        finish(self, unit)
+        for each in waited:
+            device.C.host_not_before(over.get(each, 0.0))
+
+    def apply_at(self: Any, flat: Any, *args: Any, **kwargs: Any) -> Any:
+        device.C.host_work((flat.owned[1] - flat.owned[0]) * STATES / UPDATE_RATE, "update")
+        return apply(self, flat, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (update.Updater, "_submit", submit_at),
+            (update.Updater, "_run", run_on_lane),
+            (update.Updater, "finish", finish_at),
+            (piecewise.Update, "run", apply_at),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[timeline.Ran]]:
+    """What ran in a few steps, and in the forward after each of them."""
+    config = training.config(job)
+    config["zero_optimization"] |= zero
+    engine, *_ = hf_zero.initialize(model=training.tower(), config=config)
+    inputs = list(training.batches((STEPS + 1) * config["gradient_accumulation_steps"], rank, world))
+    try:
+        with timeline.traced(**RATES) as ran:
+            steps = []
+            for number, values in enumerate(inputs):
+                loss = engine(values.to(engine.device))
+                if number and number % config["gradient_accumulation_steps"] == 0:
+                    loss.item()  # nothing of the step before is under way any more
+                    steps.append(ran()[sum(map(len, steps)) :])
+                engine.backward(loss)
+                engine.step()
+            return steps
+    finally:
+        engine.destroy()
+
+
+def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
+    """What the computing stream ran: all of it, what a forward has launched, or what it has not."""
+    own = [task for task in ran if task.stream < timeline.HOST and task.stream % device.C.STREAMS_EACH == 0]
+    return [task for task in own if forward is None or (" forward" in task.site) == forward]
+
+
+def gathers(prefetch: int, rank: int, world: int) -> dict[str, Any]:
+    """Stage 3: how much of the gathers' time the computation stands still."""
+    ran = train("stage 3, one micro-batch", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
+    found = [task for task in ran if task.what == "all_gather"]
+    exposed = timeline.total(found) - timeline.beside(found, computed(ran))
+    return {"gathers": len(found), "seconds": timeline.total(found), "longest": max(task.seconds for task in found), "exposed": exposed}
+
+
+def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
+    """Offload: how much of the host's update lies beside what the device computes."""
+    with update_on_its_own_lane(waits):
+        ran = train(job, {}, rank, world)[-1]
+    found = [task for task in ran if task.stream == timeline.HOST + 1]
+    return {
+        "updates": len(found),
+        "seconds": timeline.total(found),
+        "beside forward": timeline.beside(found, computed(ran, forward=True)),
+        "beside backward": timeline.beside(found, computed(ran, forward=False)),
+    }
+
+
+def main() -> None:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device.configure("eager")
+    clipped, at_once = "stage 2, optimizer on the host", "stage 3, all on the host, updated in the backward"
+    cases = {
+        "gathers, prefetched": lambda: gathers(40_000, rank, world),
+        "gathers, not prefetched": lambda: gathers(0, rank, world),
+        "updates beside the next forward": lambda: updates(clipped, False, rank, world),
+        "updates beside the backward": lambda: updates(at_once, False, rank, world),
+        "updates that a step waits for": lambda: updates(clipped, True, rank, world),
+    }
+    for name, case in cases.items():
+        print(json.dumps({"case": name, "rank": rank, **case()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
