@@ -31,6 +31,7 @@ from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.parameter import drop_raw_grads, raw_grads
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
+from hf_zero.core.sparse import dense
 from hf_zero.core.unit import Unit
 from hf_zero.core.usage import Usage
 from hf_zero.errors import PartitionError
@@ -443,7 +444,7 @@ def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) 
             if not accumulate:
                 view.zero_()
         elif view.numel():
-            grads.append(grad.to_dense() if grad.is_sparse else grad)
+            grads.append(dense(flat, place, grad) if grad.is_sparse else grad)
             views.append(view)
     del given
     flat.used |= flat.every & ~lacking

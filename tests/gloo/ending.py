@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from hf_zero.core import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features, seeded
 from tests.helpers.stacks import squared
 from tests.helpers.training import At, plain_sgd
+
+wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 
 
 def end(engine: Any, rank: int, way: str) -> None:

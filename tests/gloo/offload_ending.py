@@ -9,9 +9,12 @@ import time
 
 import torch
 
+from hf_zero.core import wrap
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, Plan, adamw
+
+wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 
 FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
 

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import behind
+from hf_zero.core import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import squared
 from tests.helpers.training import At, plain_sgd
+
+wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 
 SECONDS = 2.0  # that writing takes
 
