@@ -53,12 +53,12 @@ def examine() -> list[Finding]:
 
 
 def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What ``part`` finds; what it cannot look at is a finding, too: whoever asks a doctor has something that does not work."""
+    """The findings of ``part``; an error that ends it is a finding, too, so that the other parts are still reported."""
     try:
         yield from part()
     except Exception as error:
-        told = (str(error).strip().splitlines() or ["no message"])[0]
-        yield Finding(part.__name__.lstrip("_"), "examination", "broken", f"ended early: {type(error).__name__}: {told}")
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        yield Finding(part.__name__.lstrip("_"), "examination", "broken", f"ended early: {type(error).__name__}: {reason}")
 
 
 def _versions() -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def runs_on(device: torch.device) -> bool:
         return False
     if interpreted():
         return kinds.runs_triton(device) or device.type == "cpu"
-    return kinds.runs_triton(device) and not _said_missing()
+    return kinds.runs_triton(device) and not _warned_missing()
 
 
 def kind_for_auto(device: torch.device | str) -> str:
@@ -122,7 +122,7 @@ def missing_driver() -> str:
 
 
 @functools.cache
-def _said_missing() -> bool:
+def _warned_missing() -> bool:
     why = missing_driver()
     if why:
         logger.warning(

@@ -226,8 +226,8 @@ def about(tiny: bool) -> dict[str, Any]:
     import torch
 
     known = versions(*(name for name in VERSIONS if here(name)))
-    told = {"at": datetime.datetime.now().isoformat(timespec="seconds"), **known}
-    return {**told, "device": "cpu, tiny" if tiny else torch.cuda.get_device_name()}
+    facts = {"at": datetime.datetime.now().isoformat(timespec="seconds"), **known}
+    return {**facts, "device": "cpu, tiny" if tiny else torch.cuda.get_device_name()}
 
 
 def main() -> None:
@@ -243,9 +243,9 @@ def main() -> None:
     if cell is None:
         raise SystemExit(f"{chosen.name!r} is no cell; --list shows them")
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    told = about(chosen.tiny)
+    facts = about(chosen.tiny)
     for row in cell.run(chosen.tiny):
-        print("ROW " + json.dumps({**row, **told}), flush=True)
+        print("ROW " + json.dumps({**row, **facts}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # peers' threads may abort the process on the way out
 

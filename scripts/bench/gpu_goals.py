@@ -1,6 +1,6 @@
 """What scripts/gpu is to reach on one H200, and the table that says whether it did.
 
-A goal is about one figure of hf-zero, as it is or over another one; the peer beside it is the best of those measured in the same run.
+A goal is about one figure of hf-zero, as it is or divided by another one; the peer in its line is the best of those measured in the same run.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def table(rows: Sequence[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
 def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What has no figures, and why; and that those of a tiny run mean nothing."""
     why = {what: [row for row in rows if what in row] for what in ("failed", "missing", "skipped")}
-    told = [f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}" for what, found in why.items() for row in found]
+    lines = [f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}" for what, found in why.items() for row in found]
     tiny = any(str(row.get("device", "")).endswith("tiny") for row in rows)
-    return [*([""] if told else []), *told, *(["", "tiny, on the CPU: these figures mean nothing"] if tiny else [])]
+    return [*([""] if lines else []), *lines, *(["", "tiny, on the CPU: these figures mean nothing"] if tiny else [])]

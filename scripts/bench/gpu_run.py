@@ -33,7 +33,7 @@ from train_gpu import environment
 
 SCRIPT = Path(__file__).with_name("gpu_cells.py")
 MARGIN = 5.0  # seconds kept for the table
-TOLD = 300  # characters of what a cell that failed said last
+ERROR_LENGTH = 300  # characters kept of the last line that a failed cell wrote
 
 
 class CellFailed(Exception):
@@ -41,7 +41,7 @@ class CellFailed(Exception):
 
 
 class Stopped(BaseException):
-    """Somebody asked the run to end."""
+    """SIGTERM: the run ends with its table."""
 
 
 Execute = Callable[[Cell, float], Iterator[dict[str, Any]]]
@@ -119,7 +119,7 @@ def in_a_process(tiny: bool, deepspeed: str | None, script: Path = SCRIPT) -> Ex
             if code:
                 errors.seek(0)
                 said = [line.strip() for line in errors if line.strip()]
-                raise CellFailed(f"ended with {code}: {said[-1][-TOLD:] if said else 'nothing said'}")
+                raise CellFailed(f"ended with {code}: {said[-1][-ERROR_LENGTH:] if said else 'nothing said'}")
 
     return execute
 

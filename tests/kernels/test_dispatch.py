@@ -74,9 +74,9 @@ def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(mon
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
-    dispatch._said_missing.cache_clear()
+    dispatch._warned_missing.cache_clear()
     assert dispatch.runs_on(torch.device("cuda")) and not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
-    dispatch._said_missing.cache_clear()
+    dispatch._warned_missing.cache_clear()
 
 
 class NoDriver:
@@ -94,7 +94,7 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(hear
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.setattr(dispatch, "_device", lambda args: torch.device("cuda"))
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    for cached in (dispatch.missing_driver, dispatch._said_missing):
+    for cached in (dispatch.missing_driver, dispatch._warned_missing):
         cached.cache_clear()
     try:
         for kernel in trial.declared().values():
@@ -104,7 +104,7 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(hear
         (said,) = [each for each in heard if "Triton" in each]
         assert "finds no driver for this GPU" in said and "AssertionError: libcuda.so cannot found!)" in said
     finally:
-        for cached in (dispatch.missing_driver, dispatch._said_missing):
+        for cached in (dispatch.missing_driver, dispatch._warned_missing):
             cached.cache_clear()
 
 
