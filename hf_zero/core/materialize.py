@@ -144,6 +144,12 @@ def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
                 raise PartitionError(
                     f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once"
                 )
+            there = parameter.device.type == device.type
+            if not there and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
+                raise PartitionError(
+                    f"parameter {name} is on {parameter.device}, and torch cannot let it go on on {device.type!r} as the same object: move the "
+                    f"model there first (model.to({device.type!r})), then make the optimizer"
+                )
             refused = attributes.refusal(parameter, device) if owner is None else None
             if refused is not None:
                 raise PartitionError(f"parameter {name} {refused}")

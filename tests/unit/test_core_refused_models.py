@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from hf_zero.core import comm
+from hf_zero.core.materialize import check_parameters
+from hf_zero.core.wrap import cut
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.ranks import RankFailed
@@ -35,6 +37,18 @@ def test_a_parameter_without_values(stage: int) -> None:
     with pytest.raises(PartitionError, match=rf"parameter {NAME} is on the meta device and has no values; load or initialise"):
         start(model, None, config_of(stage))
     assert plain(model)
+
+
+def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of PrivateUse1 backends; CUDA's it does."""
+    cuts, _ = cut(stack())
+    check_parameters(cuts, torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))
+    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
+    with pytest.raises(
+        PartitionError, match=r"is on cpu, and torch cannot .* on 'xpu' .*move the model there first \(model\.to\('xpu'\)\)"
+    ):
+        check_parameters(cuts, torch.device("xpu"))
 
 
 def test_a_buffer_without_values() -> None:
