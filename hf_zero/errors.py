@@ -45,6 +45,10 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that is missing, damaged, of another format version or of another model."""
 
 
+class NoModelFolderError(CheckpointError, ValueError):
+    """A sharded checkpoint where a model folder is asked for; Transformers' loaders take it for what they raise there themselves."""
+
+
 class DoesNotFitError(HfZeroError, MemoryError):
     """Training as configured needs more than there is of the device's memory, of the host's, or of a disk."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.core import comm
 from hf_zero.core.compiled import to_be_compiled
+from hf_zero.core.discovery import announce
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
 from hf_zero.core.mpu import check_mpu
+from hf_zero.device.kinds import device_count
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
@@ -45,7 +48,8 @@ def initialize(
     """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not given.
+        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not given. ``initialize(model, config)``
+            is taken as it is meant.
         model: the whole model; rank 0's values are taken. On the meta device, the model's own rule gives each parameter its values.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from parameters; None takes
             the config's. It comes back as the same object, its groups live.
@@ -69,9 +73,14 @@ def initialize(
         DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it says what fits.
     """
     _refuse_other_deepspeed()
-    if model is None:
-        raise ConfigError("initialize needs model=; pass the torch.nn.Module to train")
+    if isinstance(args, nn.Module):  # initialize(model, "zero3")
+        args, model, config = None, args, _second(model, config)
+    if not isinstance(model, nn.Module):
+        given = "" if model is None else f"Module, not {model!r}" if isinstance(model, str) else f"Module, not a {type(model).__name__}"
+        load = f", such as AutoModel.from_pretrained({model!r})" if isinstance(model, str) else ""
+        raise ConfigError(f"initialize needs model={given}; pass the torch.nn.Module to train{load}")
     settings = _config(args, config, config_params)
+    _tell_of_other_devices()
     if dist_init_required is False and not comm.is_initialized():
         raise ConfigError(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
@@ -103,6 +112,26 @@ def initialize(
     if engine.global_rank == 0:
         logger.info("%s", _shown(settings, engine.world_size))
     return engine, made, loader, scheduler
+
+
+def _second(second: Any, config: Any) -> Any:
+    """The configuration of ``initialize(model, second, config=config)``."""
+    if second is not None and config is not None:
+        raise ConfigError(f"initialize(model, {second!r}, config=…) was given more than one config; pass one")
+    return config if second is None else second
+
+
+@functools.cache
+def _tell_of_other_devices() -> None:
+    """Say once that this process trains alone beside accelerators which it sees and does not use."""
+    devices = device_count()
+    if devices > 1 and not comm.is_initialized() and announce() is None:
+        logger.warning(
+            "one process trains on one of %d devices that it sees, as no launcher has started it: `hf-zero launch %s` or torchrun starts a "
+            "rank on each; CUDA_VISIBLE_DEVICES=0 says that one is meant",
+            devices,
+            Path(sys.argv[0]).name or "train.py",
+        )
 
 
 def _refuse_other_deepspeed() -> None:

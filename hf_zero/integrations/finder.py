@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from hf_zero.integrations.facade import FACADE, NAME, FacadeFinder, is_ours
 
@@ -37,12 +38,31 @@ def install() -> None:
     """
     backend = os.environ.get("HF_ZERO_BACKEND", "")
     if backend and backend not in BACKENDS:
-        from hf_zero.errors import ConfigError
-
-        raise ConfigError(f"HF_ZERO_BACKEND={backend!r} is not known; write one of {', '.join(BACKENDS)}, or leave it unset")
+        sys.meta_path.insert(0, UnknownBackend(backend))
+        raise unknown(backend)
     if backend == NAME or (NAME in sys.modules and not is_ours(sys.modules[NAME])):
         return
     _install_finder(first=backend == "hf_zero")
+
+
+class UnknownBackend:
+    """Answers where ``deepspeed`` is looked for while ``HF_ZERO_BACKEND`` names nothing: neither library is taken in silence."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname == NAME:
+            raise unknown(self.backend)
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached."""
+
+
+def unknown(backend: str) -> Exception:
+    from hf_zero.errors import ConfigError
+
+    return ConfigError(f"HF_ZERO_BACKEND={backend!r} is not known; write one of {', '.join(BACKENDS)}, or leave it unset")
 
 
 def choose() -> None:
@@ -58,7 +78,10 @@ def choose() -> None:
             f"this process has already imported another deepspeed, from {getattr(module, '__file__', None)!r}, and Accelerate would "
             "train with that one; set HF_ZERO_BACKEND=hf_zero, or uninstall it"
         )
-    if os.environ.get("HF_ZERO_BACKEND") == NAME:
+    backend = os.environ.get("HF_ZERO_BACKEND", "")
+    if backend and backend not in BACKENDS:
+        raise unknown(backend)
+    if backend == NAME:
         raise ConfigError("HF_ZERO_BACKEND=deepspeed asks for DeepSpeed, and this call is hf-zero's own route; unset the variable")
     _install_finder(first=True)
 

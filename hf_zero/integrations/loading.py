@@ -7,18 +7,22 @@ then each rank reads its own elements. So no rank ever holds the model. Models t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
 from hf_zero.core import comm
 from hf_zero.core.holding import hold
-from hf_zero.errors import ConfigError
+from hf_zero.core.parameter import owner_of
+from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.loading import LazyTensor, Opened, make_pending, make_real
 
@@ -37,6 +41,7 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """Under ZeRO-3 and more than one rank, the model that comes back is sharded (``PreTrainedModel.from_pretrained``)."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_sharded(args, kwargs)
         config = asked_for()
         if config is None or loading_now.get() is not None:
             return original(cls, *args, **kwargs)
@@ -56,6 +61,53 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             loading.opened.close()
 
     return from_pretrained
+
+
+def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint of ours has no config.json where an ``Auto`` class looks for it (``AutoConfig.from_pretrained``)."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(cls, *args, **kwargs)
+        except (ValueError, OSError):
+            refuse_sharded(args, kwargs)
+            raise
+
+    return from_pretrained
+
+
+def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Embeddings that an engine trains keep their size (``PreTrainedModel.resize_token_embeddings``)."""
+
+    def resize_token_embeddings(self: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: bool = True) -> Any:
+        embeddings: Any = self.get_input_embeddings()
+        asks = pad_to_multiple_of is not None or new_num_tokens not in (None, getattr(embeddings, "num_embeddings", None))
+        if asks and isinstance(embeddings, nn.Module) and any(owner_of(weight) is not None for weight in embeddings.parameters()):
+            raise PartitionError(
+                f"resize_token_embeddings({new_num_tokens}) of a model that an engine trains: its shards are laid out; resize before "
+                "hf_zero.initialize, accelerator.prepare or trainer.train"
+            )
+        return original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    return resize_token_embeddings
+
+
+def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise NoModelFolderError if what is to be loaded is a folder of sharded checkpoints and no model folder."""
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
+        return
+    folder = Path(path)
+    if any(next(folder.glob(weights), None) for weights in ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*")):
+        return
+    held = [folder] if (folder / MANIFEST).is_file() else sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    held = held or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
+    if held:
+        what = "is a sharded checkpoint" if held == [folder] else f"holds sharded checkpoints ({held[0].relative_to(folder)})"
+        raise NoModelFolderError(
+            f"{path} {what} and no model folder; run `hf-zero convert-checkpoint {path} MODEL` and load MODEL, or resume training from it "
+            "with load_checkpoint, load_state or resume_from_checkpoint"
+        )
 
 
 def asked_for() -> ZeroConfig | None:

@@ -204,6 +204,20 @@ SEAMS: tuple[Seam, ...] = (
         why="while a model is made: the zero3 path reads on rank 0 alone, and knows neither conversions nor mismatched keys",
     ),
     Seam(
+        target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
+        signature="(cls, pretrained_model_name_or_path, **kwargs)",
+        wrapper="hf_zero.integrations.loading:name_sharded",
+        versions=TRANSFORMERS,
+        why="of a folder with a sharded checkpoint it says that config.json lacks a model_type",
+    ),
+    Seam(
+        target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
+        signature="(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True)",
+        wrapper="hf_zero.integrations.loading:refuse_resize",
+        versions=TRANSFORMERS,
+        why="the embeddings of a model under an engine lie in its shards, whose layout is fixed",
+    ),
+    Seam(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
         signature=(
             "(cls, pretrained_model_name_or_path, *model_args, config=None, cache_dir=None, ignore_mismatched_sizes=False, "

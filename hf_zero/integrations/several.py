@@ -15,10 +15,12 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
+from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0
 
@@ -55,7 +57,9 @@ def join(accelerator: Any) -> None:
 
     here = [model for model in accelerator._models if isinstance(model, Engine) and model.bound is not None]
     if len(here) == 1:  # one that was prepared before it, such as a teacher, cannot step
-        accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(here[0])
+        accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
+        if accelerator._optimizers:
+            _expect_steps(wrapped, accelerator)
     elif here:
         accelerator.deepspeed_engine_wrapped = SeveralEngines(here)
     _training.update(here)
@@ -66,6 +70,35 @@ def join(accelerator: Any) -> None:
     if len(here) > 1:
         for optimizer in accelerator._optimizers:
             optimizer.step = _when_gradients_are_whole(optimizer, "step")
+
+
+def _expect_steps(wrapped: Any, accelerator: Any) -> None:
+    """Refuse a second backward of one optimizer step: the first one has stepped the engine, and the sum would not be what is applied."""
+    backward, engine = wrapped.backward, wrapped.engine
+    waits = False
+
+    def once(loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+        nonlocal waits
+        if waits:
+            raise PartitionError(
+                "accelerator.backward() was called again before optimizer.step(): under ZeRO the last backward of a window steps the engine, so "
+                "the two would be two steps; add the losses and call accelerator.backward() once, and optimizer.step() after it"
+            )
+        steps = engine.counters.micro_steps
+        backward(loss, sync_gradients=sync_gradients, **kwargs)
+        waits = bool(sync_gradients) and engine.counters.micro_steps > steps
+
+    def done(own: Callable[..., Any]) -> Callable[..., Any]:
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal waits
+            waits = False
+            return own(*args, **kwargs)
+
+        return step
+
+    wrapped.backward = once
+    for optimizer in accelerator._optimizers:
+        optimizer.step = MethodType(done(optimizer.step), optimizer)  # a method: torch's schedulers look for its function
 
 
 def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:

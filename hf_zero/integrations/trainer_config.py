@@ -87,6 +87,7 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
         if not finder.chosen():
             original(self, args, auto_find_batch_size)
             return
+        refuse_full_eval(self.config, args)
         self.config = SourcedDict.of(self.config, DICT)
         self.config.filler = "the training arguments"
         opened = open_left_out(self.config)
@@ -101,6 +102,16 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
             log_rank0(f"from the training arguments, as the ZeRO config leaves it out: {filled}")
 
     return trainer_config_process
+
+
+def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
+    """Raise ConfigError for an evaluation in another precision than training: Transformers would train in it, too."""
+    for kind in ("bf16", "fp16"):
+        if getattr(args, f"{kind}_full_eval") and not getattr(args, kind) and value_at(config, f"{kind}.enabled") is not True:
+            raise ConfigError(
+                f"{kind}_full_eval=True without {kind}=True asks for an evaluation in another precision than training's, and the parameters "
+                f"of a ZeRO engine have one; write {kind}=True (or {kind}.enabled: true in the config), or leave {kind}_full_eval out"
+            )
 
 
 def refuse_contradictions(live: Any) -> None:

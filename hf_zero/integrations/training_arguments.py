@@ -11,6 +11,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.launching import zero_asked_for
+from hf_zero.integrations.sources import LAUNCH_FILE
 from hf_zero.integrations.trainer_config import read, refuse_contradictions
 
 
@@ -59,6 +60,13 @@ def _refuse_other_stage(stage: int) -> None:
     """The config of the arguments takes the place of the launcher's; that must not change the stage unseen."""
     if not zero_asked_for():
         return
+    fields = sorted(filter(None, os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")))
+    if fields:
+        raise ConfigError(
+            f"zero_config and the file of accelerate launch both configure ZeRO ({', '.join(fields)}, in "
+            f"{os.environ.get(LAUNCH_FILE, 'its deepspeed_config')}); give it in one place: leave zero_config out, or start with torchrun or a "
+            "plain accelerate launch"
+        )
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     launched = (
         ZeroConfig.coerce(file, allow_auto=True).stage if file != "none" else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))

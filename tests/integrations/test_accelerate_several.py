@@ -104,10 +104,11 @@ def test_free_memory_ends_all_of_them() -> None:
 )
 def test_a_limit_that_the_engine_does_not_use_is_told_once(clip: float, expected: str, heard: list[str]) -> None:
     accelerator = accelerator_with(clip)
-    engine, _ = prepared(accelerator)
+    engine, optimizer = prepared(accelerator)
     for _ in range(2):
         accelerator.backward(loss_of(engine))
         assert accelerator.clip_grad_norm_(engine.parameters(), 0.5) == engine.get_global_grad_norm()
+        optimizer.step()
     told = [message for message in heard if "clip_grad_norm_" in message]
     assert len(told) == bool(expected)
     assert all(expected in message and "write gradient_clipping: 0.5" in message for message in told)

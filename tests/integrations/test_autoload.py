@@ -184,6 +184,9 @@ def test_an_unknown_backend_is_named(bare: None, monkeypatch: pytest.MonkeyPatch
     _autoload.register()
     assert isinstance(_autoload.failure, ConfigError)
     assert "'hf-zero'" in str(_autoload.failure) and "hf_zero, deepspeed" in str(_autoload.failure)
+    for ask in (found, finder.choose):  # as Accelerate does, and our own routes; torch itself is not kept from being imported
+        with pytest.raises(ConfigError, match="HF_ZERO_BACKEND='hf-zero' is not known; write one of hf_zero, deepspeed"):
+            ask()
 
 
 def test_a_native_route_chooses_ours(bare: None, installed: Path) -> None:
