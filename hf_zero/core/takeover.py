@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
 
+from hf_zero.core.parameter import name_of, owner_of
 from hf_zero.errors import PartitionError
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+class SegmentStates(defaultdict[Any, dict[str, Any]]):
+    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain one would make an empty entry."""
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        self._refuse_parameter(key)
+        return super().__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._refuse_parameter(key)
+        return super().get(key, default)
+
+    @staticmethod
+    def _refuse_parameter(key: Any) -> None:
+        if isinstance(key, torch.Tensor) and owner_of(key) is not None:
+            raise PartitionError(
+                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, sharded over the ranks, and not by "
+                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, name) and write it with "
+                "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
+            )
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
@@ -58,9 +81,11 @@ def take_over(optimizer: Any, owner: Any) -> None:
         if alive is not None and alive.updater is not None:
             alive.updater.finish()
         type(optimizer).load_state_dict(optimizer, state_dict)
+        optimizer.state = SegmentStates(dict, optimizer.state)
         if alive is not None:
             alive.bound.unpacked()
 
+    optimizer.state = SegmentStates(dict, optimizer.state)
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
     optimizer.step, optimizer.zero_grad, optimizer.add_param_group = step, zero_grad, add_param_group
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
@@ -71,7 +96,7 @@ def give_back(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`take_over`. What the optimizer has learnt went with the engine, and the memory its segments were in."""
     for name in TAKEN:
         optimizer.__dict__.pop(name, None)
-    optimizer.state.clear()
+    optimizer.state = defaultdict(dict)
     for group in optimizer.param_groups:
         for segment in group["params"]:
             segment.data = segment.data.new_empty(0)

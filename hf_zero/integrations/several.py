@@ -121,6 +121,11 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = owner.engine() if owner is not None else None
         if engine is None:
             return original(self, given, max_norm, norm_type)
+        if float(norm_type) != 2.0:
+            raise PartitionError(
+                f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 norm of the whole gradient, and keeps no "
+                "other; leave norm_type at 2"
+            )
         _tell_limit(engine, float(max_norm))
         if isinstance(self.deepspeed_engine_wrapped, SeveralEngines):
             return engine.gradient_norm() if self.sync_gradients else None

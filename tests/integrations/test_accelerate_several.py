@@ -10,6 +10,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch import nn
 
 from hf_zero.core.engine import Engine
+from hf_zero.errors import PartitionError
 from hf_zero.integrations.several import SeveralEngines
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
@@ -117,3 +118,11 @@ def test_a_limit_that_the_engine_does_not_use_is_told_once(clip: float, expected
 def test_parameters_of_no_engine_are_clipped_by_nobody() -> None:
     accelerator = accelerator_with()
     assert accelerator.clip_grad_norm_(stack().parameters(), 0.5) is None
+
+
+def test_a_norm_that_the_engine_does_not_take_is_refused() -> None:
+    accelerator = accelerator_with()
+    engine, _ = prepared(accelerator)
+    accelerator.backward(loss_of(engine))
+    with pytest.raises(PartitionError, match=r"clip_grad_norm_\(norm_type=inf\).*leave norm_type at 2"):
+        accelerator.clip_grad_norm_(engine.parameters(), 1.0, norm_type=float("inf"))

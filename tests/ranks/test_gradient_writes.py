@@ -130,3 +130,21 @@ def test_a_gradient_whose_update_has_begun_is_refused() -> None:
         engine.destroy()
 
     on_ranks(1, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizers_state_of_a_parameter_is_never_an_empty_dict(stage: int) -> None:
+    def run(rank: int, model: nn.Module) -> None:
+        optimizer = adamw(model)
+        engine = start(model, optimizer, config_of(stage))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for ask in (lambda: optimizer.state[model.head.bias], lambda: optimizer.state.get(model.head.bias)):
+            with pytest.raises(PartitionError, match=r"optimizer\.state\[head\.bias\].*safe_get_full_optimizer_state"):
+                ask()
+        assert hf_zero.safe_get_full_optimizer_state(model.head.bias, "exp_avg").shape == (5,)
+        engine.destroy(gather=True)
+        assert optimizer.state[model.head.bias] == {}
+
+    on_ranks(RANKS, run)
