@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from tests.late.deadlocks import Watch
 from tests.late.device import AS_CUDA, NAME, C
+
+_made = 0
+_watch: Watch | None = None
 
 
 def _communicator(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return C.communicator(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+    name, board = _board(store, rank, size)
+    made = C.communicator(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), name, str(board))
+    if store.add("late opened", 1) == size:  # its pages live on in those who have mapped them
+        board.unlink()
+    _look_for_deadlocks(rank)
+    return made
+
+
+def _board(store: Any, rank: int, size: int) -> tuple[str, Path]:
+    """The name of a new communicator, and the file that its ranks share."""
+    global _made
+    if rank == 0:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        file, path = tempfile.mkstemp(prefix="late-board-", dir=folder)
+        os.ftruncate(file, C.board_bytes(size))
+        os.close(file)
+        _made += 1
+        process = os.environ.get("RANK", rank)
+        store.set("late board", f"communicator {_made} made by rank {process} for {size}|{path}")
+    name, _, path = store.get("late board").decode().partition("|")
+    return name, Path(path)
+
+
+def _look_for_deadlocks(rank: int) -> None:
+    global _watch
+    if _watch is None:
+        _watch = Watch(C, int(os.environ.get("RANK", rank)))
+        _watch.start()
 
 
 class _IsOurs(type):

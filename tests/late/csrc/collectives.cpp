@@ -1,9 +1,11 @@
-// Collectives of the device: gloo's, run on a stream of the communicator, with NCCL's rules of
-// waiting: a work orders the stream that waits for it, and the host goes on.
+// Collectives of the device: gloo's, run on a stream of the communicator, with NCCL's rules. A work
+// orders the stream that waits for it, and the host goes on; a collective that meets another one
+// leaves garbage and says nothing to the program; there is no point-to-point, and no tensor of a CPU.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "communicator.h"
 #include "launch.h"
 #include "python.h"
 
@@ -18,7 +20,7 @@ struct Work final : c10d::Work {
   Event done;
   Tensors kept;  // until somebody waits
   explicit Work(OpType type) : c10d::Work(-1, type) {}
-  bool isCompleted() override { return rt().query(done); }
+  bool isCompleted() override { return rt().peek(done); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     if (!dropped("wait")) rt().wait_event(current(), done);
@@ -38,20 +40,42 @@ Tensors task_views(const Tensors& tensors) {
   return views;
 }
 
+void fill_with_nan(const Tensors& tensors) {
+  for (const auto& tensor : tensors)
+    if (tensor.numel()) memset(tensor.data_ptr(), 0xFF, tensor.numel() * tensor.element_size());
+}
+
+std::string describe(const Tensors& tensors) {
+  std::string text;
+  int64_t count = 0;
+  for (const auto& tensor : tensors) count += tensor.numel();
+  if (!tensors.empty())
+    text = std::string(" ") + c10::toString(tensors[0].scalar_type()) + " " + std::to_string(count);
+  return text;
+}
+
+std::string describe(const c10d::ReduceOp& op) {
+  static const char* names[] = {"sum", "avg", "product", "min", "max", "and", "or", "xor", "premul"};
+  auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
+  return kind < 9 ? names[kind] : "?";
+}
+
 struct Communicator final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  std::shared_ptr<End> end;
   int stream = -1;
 
-  explicit Communicator(c10::intrusive_ptr<c10d::Backend> inner)
-      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {}
+  Communicator(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<End> end)
+      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), end(std::move(end)) {}
   const std::string getBackendName() const override { return "late"; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
+  void abort() override { end->abort(); }
 
   template <typename Call>
-  WorkPtr launch(OpType type, const char* name, const Tensors& reads, const Tensors& writes,
-                 bool async, Call call) {
+  WorkPtr launch(OpType type, const char* name, const std::string& how, const Tensors& reads,
+                 const Tensors& writes, bool async, Call call) {
     Runtime& runtime = rt();
     if (runtime.sites) site = python_site();
     std::vector<Span> spans;
@@ -61,18 +85,29 @@ struct Communicator final : c10d::Backend {
       for (const auto& tensor : write ? writes : reads) {
         TORCH_CHECK(is_late(tensor), "No backend type associated with device type ",
                     tensor.device().type(), ": ", name, " takes tensors of ", c10::Device(late::type()));
+        TORCH_CHECK(tensor.is_contiguous(), name, ": Tensors must be contiguous");
         add_span(tensor, write, spans);
         device = tensor.device().index();
         bytes += double(tensor.numel() * tensor.element_size());
       }
     if (stream < 0) stream = device * kStreamsEach + runtime.new_stream(device);
     int here = current_on(device), on = async ? stream : here;
+    uint64_t number = end->issue(name + describe(reads.empty() ? writes : reads) + " " + how + " [" + site + "]");
     if (on != here) runtime.wait_event(on, runtime.record(here));
     Tensors from = task_views(reads), to = task_views(writes);
-    runtime.enqueue(on, name, spans, [call, from, to]() mutable { call(from, to)->wait(); },
+    runtime.enqueue(on, name, spans, [call, from, to, number, on, end = end]() mutable {
+                      struct Over {
+                        End& end;
+                        uint64_t number;
+                        ~Over() { end.over(number); }
+                      } over{*end, number};
+                      if (end->meet(number, on)) call(from, to)->wait();
+                      else fill_with_nan(to);
+                    },
                     {bytes, 0, Way::network});
     auto work = c10::make_intrusive<Work>(type);
     work->done = runtime.record(on);
+    end->issued(number, work->done);
     work->kept = writes;
     work->kept.insert(work->kept.end(), reads.begin(), reads.end());
     return work;
@@ -80,20 +115,21 @@ struct Communicator final : c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     bool root = options.rootRank == getRank();
-    return launch(OpType::BROADCAST, "broadcast", root ? tensors : Tensors{},
+    return launch(OpType::BROADCAST, "broadcast", "from " + std::to_string(options.rootRank), root ? tensors : Tensors{},
                   root ? Tensors{} : tensors, options.asyncOp,
                   [inner = gloo, options](Tensors& from, Tensors& to) {
                     return inner->broadcast(from.empty() ? to : from, options);
                   });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return launch(OpType::ALLREDUCE, "all_reduce", {}, tensors, options.asyncOp,
+    return launch(OpType::ALLREDUCE, "all_reduce", describe(options.reduceOp), {}, tensors, options.asyncOp,
                   [inner = gloo, options](Tensors&, Tensors& to) {
                     return inner->allreduce(to, options);
                   });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return launch(OpType::REDUCE, "reduce", {}, tensors, options.asyncOp,
+    return launch(OpType::REDUCE, "reduce",
+                  describe(options.reduceOp) + " to " + std::to_string(options.rootRank), {}, tensors, options.asyncOp,
                   [inner = gloo, options](Tensors&, Tensors& to) {
                     return inner->reduce(to, options);
                   });
@@ -101,7 +137,7 @@ struct Communicator final : c10d::Backend {
   // Gloo wants equal shapes and no overlap; NCCL counts elements, and gathers in place.
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in,
                           const c10d::AllgatherOptions& options) override {
-    return launch(OpType::_ALLGATHER_BASE, "all_gather", {in}, {out}, options.asyncOp,
+    return launch(OpType::_ALLGATHER_BASE, "all_gather", "", {in}, {out}, options.asyncOp,
                   [inner = gloo, options](Tensors& from, Tensors& to) {
                     at::Tensor own = from[0].clone().view({-1}), all = to[0].view({-1});
                     return inner->_allgather_base(all, own, options);
@@ -109,7 +145,7 @@ struct Communicator final : c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& out, Tensors& in,
                     const c10d::AllgatherOptions& options) override {
-    return launch(OpType::ALLGATHER, "all_gather", in, out[0], options.asyncOp,
+    return launch(OpType::ALLGATHER, "all_gather", "", in, out[0], options.asyncOp,
                   [inner = gloo, options](Tensors& from, Tensors& to) {
                     std::vector<Tensors> lists{to};
                     return inner->allgather(lists, from, options);
@@ -117,7 +153,7 @@ struct Communicator final : c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
                                const c10d::ReduceScatterOptions& options) override {
-    return launch(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", {in}, {out}, options.asyncOp,
+    return launch(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", describe(options.reduceOp), {in}, {out}, options.asyncOp,
                   [inner = gloo, options](Tensors& from, Tensors& to) {
                     at::Tensor all = from[0].clone().view({-1}), own = to[0].view({-1});
                     return inner->_reduce_scatter_base(own, all, options);
@@ -126,13 +162,13 @@ struct Communicator final : c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes,
                         std::vector<int64_t>& in_sizes,
                         const c10d::AllToAllOptions& options) override {
-    return launch(OpType::ALLTOALL_BASE, "all_to_all", {in}, {out}, options.asyncOp,
+    return launch(OpType::ALLTOALL_BASE, "all_to_all", "", {in}, {out}, options.asyncOp,
                   [inner = gloo, options, out_sizes, in_sizes](Tensors& from, Tensors& to) mutable {
                     return inner->alltoall_base(to[0], from[0], out_sizes, in_sizes, options);
                   });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    auto work = launch(OpType::BARRIER, "barrier", {}, {}, false,
+    auto work = launch(OpType::BARRIER, "barrier", "", {}, {}, false,
                        [inner = gloo, options](Tensors&, Tensors&) {
                          return inner->barrier(options);
                        });
@@ -145,9 +181,78 @@ struct Communicator final : c10d::Backend {
 }  // namespace
 }  // namespace late
 
-void bind_collectives(pybind11::module_& m) {
+namespace {
+
+namespace py = pybind11;
+
+py::list communicators() {
+  py::list found;
+  for (const auto& end : late::all_ends()) {
+    const late::Board& board = end->board;
+    py::dict one;
+    one["index"] = end->index;
+    one["name"] = end->name;
+    one["rank"] = board.rank;
+    one["ranks"] = board.ranks;
+    one["issued"] = board.issued(board.rank);
+    one["entered"] = board.entered(board.rank);
+    py::list outstanding;
+    for (const auto& each : end->outstanding())
+      outstanding.append(py::make_tuple(each.number, each.done.stream,
+                                        board.what(board.rank, each.number)));
+    one["outstanding"] = outstanding;
+    py::dict missing;
+    for (const auto& each : end->outstanding()) missing[py::int_(each.number)] = board.missing(each.number);
+    one["missing"] = missing;
+    found.append(one);
+  }
+  return found;
+}
+
+py::dict waits() {
+  py::dict out;
+  py::list hosts, streams;
+  for (const auto& wait : late::rt().host_waits())
+    hosts.append(py::make_tuple(wait.thread, wait.site, wait.stream, wait.number));
+  auto doings = late::rt().doings();
+  for (size_t id = 0; id < doings.size(); id++) {
+    const auto& doing = doings[id];
+    if (doing.stream >= 0 || doing.communicator >= 0)
+      streams.append(py::make_tuple(id, doing.stream, doing.number, doing.communicator, doing.collective));
+  }
+  out["hosts"] = hosts;
+  out["streams"] = streams;
+  out["moved"] = late::rt().moved();
+  return out;
+}
+
+std::shared_ptr<late::End> end_of(int index) {
+  for (const auto& end : late::all_ends())
+    if (end->index == index) return end;
+  throw py::key_error("communicator " + std::to_string(index));
+}
+
+}  // namespace
+
+void bind_collectives(py::module_& m) {
   m.def("communicator",
-        [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
-          return c10::make_intrusive<late::Communicator>(gloo);
+        [](const c10::intrusive_ptr<c10d::Backend>& gloo, const std::string& name,
+           const std::string& board) -> c10::intrusive_ptr<c10d::Backend> {
+          auto end = late::make_end(name, board, gloo->getRank(), gloo->getSize());
+          return c10::make_intrusive<late::Communicator>(gloo, end);
         });
+  m.def("board_bytes", &late::Board::bytes_for);
+  m.def("communicators", communicators);
+  m.def("waits", waits);
+  m.def("put_status", [](int index, const std::string& text) { end_of(index)->board.put_status(text); });
+  m.def("status", [](int index, int rank) { return end_of(index)->board.status(rank); });
+  m.def("give_up", [](int index, const std::string& why) { end_of(index)->board.give_up(why); });
+  m.def("given_up", [](int index) {
+    auto end = end_of(index);
+    return !end->forgotten && end->board.given_up() ? end->board.why() : "";
+  });
+  m.def("end_waits", [](const std::string& why) { late::rt().give_up(why); });
+  m.def("tell", [](const std::string& kind, const std::string& text) {
+    late::rt().tell(late::rt().intern(kind), text, text);
+  });
 }

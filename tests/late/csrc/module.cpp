@@ -1,6 +1,7 @@
 // The Python module `late_C`.
 #include <torch/csrc/utils/pybind.h>
 
+#include "communicator.h"
 #include "launch.h"
 #include "python.h"
 #include "storage.h"
@@ -153,7 +154,10 @@ PYBIND11_MODULE(late_C, m) {
   m.def("configure", configure);
   m.def("flags", flags);
   m.def("reports", reports);
-  m.def("forget", [] { rt().forget(); });
+  m.def("forget", [] {
+    late::forget_ends();
+    rt().forget();
+  });
   m.def("stats", stats);
   m.def("synchronize_all", wait_all);
   m.def("set_devices", [](int count) { rt().devices = count; });

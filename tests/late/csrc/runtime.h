@@ -38,6 +38,19 @@ struct Task {
   uint64_t wait_number = 0;
 };
 
+struct Doing {  // what a stream's thread is in, where that may last
+  int stream = -1;  // it waits until that stream has done `number`
+  uint64_t number = 0;
+  int communicator = -1;  // it waits for the ranks of that one to enter `collective`
+  uint64_t collective = 0;
+};
+
+struct HostWait {
+  std::string thread, site;
+  int stream;
+  uint64_t number;
+};
+
 struct Stream {
   std::deque<Task> queue;
   uint64_t issued = 0, done = 0;
@@ -45,6 +58,7 @@ struct Stream {
   Clock clock{};
   double time = 0;  // the end of its last task
   bool started = false;
+  Doing doing;
 };
 
 // What is remembered of a piece of memory.
@@ -119,12 +133,20 @@ class Runtime {
   void wait_event(int stream, const Event& event);
   Event record(int stream);
   bool query(const Event& event);      // a yes orders the host as a wait does
+  bool peek(const Event& event);       // as query, and orders nothing
   void host_wait(const Event& event);  // not with Python's lock
   void host_wait_stream(int stream) { host_wait(record(stream)); }
   void implied_wait(int stream);  // of .item() and of a copy that blocks
   void host_wait_device(int device);
   int new_stream(int device);
   void forget();
+  void doing(int stream, const Doing& what);
+  void want(const Event& event);  // some other rank waits for it
+  std::vector<HostWait> host_waits();
+  std::vector<Doing> doings();  // by stream
+  uint64_t moved();             // grows while anything goes on
+  void give_up(const std::string& why);  // every wait of the host raises from now on
+  void tell(const char* kind, const std::string& text, const std::string& key);
 
   // memory.cpp
   void* take(size_t bytes, int stream);
@@ -157,7 +179,9 @@ class Runtime {
   std::vector<std::string> site_text_{""};
   std::unordered_map<std::string, uint32_t> site_ids_;
   std::set<std::pair<std::string, std::string>> said_;
-  std::string failure_;
+  std::string failure_, given_up_;
+  std::map<uint64_t, HostWait> host_waits_;
+  uint64_t next_wait_ = 0, moved_ = 0;
   char *arena_ = nullptr, *arena_alias_ = nullptr, *pinned_ = nullptr, *pinned_alias_ = nullptr;
   std::array<size_t, kDevices> arena_used_{};
   size_t pinned_used_ = 0;

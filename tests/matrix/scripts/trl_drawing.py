@@ -32,7 +32,7 @@ class Drawn(LogitsProcessor):
             generator = torch.Generator().manual_seed(zlib.crc32(str(said).encode()))
             noise = -torch.empty(score.shape).exponential_(generator=generator).log()
             noise[self.end] += ENDS
-            drawn[number, (score + noise).argmax()] = 0.0
+            drawn[number, (score + noise.to(score.device)).argmax()] = 0.0
         return drawn
 
 

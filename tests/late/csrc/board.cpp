@@ -1,0 +1,121 @@
+#include "board.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace late {
+namespace {
+
+// Text that one process writes and others read: odd while it is being written.
+template <size_t size>
+struct Shared {
+  std::atomic<uint32_t> version;
+  char text[size];
+
+  void write(const std::string& value) {
+    version.fetch_add(1);
+    size_t length = std::min(value.size(), size - 1);
+    memcpy(text, value.data(), length);
+    text[length] = 0;
+    version.fetch_add(1);
+  }
+  std::string read() const {
+    for (;;) {
+      uint32_t before = version.load();
+      std::string value(text, strnlen(text, size));
+      if (!(before & 1) && before == version.load()) return value;
+    }
+  }
+};
+
+struct Kept {
+  std::atomic<uint64_t> number;
+  Shared<kText> what;
+};
+
+}  // namespace
+
+struct Board::Page {
+  std::atomic<uint64_t> issued, entered;
+  Kept kept[kKept];
+  Shared<kStatus> status;
+};
+
+struct Board::End {
+  std::atomic<uint32_t> claimed, said;
+  Shared<kStatus> why;
+};
+
+size_t Board::bytes_for(int ranks) { return size_t(ranks) * sizeof(Page) + sizeof(End); }
+
+Board::Board(const std::string& path, int rank, int ranks)
+    : rank(rank), ranks(ranks), bytes_(bytes_for(ranks)) {
+  int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) throw std::runtime_error("late: cannot open " + path);
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (at == MAP_FAILED) throw std::runtime_error("late: cannot map " + path);
+  pages_ = (Page*)at;
+  end_ = (End*)(pages_ + ranks);
+}
+
+Board::~Board() { munmap(pages_, bytes_); }
+
+Board::Page& Board::page(int of) const { return pages_[of]; }
+
+void Board::issue(uint64_t number, const std::string& what) {
+  Kept& kept = page(rank).kept[number % kKept];
+  kept.number = 0;
+  kept.what.write(what);
+  kept.number = number;
+  page(rank).issued = number;
+}
+
+void Board::enter(uint64_t number) { page(rank).entered = number; }
+uint64_t Board::issued(int of) const { return page(of).issued; }
+uint64_t Board::entered(int of) const { return page(of).entered; }
+
+uint64_t Board::wanted() const {
+  uint64_t furthest = 0;
+  for (int of = 0; of < ranks; of++)
+    if (of != rank) furthest = std::max(furthest, entered(of));
+  return furthest;
+}
+
+std::vector<int> Board::missing(uint64_t number) const {
+  std::vector<int> found;
+  for (int of = 0; of < ranks; of++)
+    if (entered(of) < number) found.push_back(of);
+  return found;
+}
+
+std::string Board::what(int of, uint64_t number) const {
+  const Kept& kept = page(of).kept[number % kKept];
+  return kept.number == number ? kept.what.read() : "";
+}
+
+std::string Board::sequence(int of, uint64_t until) const {
+  std::string text;
+  for (uint64_t number = until > 5 ? until - 5 : 1; number <= until + 2; number++) {
+    std::string one = what(of, number);
+    if (!one.empty()) text += (text.empty() ? "#" : "; #") + std::to_string(number) + " " + one;
+  }
+  return text;
+}
+
+void Board::put_status(const std::string& text) { page(rank).status.write(text); }
+std::string Board::status(int of) const { return page(of).status.read(); }
+void Board::give_up(const std::string& why) {
+  if (end_->claimed.exchange(1)) return;
+  end_->why.write(why);
+  end_->said = 1;
+}
+bool Board::given_up() const { return end_->said; }
+std::string Board::why() const { return end_->why.read(); }
+
+}  // namespace late

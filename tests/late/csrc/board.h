@@ -1,0 +1,51 @@
+// What the ranks of a communicator know of each other: a piece of memory that their processes share.
+//
+// Each rank has a page of its own that it alone writes: how many collectives it has issued, which one
+// it has entered, what the last ones are, and, when nothing moves, where the process stands.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace late {
+
+constexpr size_t kKept = 512;     // collectives of a rank that can still be compared
+constexpr size_t kText = 216;     // of one of them
+constexpr size_t kStatus = 1 << 15;
+
+class Board {
+ public:
+  // `path` names a file that holds `bytes_for(ranks)` zeros; it may be unlinked afterwards.
+  Board(const std::string& path, int rank, int ranks);
+  ~Board();
+  static size_t bytes_for(int ranks);
+
+  const int rank, ranks;
+
+  void issue(uint64_t number, const std::string& what);
+  void enter(uint64_t number);
+  uint64_t issued(int of) const;
+  uint64_t entered(int of) const;
+  uint64_t wanted() const;                          // the furthest that another rank has entered
+  std::vector<int> missing(uint64_t number) const;  // ranks that have not entered it
+  std::string what(int of, uint64_t number) const;  // "" where it is no longer kept
+  std::string sequence(int of, uint64_t until) const;
+
+  void put_status(const std::string& text);
+  std::string status(int of) const;
+
+  void give_up(const std::string& why);  // for all ranks; the first one says why
+  bool given_up() const;
+  std::string why() const;
+
+ private:
+  struct Page;
+  struct End;
+  Page* pages_;
+  End* end_;
+  size_t bytes_;
+  Page& page(int of) const;
+};
+
+}  // namespace late

@@ -1,0 +1,160 @@
+#include "communicator.h"
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace late {
+namespace {
+
+// Never destroyed: threads look at them until the process is gone.
+std::mutex& mutex = *new std::mutex();
+auto& ends = *new std::vector<std::weak_ptr<End>>();
+std::atomic<int> made{0};
+
+// In mode lazy nothing runs before somebody waits for it; a rank elsewhere may be who waits.
+void release_for_others() {
+  for (;;) {
+    bool lazy = rt().mode == Mode::lazy;
+    if (lazy)
+      for (const auto& end : all_ends()) end->release_wanted();
+    std::this_thread::sleep_for(std::chrono::microseconds(lazy ? 300 : 50000));
+  }
+}
+
+struct Pause {  // between two looks at what another process writes
+  int us = 10;
+  void operator()() {
+    std::this_thread::sleep_for(std::chrono::microseconds(us));
+    us = std::min(us * 2, 500);
+  }
+};
+
+bool is_autograd() {  // it issues while the thread that called backward waits for it
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return !strncmp(name, "pt_autograd", 11);
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<End>> all_ends() {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::vector<std::shared_ptr<End>> found;
+  for (const auto& end : ends)
+    if (auto here = end.lock()) found.push_back(here);
+  return found;
+}
+
+void forget_ends() {
+  for (const auto& end : all_ends()) end->forgotten = true;
+}
+
+std::shared_ptr<End> make_end(const std::string& name, const std::string& board, int rank,
+                              int ranks) {
+  static std::once_flag once;
+  std::call_once(once, [] { std::thread(release_for_others).detach(); });
+  auto end = std::make_shared<End>(name, board, rank, ranks);
+  std::lock_guard<std::mutex> lock(mutex);
+  ends.erase(std::remove_if(ends.begin(), ends.end(), [](auto& end) { return end.expired(); }),
+             ends.end());
+  ends.push_back(end);
+  return end;
+}
+
+End::End(std::string name, const std::string& board, int rank, int ranks)
+    : index(made++), name(std::move(name)), board(board, rank, ranks) {}
+End::~End() = default;
+
+void End::check_thread(uint64_t number) {
+  long me = syscall(SYS_gettid), other = inside_.exchange(me);
+  if (other && other != me)
+    rt().tell("threads", name + ": two threads issue on it at the same time, collective #" +
+                             std::to_string(number) + " [" + site + "]", name + site);
+  if (is_autograd()) return;
+  if (last_ && me != last_) {
+    left_.insert(last_);
+    if (left_.count(me))
+      rt().tell("threads", name + ": two threads take turns on it, and timing decides their order: #" +
+                               std::to_string(number) + " [" + site + "] after [" + last_site_ +
+                               "] of another thread", name + site + last_site_);
+  }
+  last_ = me;
+  last_site_ = site;
+}
+
+uint64_t End::issue(const std::string& what) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  uint64_t number = next_++;
+  check_thread(number);
+  board.issue(number, what);
+  return number;
+}
+
+void End::issued(uint64_t number, const Event& done) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  outstanding_.push_back({number, done});
+  inside_ = 0;
+}
+
+void End::over(uint64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  over_ = std::max<uint64_t>(over_, number);
+  outstanding_.erase(std::remove_if(outstanding_.begin(), outstanding_.end(),
+                                    [&](const Outstanding& one) { return one.number <= over_; }),
+                     outstanding_.end());
+}
+
+std::vector<End::Outstanding> End::outstanding() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return outstanding_;
+}
+
+void End::abort() { aborted_ = true; }
+
+void End::release_wanted() {
+  uint64_t wanted = board.wanted();
+  if (wanted <= board.entered(board.rank)) return;
+  for (const Outstanding& one : outstanding())
+    if (one.number <= wanted) rt().want(one.done);
+}
+
+bool End::meet(uint64_t number, int stream) {
+  rt().doing(stream, {-1, 0, index, number});
+  Pause pause;
+  // One communicator runs its collectives one after another, on whichever streams they are.
+  for (const Outstanding& one : outstanding())
+    if (one.number < number) rt().want(one.done);
+  while (over_ + 1 < number && !aborted_ && !board.given_up()) pause();
+  if (!aborted_ && !board.given_up()) board.enter(number);
+  while (!aborted_ && !board.given_up() && !board.missing(number).empty()) pause();
+  rt().doing(stream, {});
+  if (board.given_up()) throw std::runtime_error(board.why());
+  return !aborted_ && check_order(number);
+}
+
+bool End::check_order(uint64_t number) {
+  auto kind = [](const std::string& what) { return what.substr(0, what.find(" [")); };
+  std::string mine = board.what(board.rank, number);
+  bool same = true;
+  for (int of = 0; of < board.ranks; of++) {
+    std::string theirs = board.what(of, number);
+    if (mine.empty() || theirs.empty() || kind(theirs) == kind(mine)) continue;
+    same = false;
+    rt().tell("order", name + ": collective #" + std::to_string(number) + " is " + kind(mine) +
+                           " on rank " + std::to_string(board.rank) + " and " + kind(theirs) +
+                           " on rank " + std::to_string(of) + "\n  rank " +
+                           std::to_string(board.rank) + ": " + board.sequence(board.rank, number) +
+                           "\n  rank " + std::to_string(of) + ": " + board.sequence(of, number),
+              name);
+  }
+  return same;
+}
+
+}  // namespace late

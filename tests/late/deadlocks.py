@@ -1,0 +1,174 @@
+"""Ranks that wait for each other in a circle, over their hosts and their streams, are told apart from ranks that are slow.
+
+A thread in each process looks whether anything goes on. Where nothing has for a while, it writes down what each of its threads and
+streams waits for, where the other ranks of its communicators can read it, and reads theirs. What waits in a circle never ends: that
+is a report, and every wait of the job raises.
+
+    host of a rank -> a stream        it is in a synchronisation
+    stream         -> a stream        it waits for an event
+    stream         -> a host          its collective waits for a rank that has not issued it
+    stream         -> a stream        its collective waits for a rank that has issued it, behind other work
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+QUIET = 1.0  # seconds without anything going on
+LOOK = 0.2
+
+Status = dict[str, Any]
+Edge = tuple[str, str, str]  # who waits, for whom, because of what
+
+
+def status_of(rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]]) -> Status:
+    """Where the process of ``rank`` stands, as JSON carries it."""
+    ends = {}
+    for each in communicators:
+        ends[str(each["index"])] = {
+            "name": each["name"],
+            "rank": each["rank"],
+            "issued": each["issued"],
+            "outstanding": {str(number): [stream, what] for number, stream, what in list(each["outstanding"])[:8]},
+            "missing": {str(number): list(ranks) for number, ranks in list(each["missing"].items())[:8]},
+        }
+    hosts, streams = ([list(each) for each in waits[kind]] for kind in ("hosts", "streams"))
+    return {"rank": rank, "moved": waits["moved"], "hosts": hosts, "streams": streams, "communicators": ends}
+
+
+def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int]]) -> list[Edge]:
+    """Who waits for whom. ``members`` has, by name of a communicator, the process of each of its ranks."""
+    found: list[Edge] = []
+    for rank, status in statuses.items():
+        for thread, site, stream, number in status["hosts"]:
+            found.append((_host(rank), _stream(rank, stream), f"{thread} synchronises with task #{number} [{site}]"))
+        for stream, other, number, communicator, collective in status["streams"]:
+            if other >= 0:
+                found.append((_stream(rank, stream), _stream(rank, other), f"waits for its task #{number}"))
+                continue
+            end = status["communicators"].get(str(communicator))
+            if end is not None:
+                found += _collective_edges(rank, stream, collective, end, statuses, members.get(end["name"], {}))
+    return found
+
+
+def _collective_edges(
+    rank: int, stream: int, collective: int, end: Mapping[str, Any], statuses: Mapping[int, Status], members: Mapping[int, int]
+) -> list[Edge]:
+    what = end["outstanding"].get(str(collective), [stream, "?"])[1]
+    why = f"{end['name']} #{collective} {what}"
+    found = []
+    for absent in end["missing"].get(str(collective), ()):
+        process = members.get(absent)
+        theirs = statuses.get(process) if process is not None else None
+        if process is None or theirs is None:
+            continue
+        far = next((each for each in theirs["communicators"].values() if each["name"] == end["name"]), None)
+        if far is None or far["issued"] < collective:
+            found.append((_stream(rank, stream), _host(process), f"{why}: rank {process} has not issued it"))
+        elif str(collective) in far["outstanding"]:
+            queued = far["outstanding"][str(collective)][0]
+            if (process, queued) != (rank, stream):
+                found.append((_stream(rank, stream), _stream(process, queued), f"{why}: rank {process} has issued it behind other work"))
+    return found
+
+
+def circle(found: Iterable[Edge]) -> list[Edge]:
+    """Edges that lead back to where they begin; none if there are no such."""
+    by_start: dict[str, list[Edge]] = {}
+    for edge in found:
+        by_start.setdefault(edge[0], []).append(edge)
+    done: set[str] = set()
+    for start in by_start:
+        path: list[Edge] = []
+        if (closed := _walk(start, by_start, path, [], done)) is not None:
+            return closed
+    return []
+
+
+def _walk(node: str, by_start: dict[str, list[Edge]], path: list[Edge], nodes: list[str], done: set[str]) -> list[Edge] | None:
+    if node in nodes:
+        return path[nodes.index(node) :]
+    if node in done:
+        return None
+    for edge in by_start.get(node, ()):
+        closed = _walk(edge[1], by_start, [*path, edge], [*nodes, node], done)
+        if closed is not None:
+            return closed
+    done.add(node)
+    return None
+
+
+def describe(closed: Iterable[Edge]) -> str:
+    return "the ranks wait for each other in a circle:\n" + "\n".join(f"  {start} -> {end}: {why}" for start, end, why in closed)
+
+
+def _host(rank: int) -> str:
+    return f"host of rank {rank}"
+
+
+def _stream(rank: int, stream: int) -> str:
+    return f"stream {stream} of rank {rank}"
+
+
+class Watch(threading.Thread):
+    """Looks in the background. ``module`` is the device's; ``rank`` says which process of the job this is."""
+
+    def __init__(self, module: Any, rank: int):
+        super().__init__(name="late-deadlocks", daemon=True)
+        self.module, self.rank = module, rank
+        self._moved, self._since, self._seen = -1, time.monotonic(), ""
+        self._ended: set[int] = set()  # communicators that a circle has ended, here or as another rank says
+
+    def run(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            self._look()
+
+    def _look(self) -> None:
+        waits, now = self.module.waits(), time.monotonic()
+        for end in self.module.communicators():
+            if end["index"] not in self._ended and (why := self.module.given_up(end["index"])):
+                self._end(why)
+        if waits["moved"] != self._moved or not (waits["hosts"] or waits["streams"]):
+            self._moved, self._since = waits["moved"], now
+            if self._seen:
+                self._publish("")
+            self._seen = ""
+            return
+        if now - self._since < QUIET:
+            return
+        ends = self.module.communicators()
+        mine = status_of(self.rank, waits, ends)
+        self._publish(json.dumps(mine))
+        statuses, members = {self.rank: mine}, {}
+        for end in ends:
+            members[end["name"]] = {end["rank"]: self.rank}
+            for other in range(end["ranks"]):
+                text = self.module.status(end["index"], other)
+                if other != end["rank"] and text:
+                    theirs = json.loads(text)
+                    statuses[theirs["rank"]] = theirs
+                    members[end["name"]][other] = theirs["rank"]
+        text = describe(closed) if (closed := circle(edges(statuses, members))) else ""
+        if text and text == self._seen:
+            self._report(text, ends)
+        self._seen = text or "stuck"
+
+    def _publish(self, text: str) -> None:
+        for end in self.module.communicators():
+            self.module.put_status(end["index"], text)
+
+    def _report(self, text: str, ends: Iterable[Mapping[str, Any]]) -> None:
+        for end in ends:
+            self.module.give_up(end["index"], text)
+        self._end(text)
+
+    def _end(self, text: str) -> None:
+        self._ended |= {end["index"] for end in self.module.communicators()}
+        self.module.tell("deadlock", text)
+        self.module.end_waits(text)

@@ -1,0 +1,239 @@
+"""Small programs of two ranks over the device's collectives, right and broken: what is reported of each.
+
+``python -m tests.late.rank_programs RANK RANKS PORT MODE [program ...]`` runs one rank; ``run`` starts them all. A name
+says what must be found: ``order_…`` collectives in another order, ``threads_…`` two threads on a communicator,
+``deadlock_…`` a circle of waits, ``race_…``, and nothing of ``right_…``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+RANKS = 2
+PROGRAMS: dict[str, Callable[[Any], Any]] = {}
+
+
+def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+class Job:
+    """What a program has: its rank, two communicators over all ranks, and memory of the device."""
+
+    def __init__(self, rank: int, groups: Sequence[Any]):
+        import torch
+        import torch.distributed as dist
+
+        from tests.late.device import NAME
+
+        self.rank, self.dist, self.torch, self.device = rank, dist, torch, NAME
+        self.first, self.second = groups
+
+    def ones(self, count: int = 64) -> Any:
+        return self.torch.ones(count, device=self.device) * (self.rank + 1)
+
+    def sum(self, group: Any, count: int = 64, async_op: bool = False) -> Any:
+        """What it sums into, or its work too."""
+        values = self.ones(count)
+        work = self.dist.all_reduce(values, group=group, async_op=async_op)
+        return (values, work) if async_op else values
+
+    def gather(self, group: Any, count: int = 64) -> Any:
+        out = self.torch.empty(RANKS * count, device=self.device)
+        return out, self.dist.all_gather_into_tensor(out, self.ones(count), group=group, async_op=True)
+
+
+@program
+def right_sums(job: Job) -> Any:
+    return [job.sum(job.first)[0].item(), job.sum(job.second, 7)[0].item()]
+
+
+@program
+def right_gathers_in_the_background(job: Job) -> Any:
+    pending = [job.gather(job.first, count) for count in (5, 64, 200)]
+    for _, work in pending:
+        work.wait()
+    return [out.sum().item() for out, _ in pending]
+
+
+@program
+def right_wait_orders_the_stream_alone(job: Job) -> Any:
+    """The host goes on while another rank has not even begun."""
+    if job.rank:
+        job.dist.barrier(group=job.dist.group.WORLD)  # of the hosts
+    values, work = job.sum(job.first, async_op=True)
+    work.wait()
+    twice = values * 2
+    before = work.is_completed()
+    if not job.rank:
+        job.dist.barrier(group=job.dist.group.WORLD)
+    return [bool(job.rank) or not before, twice[0].item()]
+
+
+@program
+def right_backward_issues(job: Job) -> Any:
+    """Autograd's thread is not another one: whoever called backward waits for it."""
+    weight = job.ones().requires_grad_()
+    weight.register_hook(lambda grad: job.sum(job.first) * grad)
+    for _ in range(3):
+        job.sum(job.first)
+        weight.grad = None
+        (weight * 2).sum().backward()
+    return weight.grad[0].item()
+
+
+@program
+def right_one_is_slow(job: Job) -> Any:
+    if job.rank:
+        time.sleep(2.5)
+    return job.sum(job.first)[0].item()
+
+
+@program
+def right_streams_cross(job: Job) -> Any:
+    """A collective on the current stream after one on the communicator's own."""
+    values, work = job.sum(job.first, async_op=True)
+    other = job.sum(job.first, 9)
+    work.wait()
+    return [values[0].item(), other[0].item()]
+
+
+@program
+def right_thread_hands_over(job: Job) -> Any:
+    job.sum(job.first)
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(job.sum(job.first)[0].item()))
+    thread.start()
+    thread.join()
+    return found
+
+
+@program
+def race_no_wait(job: Job) -> Any:
+    values, _ = job.sum(job.first, async_op=True)
+    return (values * 2)[0].item()
+
+
+@program
+def order_swapped(job: Job) -> Any:
+    kinds = [lambda: job.gather(job.first)[1], lambda: job.sum(job.first, async_op=True)[1]]
+    works = [kind() for kind in (kinds if job.rank else reversed(kinds))]
+    for work in works:
+        work.wait()
+    job.torch.accelerator.synchronize()
+
+
+@program
+def order_of_unequal_sizes(job: Job) -> Any:
+    return job.sum(job.first, 64 + job.rank)[0].isnan().item()
+
+
+@program
+def threads_take_turns(job: Job) -> Any:
+    """Though they never run at once here: nothing but a clock orders them."""
+    turn = threading.Semaphore(0)
+
+    def background() -> None:
+        turn.acquire()
+        job.sum(job.first)
+        turn.release()
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    job.sum(job.first)
+    turn.release()
+    time.sleep(0.2)
+    turn.acquire()
+    found = job.sum(job.first)[0].item()
+    thread.join()
+    return found
+
+
+@program
+def deadlock_of_streams(job: Job) -> Any:
+    for group in (job.first, job.second) if job.rank else (job.second, job.first):
+        job.sum(group)
+    job.torch.accelerator.synchronize()
+
+
+@program
+def deadlock_of_hosts(job: Job) -> Any:
+    for group in (job.first, job.second) if job.rank else (job.second, job.first):
+        job.sum(group)[0].item()
+
+
+@program
+def right_cpu_tensors_are_refused(job: Job) -> Any:
+    backend = job.first._get_backend(job.torch.device(job.device))
+    try:
+        backend.allreduce([job.torch.ones(3)], job.dist.AllreduceOptions())
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+@program
+def right_there_is_no_point_to_point(job: Job) -> Any:
+    try:
+        job.dist.send(job.ones(), 1 - job.rank, group=job.first)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> None:
+    import torch.distributed as dist
+
+    from tests.late import device
+
+    device.configure(mode, seed=rank)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit)
+    kind = "nccl" if device.AS_CUDA else "late"
+    for name in names or PROGRAMS:
+        groups = [dist.new_group(backend=kind, timeout=limit) for _ in range(2)]
+        try:
+            value = PROGRAMS[name](Job(rank, groups))
+        except RuntimeError as error:
+            value = f"RuntimeError: {error}"
+        try:
+            device.synchronize_all()
+        except RuntimeError as error:
+            value = f"RuntimeError: {error}"
+        print(json.dumps({"program": name, "rank": rank, "value": value, "reports": device.reports()}), flush=True)
+        dist.barrier()
+        device.forget()
+        for group in groups:
+            dist.destroy_process_group(group)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(mode: str, *names: str, env: dict[str, str], port: int, seconds: float = 240) -> list[dict[str, Any]]:
+    """What all ranks printed, a row for each program and rank."""
+    started = []
+    for rank in range(RANKS):
+        command = [sys.executable, "-m", "tests.late.rank_programs", str(rank), str(RANKS), str(port), mode, *names]
+        own = {**env, "RANK": str(rank)}
+        started.append(
+            subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        ends = [each.communicate(timeout=seconds) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    for each, (_, errors) in zip(started, ends):
+        assert each.returncode == 0, f"ended with {each.returncode}:\n{errors[-3000:]}"
+    return [json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
