@@ -1,0 +1,178 @@
+"""Deep models of transformers on one rank of a group: ``python -m tests.late.families MODE FAMILY [CASE ...]``, with RANK and so on set.
+
+MODE ``cpu`` trains without the device, which is what its losses are compared with. One line of JSON a case.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LAYERS = {"bert": 12, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
+STEPS, ROWS, LENGTH, VOCAB = 6, 4, 16, 200
+
+HOST = {"device": "cpu"}
+OPTIMIZER = {"offload_optimizer": HOST}
+BOTH = {**OPTIMIZER, "offload_param": HOST}
+ONCE = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+KEPT = {"checkpoint": {"async_save": True}, "saved": True}
+ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 100_000}}
+
+Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
+
+
+def cases(folder: str) -> dict[str, Case]:
+    """Every stage, precision, place of states and way of saving: 49."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    files = {"offload_optimizer": disk, "offload_param": disk}
+    found: dict[str, Case] = {}
+    for stage in range(4):
+        found |= {
+            f"stage {stage}": (stage, {}, {}),
+            f"stage {stage}, bf16": (stage, {}, BF16),
+            f"stage {stage}, fp16": (stage, {}, FP16),
+            f"stage {stage}, one micro-batch": (stage, {}, ONCE),
+            f"stage {stage}, checkpointed": (stage, {}, {"checkpointed": True}),
+            f"stage {stage}, saved": (stage, {}, {**KEPT, **BF16}),
+        }
+        if stage:
+            found |= {
+                f"stage {stage}, optimizer on the host": (stage, OPTIMIZER, {}),
+                f"stage {stage}, optimizer on the host, bf16": (stage, OPTIMIZER, BF16),
+                f"stage {stage}, optimizer on the host, fp16": (stage, OPTIMIZER, FP16),
+                f"stage {stage}, optimizer on the host, one micro-batch": (stage, OPTIMIZER, ONCE),
+            }
+    return found | {
+        "parameters on the host": (3, {"offload_param": HOST}, {}),
+        "all on the host": (3, BOTH, {}),
+        "all on the host, bf16": (3, BOTH, BF16),
+        "all on the host, one micro-batch": (3, BOTH, ONCE),
+        "all on the host, checkpointed": (3, BOTH, {"checkpointed": True}),
+        "all on the host, saved": (3, BOTH, KEPT),
+        "all in files": (3, files, {}),
+        "all in files, bf16": (3, files, BF16),
+        "all in files, saved": (3, files, KEPT),
+        "stage 1, activations on the host": (1, {}, ACTIVATIONS),
+        "stage 3, activations on the host": (3, {}, ACTIVATIONS),
+        "all and activations on the host": (3, BOTH, ACTIVATIONS),
+        "stage 3, activations on the host, checkpointed": (3, {}, {**ACTIVATIONS, "checkpointed": True}),
+    }
+
+
+def build(family: str, checkpointed: bool) -> Any:
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    layers, wide = LAYERS[family], {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS[family], "num_attention_heads": 4}
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    model: Any
+    if family == "bert":
+        model = hf.BertForMaskedLM(hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=LENGTH, **plain))
+    elif family == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**wide, num_key_value_heads=2, intermediate_size=80))
+    elif family == "gpt2":
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH, **quiet))
+    elif family == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": layers, "num_heads": 4, "dropout_rate": 0.0}
+        model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0))
+    else:
+        experts = {"num_local_experts": 4, "experts_implementation": "eager"}
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**wide, num_key_value_heads=2, intermediate_size=48, **experts))
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
+    import torch
+
+    import hf_zero
+
+    stage, zero, more = case[0], case[1], dict(case[2])
+    checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, **({"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}), **zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "kernels": "off",
+        **more,
+    }
+    engine, *_ = hf_zero.initialize(model=build(family, checkpointed), config=config)
+    generator = torch.Generator().manual_seed(5 + rank)
+    losses = []
+
+    def step() -> None:
+        ids = torch.randint(5, VOCAB, (ROWS, LENGTH), generator=generator).to(engine.device)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+
+    for index in range(STEPS):
+        step()
+        if saved and index in (1, 3):
+            engine.save_checkpoint(folder, tag=f"step_{index}")
+    if saved:
+        engine.load_checkpoint(folder, tag="step_3")
+        step()
+        step()
+    found = [loss.item() for loss in losses]
+    engine.destroy()
+    return found
+
+
+def main(mode: str, family: str, names: Sequence[str]) -> None:
+    device: Any = None
+    if mode != "cpu":
+        from tests.late import device
+
+        kind, _, seed = mode.partition(":")
+        device.configure(kind, seed=int(seed or 0) + int(os.environ["RANK"]), max_us=300, nap=0.2)
+    shared = os.environ["SHARED_FOLDER"]
+    known = cases(shared)
+    for name in names or known:
+        losses = train(family, known[name], int(os.environ["RANK"]), str(Path(shared) / f"{mode} {name}".replace(" ", "_")))
+        reports = []
+        if device is not None:
+            gc.collect()
+            device.synchronize_all()
+            reports = device.reports()
+            device.forget()
+        print(json.dumps({"case": name, "rank": int(os.environ["RANK"]), "losses": losses, "reports": reports}), flush=True)
+
+
+def run(mode: str, family: str, *names: str, env: Mapping[str, str], port: int, seconds: float) -> dict[tuple[str, int], dict[str, Any]]:
+    """What two ranks printed, by case and rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "SHARED_FOLDER": folder}
+        own = {**env, **place, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_ZERO_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.late.families", mode, family, *names]
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen(command, env={**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes) for rank in range(2)]
+        try:
+            ends = [each.communicate(timeout=seconds) for each in started]
+        finally:
+            for each in started:
+                each.kill()
+                each.wait()
+    for each, (_, errors) in zip(started, ends):
+        assert each.returncode == 0, f"{mode} {family} ended with {each.returncode}:\n{errors[-4000:]}"
+    rows = [json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")]
+    return {(row["case"], row["rank"]): row for row in rows}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
