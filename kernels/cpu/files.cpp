@@ -3,8 +3,6 @@
 #include "files.h"
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -17,23 +15,13 @@
 #include <system_error>
 
 #include "ring.h"
+#include "signals.h"
 
 namespace hfz {
 
 namespace {
 
 constexpr uint64_t kWoken = ~0ull;
-
-// Python's handlers run on its own thread; one of ours would only be interrupted.
-struct SignalsBlocked {
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-    sigset_t before;
-};
 
 }  // namespace
 

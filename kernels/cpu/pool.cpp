@@ -2,11 +2,12 @@
 
 #include <pthread.h>
 #include <pybind11/pybind11.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <system_error>
 #include <thread>
+
+#include "signals.h"
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -79,15 +80,12 @@ void Pool::take_parts(Call& call) {
 // Under mutex_. Signals stay with the threads of Python.
 void Pool::hire() {
     if (hired_ >= wanted_ - 1) return;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    SignalsBlocked blocked;
     try {
         for (; hired_ < wanted_ - 1; ++hired_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
         wanted_ = hired_ + 1;  // the system gives no more threads; size() tells
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Pool::serve() {

@@ -326,6 +326,22 @@ def a_thread_without_python_reads_under_a_copy() -> float:
     return total(host)
 
 
+@broken("host")
+def threads_of_the_native_core_read_under_a_copy() -> float:
+    from hf_zero.ops import host, native
+
+    if not native.available():
+        return host_reads_before_the_copy_is_over()
+    native.set_threads(4)
+    many = 8 * 32768  # a turn of each thread's, and more
+    x, sent, out = ones(many), torch.zeros(many).pin_memory(), torch.zeros(many)
+    current().synchronize()
+    sent.copy_(x, non_blocking=True)
+    host.accumulate(out, sent)
+    current().synchronize()
+    return total(sent)
+
+
 def _registered() -> tuple[Any, int, torch.Tensor]:
     nbytes = -(-4 * N // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, nbytes)
