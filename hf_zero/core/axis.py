@@ -9,7 +9,7 @@ gloo aborts the process on a message longer than expected and takes a shorter on
 message carries the number, name and size of its collective in its tag: what differs does not meet, both ranks wait, and
 the watch proves why. gloo's own collectives are agreed on by such messages first (:func:`meet`), but for two kinds. Sums
 of a few numbers all have one size, and a code that shows whether they are the same. The reductions of gradients have a
-fixed order, but after a backward that broke (grads.py); at stage 0 a mark in each step tells how many there were.
+fixed order; where a pass broke on some ranks, they compare numbers before the next one (resume.py); at stage 0 a mark in each step tells how many there were.
 """
 
 from __future__ import annotations
