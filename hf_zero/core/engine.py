@@ -166,7 +166,14 @@ class Engine(Answers, Stopping, Saving, Updating):
         if self.updater is not None:
             self.schedule.on_need = self.updater.used
         self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, lambda: self._losses.part_joins())
-        self._losses = Losses(self.global_rank, self.scaler, config.precision == "fp16", self._training, self._hooks.is_in_backward)
+        self._losses = Losses(
+            self.global_rank,
+            self.scaler,
+            config.precision == "fp16",
+            self._training,
+            self._hooks.is_in_backward,
+            self._hooks.watch_gradients,
+        )
         self._guards = ModuleGuards(model, self.units, self.schedule)
         self._activations = Activations(model, checkpointed, config, self.flats, self.device, self.global_rank == 0)
         self._compiled = CompiledBlocks(model, self.units, fixed)  # around checkpointing: one graph holds both passes
@@ -206,9 +213,16 @@ class Engine(Answers, Stopping, Saving, Updating):
         """
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
+        self._take_in_unannounced()
         with self._losses.carrying(loss.dtype, None if scale_wrt_gas else 1.0) as scale:
-            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+            root = loss.float() * scale if scale != 1.0 else loss
+            with self._hooks.announced(root):
+                root.backward(retain_graph=retain_graph)
         return loss
+
+    def _take_in_unannounced(self) -> None:
+        self._hooks.notice_broken()
+        self._hooks.take_in_unannounced()
 
     def _backward_begins(self) -> None:
         if self.bound is not None:
@@ -226,9 +240,11 @@ class Engine(Answers, Stopping, Saving, Updating):
 
         Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result is equal.
         """
+        self._take_in_unannounced()
         before, self._syncs = self._syncs, False
         try:
             yield
+            self._take_in_unannounced()
         finally:
             self._syncs = before
 
@@ -266,6 +282,7 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
+        self._take_in_unannounced()
         self._reducer.reduce_windows()
         self._reducer.arrive()
 
@@ -278,6 +295,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
         """
         self._hooks.reset()
+        self._take_in_unannounced()
         self._guards.check()
         if self._reducer.spoiled:
             refuse_half_done(self.updater, "a step whose gradients are not complete")

@@ -28,7 +28,7 @@ from hf_zero.core.homeward import Homeward
 from hf_zero.core.norm import sums_of_squares
 from hf_zero.core.order import Gathers, ReductionOrder, Shown
 from hf_zero.core.outstanding import Outstanding
-from hf_zero.core.parameter import drop_raw_grads, raw_grads
+from hf_zero.core.parameter import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import Scaling
 from hf_zero.core.sparse import dense
@@ -211,7 +211,7 @@ class GradientReducer:
         self._launch(unit)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
-        late = [unit for unit in launched if any(_has_raw(flat) for flat in unit.trainable)]
+        late = [unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)]
         if late and self._key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
@@ -416,10 +416,6 @@ class GradientReducer:
         return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
 
 
-def _has_raw(flat: Flat) -> bool:
-    return any(grad is not None for grad in raw_grads(flat.members))
-
-
 def _raw_state(unit: Unit) -> list[Any]:
     """What changes when autograd adds to a gradient of ``unit``."""
     grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
@@ -427,7 +423,7 @@ def _raw_state(unit: Unit) -> list[Any]:
 
 
 def _drop_raw(flat: Flat) -> None:
-    if _has_raw(flat):
+    if any_raw_grad(flat.members):
         drop_raw_grads(flat.members)
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached
 from hf_zero.core.outstanding import Outstanding
+from hf_zero.core.parameter import any_raw_grad
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import map_tensors, tensors_in, transformed
 from hf_zero.core.unit import Call, OuterCall, Unit
@@ -105,6 +107,8 @@ class Hooks:
         self._reached: set[OuterCall] = set()  # forwards that the backward under way goes back through
         self._untracked: list[OuterCall] = []  # forwards that no hook tells of: any backward may be theirs
         self._removable: list[Any] = []
+        self._installed, self._watches = True, False
+        self._training = [parameter for unit in units for flat in unit.trainable for parameter in flat.members]
         self._on_begin, self._on_part = on_begin, on_part
         self._install(model)
 
@@ -126,17 +130,40 @@ class Hooks:
                 module.register_forward_hook(Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True),
             ]
 
+    def watch_gradients(self) -> None:
+        """From now on every gradient that comes begins a backward: what it carries must be known then (``losses.py``)."""
+        if self._watches or not self._installed:
+            return
+        self._watches = True
         # Weakly, because Python's collector does not see these hooks: a cycle through one would never be freed.
         accumulated = partial(_accumulated, weakref.ref(self))
-        for each in self._units:
-            for flat in each.trainable:
-                for parameter, _ in flat.items:
-                    self._removable.append(parameter.register_post_accumulate_grad_hook(accumulated))
+        self._removable += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in self._training]
+
+    def take_in_unannounced(self) -> None:
+        """Take in what a backward has left on parameters that no hook has announced: a penalty on the weights, say (collective).
+
+        Outside forward and backward. Every rank comes here at the same places of the script.
+        """
+        if self._watches or self._tasks or self._nested or _graph_task() != -1 or not any_raw_grad(self._training):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin()
+            self._end()
+
+    @contextmanager
+    def announced(self, loss: torch.Tensor) -> Iterator[None]:
+        """The backward of ``loss`` goes on inside, and is this engine's wherever it leads."""
+        handle = loss.register_hook(lambda _: self._enter_backward()) if loss.requires_grad else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()
-        self._removable = []
+        self._removable, self._installed = [], False
 
     def is_in_backward(self) -> bool:
         return bool(self._tasks) and self._tasks[0][1]() is not None  # None: an exception has ended it
@@ -150,6 +177,7 @@ class Hooks:
         else:
             self.notice_broken()
         if self._nested == 0 and not inside:
+            self.take_in_unannounced()
             # A decoder step of generate takes other arguments than a whole forward, and goes another way.
             given = sorted(key for key, value in kwargs.items() if value is not None)
             kind = (name, torch.is_grad_enabled(), module.training, *given)
@@ -319,19 +347,22 @@ class Hooks:
         if self._tasks and self._tasks[0][1]() is None:
             self._abandon_backward()
         if not self._tasks:
-            kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
-            self._forwards.clear()
-            recomputation = OuterCall(True)
-            self._outstanding.begin(recomputation)
-            self._reached, self._first = {recomputation}, True
-            self._on_begin()
-            # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
-            key = (*kind, self._schedule.resident) if self._schedule.gathers else None
-            self._schedule.begin(kind, backward=True)
-            self._reducer.begin(key)
+            self._begin()
         callback = partial(self._leave_backward, task)
         self._tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _begin(self) -> None:
+        kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
+        self._forwards.clear()
+        recomputation = OuterCall(True)
+        self._outstanding.begin(recomputation)
+        self._reached, self._first = {recomputation}, True
+        self._on_begin()
+        # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
+        key = (*kind, self._schedule.resident) if self._schedule.gathers else None
+        self._schedule.begin(kind, backward=True)
+        self._reducer.begin(key)
 
     def _leave_backward(self, task: int) -> None:
         known = [number for number, _ in self._tasks]
@@ -340,6 +371,9 @@ class Hooks:
         del self._tasks[known.index(task) :]
         if self._tasks:
             return  # a backward inside a backward: reentrant checkpointing
+        self._end()
+
+    def _end(self) -> None:
         self._reducer.note_unfinished()
         self._forget_calls()
         # Gathers first, because other ranks need them before they launch what this one is about to wait for.

@@ -80,9 +80,21 @@ _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one pr
 
 
 class Losses:
-    """One engine's side of it. ``in_backward`` says whether a backward is under way in this engine."""
+    """One engine's side of it.
 
-    def __init__(self, rank: int, scaler: LossScaler, fp16: bool, training: Sequence[Flat], in_backward: Callable[[], bool]):
+    ``in_backward`` says whether a backward is under way in this engine, ``watch`` makes every gradient begin one: where an engine
+    of the rank scales losses, what a gradient carries is known in its backward alone.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        scaler: LossScaler,
+        fp16: bool,
+        training: Sequence[Flat],
+        in_backward: Callable[[], bool],
+        watch: Callable[[], None],
+    ):
         self.scaler = scaler
         self._training = list(training)
         self._scales = fp16 and bool(self._training)
@@ -91,7 +103,11 @@ class Losses:
         self._lent = 1.0  # that scale
         self._blamed = False  # a gradient that carried this engine's scale has overflowed in another engine
         self._rank = _ranks.setdefault(rank, _Rank())
+        self._watch = watch
         self._rank.engines.add(self)
+        if any(each._scales for each in self._rank.engines):
+            for each in list(self._rank.engines):
+                each._watch()
 
     def close(self) -> None:
         """The engine is destroyed."""

@@ -17,6 +17,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +85,12 @@ def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return [_grad.__get__(parameter) for parameter in parameters]
 
 
+def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd has left a gradient on one of ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not all(map(is_, map(_grad.__get__, parameters), repeat(None)))
+
+
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, value)
@@ -133,7 +141,9 @@ class OwnedParameter(nn.Parameter):
         """The gradient of the backward under way. Once the engine has taken it in, reading it raises."""
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
-        if value is None and flat is not None and flat.holds_gradient and not torch.compiler.is_compiling():
+        held = flat is not None and flat.holds_gradient and not torch.compiler.is_compiling()
+        # What is on the parameter between backwards is what none has announced: a part of its gradient.
+        if held and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on the parameter; use engine.get_global_grad_norm(), "
                 "config gradient_clipping instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"

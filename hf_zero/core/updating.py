@@ -12,6 +12,7 @@ from hf_zero.core.answers import Counters
 from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
+from hf_zero.core.hooks import Hooks
 from hf_zero.core.losses import Losses
 from hf_zero.core.norm import squared_norm
 from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
@@ -41,6 +42,7 @@ class Updating:
     max_norm: float
     global_rank: int
     _training: list[Flat]
+    _hooks: Hooks
     _reducer: GradientReducer
     _usage: Usage
     _losses: Losses
@@ -60,6 +62,7 @@ class Updating:
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
+        self._hooks.take_in_unannounced()
         self._reducer.reduce_windows()
         if not any(flat.reduced for flat in self._training):
             return 0.0
