@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.unit import Unit
 from hf_zero.errors import PartitionError
+
+_parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
 
 class Attached:
@@ -70,6 +74,11 @@ class ModuleGuards:
         self._model = model
         self._part = False  # the state_dict under way is that of a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
+        # What the last walk has seen: modules, how many parameters and children each has, all of these, parameters that nothing trains.
+        self._walked: list[nn.Module] = [model]
+        self._lengths: list[int] = []
+        self._held: list[Any] = []
+        self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         for module in model.modules():
             own = {name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)}
@@ -97,16 +106,28 @@ class ModuleGuards:
 
     def check(self) -> None:
         """Raise PartitionError if a parameter of the model has been replaced or added since initialize: it would train nowhere."""
-        seen, left = {self._model}, [self._model]
-        while left:  # each step walks the whole model, in which modules() would spend most of the time
+        # Each step comes here: while every module holds what it held at the last walk, no line of Python runs for a module.
+        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        unchanged = list(map(len, held)) == self._lengths and all(map(is_, chain.from_iterable(map(dict.values, held)), self._held))
+        if not unchanged or any(parameter.requires_grad for parameter in self._untrained):
+            self._walk()
+
+    def _walk(self) -> None:
+        """Look at every module, and note what it holds."""
+        seen, left = {self._model: None}, [self._model]
+        untrained = []
+        while left:
             module = left.pop()
             for child in module._modules.values():
                 if child is not None and child not in seen:
-                    seen.add(child)
+                    seen[child] = None
                     left.append(child)
             own = self._own.get(module, {})
             for name, parameter in module._parameters.items():
-                if name not in own and parameter is not None and parameter.requires_grad and not isinstance(parameter, OwnedParameter):
+                if name in own or parameter is None or isinstance(parameter, OwnedParameter):
+                    continue
+                untrained.append(parameter)
+                if parameter.requires_grad:
                     raise PartitionError(
                         f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was added to the model after hf_zero.initialize, and nothing "
                         "trains it; add it before, or set requires_grad=False"
@@ -117,6 +138,9 @@ class ModuleGuards:
                         f"{name_of(parameter)} has been replaced by another parameter after hf_zero.initialize, which the engine does not train; "
                         "copy into it inside GatheredParameters, or destroy() the engine and initialize again"
                     )
+        self._walked, self._untrained = list(seen), untrained
+        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        self._lengths, self._held = list(map(len, held)), list(chain.from_iterable(map(dict.values, held)))
 
     def _before_state_dict(self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool) -> None:
         while self._entered and not any(module is inside for inside in self._entered[-1][0].modules()):

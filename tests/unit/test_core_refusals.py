@@ -156,6 +156,41 @@ def test_a_step_with_a_parameter_that_is_another_object_now(stage: int) -> None:
         engine.step()
 
 
+def _replace(model: nn.Module) -> None:
+    model.blocks[1]._modules["up"]._parameters["weight"] = nn.Parameter(torch.zeros(64, 32))
+
+
+def _add(model: nn.Module) -> None:
+    model.blocks[1].up.extra = nn.Parameter(torch.zeros(3))
+
+
+def _add_a_module(model: nn.Module) -> None:
+    model.blocks[1].up.extra = nn.Linear(2, 3)
+
+
+def _replace_a_module(model: nn.Module) -> None:
+    model.blocks[1].up = nn.Linear(32, 64)
+
+
+def _unfreeze_what_was_added(model: nn.Module) -> None:
+    model.extra.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [_replace, _add, _add_a_module, _replace_a_module, _unfreeze_what_was_added])
+def test_a_change_of_the_model_between_steps_that_nothing_would_train(change: Callable[[nn.Module], None]) -> None:
+    """A step that finds all modules as the step before has left them looks no closer."""
+    engine, model = begun(2)
+    model.register_parameter("extra", nn.Parameter(torch.zeros(3), requires_grad=False))
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+    change(model)
+    model.zero_grad()
+    for _ in range(2):  # nor does it forget
+        with pytest.raises(PartitionError, match="replaced by another parameter|was added to the model after"):
+            engine.step()
+
+
 def test_gradients_of_gradients_at_stage_3() -> None:
     engine, _ = begun(3)
     loss = squared(engine, At(0, 0, 0))
