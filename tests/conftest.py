@@ -25,9 +25,11 @@ if not torch.cuda.is_available():  # before triton is imported: kernels run in i
 
 
 @pytest.fixture(autouse=True)
-def units_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def units_of_one_block() -> Iterator[None]:
     """The models of the tests are small, and their blocks are to be units all the same, unless a test or its configuration asks."""
-    monkeypatch.setattr("hf_zero.core.wrap.GRANULARITY", 0)
+    with pytest.MonkeyPatch.context() as patch:  # not a test's own, which is undone before the fixtures of its folder
+        patch.setattr("hf_zero.core.wrap.GRANULARITY", 0)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -228,7 +228,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         if self.bound is not None:
             refuse_switched(self.flats)
             refuse_half_done(self.updater, "another backward")
-        self._reducer.weight = self._losses.begin(1.0 / self._accumulation)
+        self._reducer.weight, self._reducer.unscale = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
         early = self._reducer.reduces and self._placement.updates_in_backward and not (self.max_norm or self._losses.may_overflow)
         early = early and not self._failed_writes()

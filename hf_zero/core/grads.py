@@ -95,7 +95,8 @@ class GradientReducer:
         self._flights: list[_Flight] = []
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.spoiled = False  # a backward broke after part of its gradients was taken in
-        self.weight = 1.0  # of the micro-batch whose backward is under way
+        self.weight = 1.0  # of the micro-batch whose backward is under way, the same on all ranks
+        self.unscale = 1.0  # this rank's own factor: it is multiplied in before the reduction
         self.reduces = True  # whether this backward ends an accumulation window
         self.on_landed: Callable[[Unit], None] | None = None  # told of each unit whose last gradient of the window is here
 
@@ -300,7 +301,7 @@ class GradientReducer:
                 # A second reduction before the step: what is averaged already must not be averaged again.
                 flat.held = flat.grad.clone()
                 flat.filled = flat.reduced = False
-            factor = self._scaling.before(self.weight)
+            factor = self._scaling.before(self.weight) * self.unscale
             if flat.filled and flat.window.dtype != flat.dtype:
                 # A list of another dtype would be added one parameter after the other.
                 taken = self._borrow(flat.layout.padded, flat.dtype, flat.full.device)
@@ -324,7 +325,7 @@ class GradientReducer:
                 self._send_window(flat)
                 continue
             wire = self._borrow(flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device)
-            _take_in(flat, wire, False, self._scaling.before(self.weight, on_the_wire=True))
+            _take_in(flat, wire, False, self._scaling.before(self.weight, on_the_wire=True) * self.unscale)
             self._send(flat, wire, wire, self._scaling.after(self.weight, on_the_wire=True))
 
     def _send_window(self, flat: Flat) -> None:

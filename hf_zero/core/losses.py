@@ -137,14 +137,20 @@ class Losses:
         finally:
             self._rank.clear()
 
-    def begin(self, weight: float) -> float:
-        """A backward reaches this engine: what to multiply its gradients by, so that they weigh ``weight`` times the scale."""
+    def begin(self, weight: float) -> tuple[float, float]:
+        """A backward reaches this engine: the weight of its micro-batch, and what takes a borrowed scale out of its gradients.
+
+        The weight is the same on all ranks. The second factor need not be: an engine that was dropped without ``destroy`` lends
+        its scale until it is collected, which ranks do at different times. So it goes before the reduction, but in fp16, where
+        the gradients have a scale of their own, and either could be out of range in the other's.
+        """
         rank = self._rank
         if rank.by_outputs and rank.giver is not self and self._training:
             raise PartitionError(SCALED_ONCE)
         if rank.giver is not None and rank.giver is not self and rank.giver._scales:
             self._lender, self._lent = rank.giver, rank.scale
-        return (weight if rank.weight is None else rank.weight) * (self.scaler.scale / rank.scale)
+        weight, unscale = weight if rank.weight is None else rank.weight, self.scaler.scale / rank.scale
+        return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
     def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook of the model: a loss that nobody scales is scaled where it comes back to these outputs."""

@@ -92,8 +92,6 @@ class _Record:
             self.run.ahead -= self.nbytes
 
     def __del__(self) -> None:
-        if self.source is not None:  # it goes back to its stream, which must not write before the copy has
-            self.run.transfers.leave(self.sent)
         self.drop()
         if self.source is not None:  # it has stayed, and its copy may still be under way: its memory is used again after that
             self.run.transfers.leave(self.sent)

@@ -6,6 +6,7 @@ another. The oracle is the same loop over plain models.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -391,3 +392,29 @@ def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) ->
         student.zero_grad()
     for found in run_ranks(RANKS, run):
         oracle.compare_tensors("student", found, {name: p.detach() for name, p in student.named_parameters()})
+
+
+def _after_another(rank: int, left: list[nn.Module], models: list[nn.Module], stage: int, keeper: int) -> dict[str, torch.Tensor]:
+    first, left[rank] = left[rank], nn.Identity()
+    other = start(first, plain_sgd(first), config_of(stage, Plan(precision="fp16")))
+    kept = other if rank == keeper else None
+    del first, other
+    gc.collect()
+    engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, Plan()))
+    engine.backward(beside([engine, lambda x: 0.5 * x], data(0, 0, rank)))
+    grads = full_grads(engine)
+    engine.destroy()
+    if kept is not None:
+        kept.destroy()
+    return grads
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: int) -> None:
+    """It was dropped without ``destroy``, and ranks collect garbage at different times."""
+    models, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)
+    got = run_ranks(RANKS, _after_another, [seeded(Wide) for _ in range(RANKS)], models, stage, 0)
+    (sum(beside([plain, lambda x: 0.5 * x], data(0, 0, rank)) for rank in range(RANKS)) / RANKS).backward()
+    want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for grads in got:
+        oracle.compare_tensors("gradient", {name: grads[name] for name in want}, want)
