@@ -19,7 +19,7 @@ from unittest import mock
 from tests.late import device, training
 
 import torch  # isort: skip
-from hf_zero.core import homeward, transfers, unit  # isort: skip
+from hf_zero.core import homeward, schedule, transfers, unit, update  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
@@ -100,6 +100,23 @@ def _on_another_stream(plain: Any, self: homeward.Homeward, flat: Any, values: t
     plain(self, flat, read.record_stream(other) or read, *rest)
 
 
+def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
+    """Rank 1 gathers two units the other way round: units of two sizes, as those of one size match by NCCL's rules."""
+    plain(self, *args, **kwargs)
+    if self._plan is not None and os.environ.get("RANK") == "1":
+        plan = self._plan = list(self._plan)
+        for at in range(1, len(plan)):
+            if plan[at - 1].nbytes != plan[at].nbytes:
+                plan[at - 1], plan[at] = plan[at], plan[at - 1]
+                break
+
+
+def _updates_with_the_others(plain: Any, self: update.Updater, updated: unit.Unit, axis: Any) -> None:
+    """The thread that updates issues its gathers where the thread that trains issues its reductions."""
+    with mock.patch.object(axis, "_group", updated.trainable[0].axis._reduce_group):
+        plain(self, updated, axis)
+
+
 @contextlib.contextmanager
 def _no_device_set() -> Iterator[Callable[[], int]]:
     """No thread says which device is its own: neither at its start nor where it registers memory."""
@@ -110,6 +127,7 @@ def _no_device_set() -> Iterator[Callable[[], int]]:
 
 
 COPIES = frozenset({"race", "reuse", "host"})
+ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
 HOST = "stage 2, optimizer on the host"
 HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
 PIECES = "stage 2, optimizer on the host, small pieces"
@@ -135,6 +153,8 @@ FAULTS: dict[str, Fault] = {
     "an activation is used before it is back": Fault(ACTIVATIONS, left_out("wait", "transfers.py use"), COPIES),
     "an activation is given back under its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES),
     "an event is recorded before its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "send", _recorded_first), COPIES),
+    "one rank gathers in another order": Fault("stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER),
+    "the update gathers where gradients are reduced": Fault(HOST, replaced(update.Updater, "_gather", _updates_with_the_others), THREADS),
     "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
 }
 

@@ -1,0 +1,170 @@
+"""Ranks that do not come to a collective, and ranks that are slow: ``python -m tests.late.absences MODE CASE …``, with RANK and so on
+set.
+
+The host waits for no collective here, so what ends the job, or leaves it alone, is what hf_zero follows on its own thread. Rank 1 is
+the one that stays away. A line of JSON a case and rank; a case that raises is the last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.late import device, training
+
+import torch  # isort: skip
+import hf_zero  # isort: skip
+from hf_zero.core import comm  # isort: skip
+from hf_zero.logs import logger  # isort: skip
+
+JOB = "stage 3, one micro-batch"
+LEFT_OUT = (1, 3, 5, 0)
+STEPS = 2  # before rank 1 stays away
+LIMIT = 60.0  # seconds, in which rank 0 must have ended by itself
+SLOW = 3.0  # seconds: waits are looked at after one
+
+
+class Tower(training.Tower):
+    left_out = -1  # a block that the next forward does not use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x if place == self.left_out else block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+class Job:
+    def __init__(self, rank: int, **more: Any):
+        self.rank = rank
+        self.model = tower()
+        config = {**training.config(JOB), "kernels": "off", **more}
+        self.engine, *_ = hf_zero.initialize(model=self.model, config=config)
+        self.batches = training.batches(100, rank, 2)
+
+    def step(self) -> float:
+        """One optimizer step; the loss is read, which waits for the device."""
+        loss = self.engine(next(self.batches).to(self.engine.device))
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.item())
+
+    def alone(self) -> list[float]:
+        """Steps on rank 0 until they raise."""
+        limit, losses = time.monotonic() + LIMIT, []
+        while time.monotonic() < limit:
+            losses.append(self.step())
+        return losses
+
+
+def leaves(job: Job) -> list[float]:
+    """Rank 1 is over with its engine; its process goes on."""
+    if job.rank:
+        job.engine.comm.close(groups=False)
+        time.sleep(8)
+        return []
+    return job.alone()
+
+
+def dies(job: Job) -> list[float]:
+    """The process of rank 1 is killed."""
+    if job.rank:
+        os._exit(0)
+    return job.alone()
+
+
+def is_elsewhere(job: Job) -> list[float]:
+    """Rank 1 is at a barrier of the hosts, rank 0 at a forward."""
+    if job.rank:
+        comm.barrier()
+        return []
+    return job.alone()
+
+
+def is_slow(job: Job) -> list[float]:
+    """Rank 1 computes for a while in each step."""
+    losses = []
+    for _ in range(2):
+        if job.rank:
+            time.sleep(SLOW)
+        losses.append(job.step())
+    return losses
+
+
+def leaves_out_blocks(job: Job) -> list[float]:
+    """Rank 1 uses fewer blocks than the order of gathers that was recorded, others in each step."""
+    losses = []
+    for left_out in LEFT_OUT:
+        job.model.left_out = left_out if job.rank else -1
+        losses.append(job.step())
+    return losses
+
+
+def plain(rank: int) -> list[float]:
+    """The losses of :func:`leaves_out_blocks` in a plain loop over the global batch, on the CPU: the gradient of what is left out is zero."""
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    each = [training.batches(STEPS + len(LEFT_OUT), place, 2) for place in range(2)]
+    losses = []
+    for left_out in (*[-1] * STEPS, *LEFT_OUT):
+        found = []
+        for place, values in enumerate(map(next, each)):
+            model.left_out = left_out if place else -1
+            found.append(model(values))
+        optimizer.zero_grad()
+        torch.stack(found).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.config(JOB)["gradient_clipping"])
+        optimizer.step()
+        losses.append(found[rank].item())
+    return losses
+
+
+CASES: dict[str, tuple[Callable[[Job], list[float]], dict[str, Any]]] = {
+    "leaves": (leaves, {}),
+    "dies": (dies, {}),
+    "is elsewhere": (is_elsewhere, {"timeout": 6}),
+    "is slow": (is_slow, {}),
+    "leaves out blocks": (leaves_out_blocks, {}),
+}
+
+
+def main() -> None:
+    rank, kind = int(os.environ["RANK"]), sys.argv[1]
+    device.configure(kind, seed=rank, max_us=300, nap=0.2)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    for name in sys.argv[2:]:
+        (run, more), raised, worst = CASES[name], "", 0.0
+        said.clear()
+        device.forget()
+        try:
+            job = Job(rank, **more)
+            losses = [job.step() for _ in range(STEPS)]
+            losses += run(job)
+            if run is leaves_out_blocks:
+                worst = training.worst(losses, plain(rank))
+        except RuntimeError as error:
+            raised = f"{type(error).__name__}: {error}"
+        row = {"case": name, "rank": rank, "raised": raised, "said": said, "worst": worst, "reports": device.reports()}
+        print(json.dumps(row), flush=True)
+        if raised:
+            break
+        job.engine.destroy()
+    os._exit(0)  # what is under way will not end
+
+
+if __name__ == "__main__":
+    main()
