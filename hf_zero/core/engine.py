@@ -31,6 +31,7 @@ from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.recompute import blocks_to_checkpoint
+from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.stopping import Stopping
@@ -96,6 +97,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._syncs = True
         self.max_norm = float(config.gradient_clipping or 0.0)  # to which the gradient is clipped; 0: not. It may change between steps
         self._norm: torch.Tensor | None = None
+        self._sanity = SanityChecks(self.device, self._accumulation, config.precision, self.global_rank)
         self._placement = Placement(config, self.device, self.comm.rank, self.comm.world)
         self.updater: Updater | None = None  # of what is offloaded
         self._threads: int | None = None  # that kernels ran on before
@@ -214,6 +216,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
         self._take_in_unannounced()
+        self._sanity.on_loss(loss)
         with self._losses.carrying(loss.dtype, None if scale_wrt_gas else 1.0) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
             with self._hooks.announced(root):
@@ -228,6 +231,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         if self.bound is not None:
             refuse_switched(self.flats)
             refuse_half_done(self.updater, "another backward")
+            self._sanity.on_backward(self._syncs and self._boundary is not False)
         self._reducer.weight, self._reducer.unscale = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
         early = self._reducer.reduces and self._placement.updates_in_backward and not (self.max_norm or self._losses.may_overflow)
@@ -247,6 +251,11 @@ class Engine(Answers, Stopping, Saving, Updating):
             self._take_in_unannounced()
         finally:
             self._syncs = before
+
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether a ``no_sync`` block is open."""
+        return not self._syncs
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say from outside whether the next backward ends the accumulation window; it holds until said otherwise."""
@@ -294,6 +303,7 @@ class Engine(Answers, Stopping, Saving, Updating):
 
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
         """
+        self._sanity.on_step()
         self._hooks.reset()
         self._take_in_unannounced()
         self._guards.check()
@@ -349,6 +359,7 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the accumulation window too."""
+        self._sanity.on_step()
         self._hooks.reset()
         refuse_half_done(self.updater, "zero_grad()")
         self._reducer.clear()

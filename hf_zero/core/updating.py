@@ -17,6 +17,7 @@ from hf_zero.core.losses import Losses
 from hf_zero.core.norm import squared_norm
 from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
 from hf_zero.core.precision import LossScaler
+from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.states import MASTER
 from hf_zero.core.trouble import failed_writes, refuse_half_done
@@ -48,6 +49,7 @@ class Updating:
     _losses: Losses
     _placement: Placement
     _norm: torch.Tensor | None
+    _sanity: SanityChecks
 
     def _failed_writes(self) -> str:
         return failed_writes(self._placement, self.updater, self.schedule, self.comm)
@@ -81,6 +83,8 @@ class Updating:
         self._norm = total.sqrt() / scale
         if self._losses.may_overflow and not bool(torch.isfinite(total)):
             return True
+        if not self._losses.may_overflow:
+            self._sanity.on_norm(self._norm, self.counters.global_steps + 1)
         divisor = None
         if limit > 0.0:
             divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)

@@ -146,6 +146,13 @@ SEAMS: tuple[Seam, ...] = (
         why="drops max_norm in silence, knows the norm of one engine alone, and reads it back in each step",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.no_sync",
+        signature="(self, model)",
+        wrapper="hf_zero.integrations.several:add_up_in_no_sync",
+        versions=ACCELERATE,
+        why="does nothing for engines of stages 2 and 3, whose backward inside would be a step",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
         signature="(self, model, unwrap=True)",
         wrapper="hf_zero.integrations.accelerate:empty_elsewhere",

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -57,9 +58,10 @@ def join(accelerator: Any) -> None:
 
     here = [model for model in accelerator._models if isinstance(model, Engine) and model.bound is not None]
     if len(here) == 1:  # one that was prepared before it, such as a teacher, cannot step
+        if here[0] in _training and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]:
+            return  # a later prepare, of a data loader or a scheduler
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
-        if accelerator._optimizers:
-            _expect_steps(wrapped, accelerator)
+        _refuse_merged_steps(wrapped, accelerator)
     elif here:
         accelerator.deepspeed_engine_wrapped = SeveralEngines(here)
     _training.update(here)
@@ -72,33 +74,49 @@ def join(accelerator: Any) -> None:
             optimizer.step = _when_gradients_are_whole(optimizer, "step")
 
 
-def _expect_steps(wrapped: Any, accelerator: Any) -> None:
-    """Refuse a second backward of one optimizer step: the first one has stepped the engine, and the sum would not be what is applied."""
+def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
+    """``optimizer.step()`` refuses two backwards since the last one: each has been a step of the engine, plain PyTorch adds them.
+
+    A script that never calls it, as DeepSpeed allows, trains by its backwards. Inside ``accelerator.no_sync`` a backward only adds up.
+    """
     backward, engine = wrapped.backward, wrapped.engine
-    waits = False
+    applied = 0
 
-    def once(loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-        nonlocal waits
-        if waits:
-            raise PartitionError(
-                "accelerator.backward() was called again before optimizer.step(): under ZeRO the last backward of a window steps the engine, so "
-                "the two would be two steps; add the losses and call accelerator.backward() once, and optimizer.step() after it"
-            )
-        steps = engine.counters.micro_steps
-        backward(loss, sync_gradients=sync_gradients, **kwargs)
-        waits = bool(sync_gradients) and engine.counters.micro_steps > steps
+    def counted(loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+        nonlocal applied
+        before = engine.counters.global_steps
+        backward(loss, sync_gradients=bool(sync_gradients) and not engine.in_no_sync, **kwargs)
+        applied += engine.counters.global_steps > before and engine.was_step_applied()
 
-    def done(own: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal waits
-            waits = False
+            nonlocal applied
+            steps, applied = applied, 0
+            if steps > 1:
+                raise PartitionError(
+                    f"{steps} calls of accelerator.backward() came before this optimizer.step(): under ZeRO each of them has been a step of its "
+                    "own. For one step of several losses add them and call accelerator.backward() once; to accumulate micro-batches put each "
+                    "inside `with accelerator.accumulate(model):` (or all but the last inside `with accelerator.no_sync(model):`)"
+                )
             return own(*args, **kwargs)
 
         return step
 
-    wrapped.backward = once
+    wrapped.backward = counted
     for optimizer in accelerator._optimizers:
-        optimizer.step = MethodType(done(optimizer.step), optimizer)  # a method: torch's schedulers look for its function
+        optimizer.step = MethodType(checked(optimizer.step), optimizer)  # a method: torch's schedulers look for its function
+
+
+def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """At every stage the backwards inside add up; by itself it leaves an engine of stage 2 or 3 alone (``Accelerator.no_sync``)."""
+
+    @contextmanager
+    def no_sync(self: Any, model: Any) -> Iterator[None]:
+        # accumulate() comes here as well, with sync_gradients off, which says the same.
+        with model.no_sync() if isinstance(model, Engine) and self.sync_gradients else original(self, model):
+            yield
+
+    return no_sync
 
 
 def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,12 +21,13 @@ from tests.helpers.stacks import stack
 pytestmark = pytest.mark.usefixtures("plain_process")
 
 
-def accelerator_with(clip: float = 1.0) -> Accelerator:
+def accelerator_with(clip: float = 1.0, stage: int = 2, **more: Any) -> Accelerator:
     config = {
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": clip,
         "gradient_accumulation_steps": "auto",
+        **more,
     }
     return Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
@@ -46,6 +50,60 @@ def test_one_model_is_stepped_by_its_backward_as_ever() -> None:
     assert engine.global_steps == 1
     optimizer.step()
     assert engine.global_steps == 1
+
+
+def test_two_backwards_of_one_step_are_refused_by_it() -> None:
+    """Each has been a step: plain PyTorch adds them up."""
+    accelerator = accelerator_with()
+    engine, optimizer = prepared(accelerator)
+    for _ in range(2):
+        accelerator.backward(loss_of(engine))
+    with pytest.raises(PartitionError, match=r"^2 calls of accelerator.backward\(\) came before .*add them .*with accelerator.accumulate\(model\)"):
+        optimizer.step()
+    accelerator.prepare(torch.utils.data.DataLoader([1, 2], batch_size=3))  # changes nothing
+    for _ in range(3):
+        accelerator.backward(loss_of(engine))
+        optimizer.step()
+    assert engine.global_steps == 5
+    for _ in range(2):
+        accelerator.backward(loss_of(engine))
+    with pytest.raises(PartitionError, match="2 calls"):
+        optimizer.step()
+
+
+def test_a_script_that_leaves_steps_to_its_backwards_goes_on() -> None:
+    accelerator = accelerator_with()
+    engine, _ = prepared(accelerator)
+    for _ in range(3):
+        accelerator.backward(loss_of(engine))
+    assert engine.global_steps == 3
+
+
+def test_a_backward_that_overflowed_may_be_passed_over() -> None:
+    accelerator = accelerator_with(fp16={"enabled": True, "loss_scale": 2.0})
+    model = stack()
+    engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in (float("inf"), 1.0):
+        accelerator.backward(engine(features(0, 0, 0).half()).float().pow(2).mean() * factor)
+        if factor == 1.0:
+            optimizer.step()
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_inside_no_sync_add_up(stage: int) -> None:
+    accelerator = accelerator_with(stage=stage, clip=0.0)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    for rank in range(3):
+        with accelerator.no_sync(engine) if rank < 2 else nullcontext():
+            accelerator.backward(engine(features(0, 0, rank)).pow(2).mean())
+        (plain(features(0, 0, rank)).pow(2).mean() / 2).backward()  # Accelerate divides by gradient_accumulation_steps
+        assert engine.global_steps == (rank == 2)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_second_of_two_models_trains_where_the_first_is_a_teacher() -> None:

@@ -15,7 +15,6 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertFo
 
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
-from hf_zero.integrations import several
 from hf_zero.integrations.trainer_config import refuse_full_eval
 
 
@@ -89,31 +88,3 @@ def test_an_evaluation_in_another_precision(kind: str) -> None:
     refuse_full_eval({kind: {"enabled": True}}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True}))
     refuse_full_eval({}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True, kind: True}))
     refuse_full_eval({}, SimpleNamespace(**arguments))
-
-
-class Wrapped:
-    """Accelerate's wrapper around an engine, which steps it where gradients are whole."""
-
-    def __init__(self) -> None:
-        self.engine = SimpleNamespace(counters=SimpleNamespace(micro_steps=0))
-        self.losses: list[int] = []
-
-    def backward(self, loss: int, sync_gradients: bool = True) -> None:
-        self.losses.append(loss)
-        self.engine.counters.micro_steps += sync_gradients
-
-
-def test_two_backwards_of_one_step_under_accelerate() -> None:
-    """The first one steps, so that the second would be a step of its own: plain PyTorch adds them."""
-    wrapped, stepped = Wrapped(), []
-    optimizer = SimpleNamespace(step=lambda: stepped.append(1))
-    several._expect_steps(wrapped, SimpleNamespace(_optimizers=[optimizer]))
-    assert optimizer.step.__func__  # which torch's schedulers wrap
-    for loss in (1, 2):
-        wrapped.backward(loss, sync_gradients=False)
-    wrapped.backward(3)
-    with pytest.raises(PartitionError, match=r"add the losses and call accelerator.backward\(\) once"):
-        wrapped.backward(4)
-    optimizer.step()
-    wrapped.backward(5)
-    assert wrapped.losses == [1, 2, 3, 5] and stepped == [1]
