@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,15 +27,14 @@ from hf_zero.core.guards import Attached
 from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.parameter import any_raw_grad
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.tree import map_tensors, tensors_in, transformed
+from hf_zero.core.tree import requiring_grad, tensors_in, transformed, with_replaced
 from hf_zero.core.unit import Call, OuterCall, Unit
 from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
 
 
-def _graph_task() -> int:
-    return torch._C._current_graph_task_id()
+_graph_task = torch._C._current_graph_task_id
 
 
 def _last_node() -> int:
@@ -43,15 +42,15 @@ def _last_node() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
-def _mark(inputs: Sequence[torch.Tensor], call: Call, over: Callable[[], None]) -> Sequence[torch.Tensor]:
+def _mark(inputs: Iterable[torch.Tensor], call: Call, over: Callable[..., None]) -> Sequence[torch.Tensor]:
     """``inputs`` again as views, which a block may change in place, with ``over`` called once all their gradients are known.
 
     Not each of several inputs has a part in every backward: those that have are counted when the backward of ``call`` begins.
     """
     views = [each.view_as(each) for each in inputs]
-    nodes = [view.grad_fn for view in views if view.grad_fn is not None]
+    nodes = [node for view in views if (node := view.grad_fn) is not None]
     if len(nodes) == 1:
-        nodes[0].register_hook(lambda *_: over())
+        nodes[0].register_hook(over)
         return views
     call.marks = nodes
 
@@ -196,15 +195,14 @@ class Hooks:
         if call is None:
             return None
         unit.runs_here()
-        inputs = list({id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values())
+        inputs = requiring_grad(args, kwargs)
         if not inputs:
             call.last_node = _last_node()
             return None
         call.marked = True
-        views = _mark(inputs, call, partial(self._post_backward, call))
+        views = _mark(inputs.values(), call, partial(self._post_backward, call))
         call.last_node = _last_node()
-        replaced = dict(zip(map(id, inputs), views))
-        return map_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
+        return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
     def _enter_transformed(self, unit: Unit | None) -> None:
         """A forward under grad, vmap or another transform of torch.func, whose graphs are its own: no pass of this engine."""
@@ -282,9 +280,10 @@ class Hooks:
 
     def _watch_output(self, call: Call, marks: Sequence[torch.autograd.graph.Node], output: Any, raised: BaseException | None) -> None:
         hooked, last = False, call.last_node  # later ones are the forward's
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                hooked, last = True, max(last, tensor.grad_fn._sequence_nr())
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            node = tensor.grad_fn
+            if node is not None:
+                hooked, last = True, max(last, node._sequence_nr())
                 tensor.register_hook(partial(self._pre_backward, call, marks))
             elif tensor.requires_grad:
                 _keep(call.unit, call.outer)  # a parameter itself: whoever gets it reads it again in backward
@@ -304,7 +303,8 @@ class Hooks:
                 f"create_graph=True at stage 3: the second backward would read weights of {call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
-        self._reach(call.outer)
+        if not call.outer.whole or call.outer not in self._reached:
+            self._reach(call.outer)
         self._pass(call, call.left)
         if marks and call not in call.unit.active:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
@@ -312,7 +312,7 @@ class Hooks:
         self._outstanding.starts(call)
         self._schedule.need(call.unit, call.module)
 
-    def _post_backward(self, call: Call) -> None:
+    def _post_backward(self, call: Call, *_: Any) -> None:
         self._enter_backward()
         unit = call.unit
         unit.pending.discard(call)

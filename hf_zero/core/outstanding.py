@@ -12,11 +12,14 @@ Reentrant checkpointing runs a forward without a graph and runs it again inside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Sequence
+from operator import attrgetter
 
 from hf_zero.core.unit import Call, OuterCall, Unit
 
 END = 1 << 62
+_began = attrgetter("began")
 
 
 class Outstanding:
@@ -47,21 +50,27 @@ class Outstanding:
         if not call.marked:
             self._unmarked.append(call)
 
-    def reach(self, moment: int) -> Iterator[Unit]:
+    def reach(self, moment: int) -> Sequence[Unit]:
         """The backward has come to ``moment``; gives the units of calls without a mark that are over by that."""
         if moment >= self._reached:
-            return
+            return ()
         self._reached = moment
         over = [call for call in self._unmarked if call.began >= moment]
         if over:
             self._unmarked = [call for call in self._unmarked if call.began < moment]
-        for call in over:
-            if not self.awaits_calls(call.unit):
-                yield call.unit
+        return [call.unit for call in over if not self.awaits_calls(call.unit)]
 
     def awaits_calls(self, unit: Unit) -> bool:
         """Whether the backward of a call of ``unit`` may still come or is under way."""
-        return any(self._may_come(call) for call in unit.pending) or any(self._may_come(call) for call in unit.active)
+        # Several blocks may share a unit, and each of their calls asks: the one that was found last time answers most of them.
+        found = unit.awaited()
+        if found is not None and self._may_come(found) and (found in unit.active or found in unit.pending):
+            return True
+        coming = [call for calls in (unit.active, unit.pending) for call in calls if self._may_come(call)]
+        if not coming:
+            return False
+        unit.awaited = weakref.ref(min(coming, key=_began))  # a backward comes to it last
+        return True
 
     def _may_come(self, call: Call) -> bool:
         return call.began < self._reached or call.outer is self.recomputation

@@ -124,6 +124,8 @@ class Schedule:
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units that were gathered for others' sake among the first ``through`` of the plan, if this backward needs them no more."""
+        if not self._passed:
+            return
         kept = []
         for place, unit in self._passed:
             if place >= through or awaits(unit):

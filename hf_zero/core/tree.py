@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 Visit = Callable[[torch.Tensor], torch.Tensor]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset(_ATOMS)  # a class of such values; one that is derived from them may hold anything
 
 
 def transformed() -> bool:
@@ -63,6 +64,34 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
             return value
         return dataclasses.replace(value, **changed)
     return value
+
+
+def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """The tensors in what a module is called with that require grad, by id: of each call of each block, so this must be quick."""
+    found = {}
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                found[id(value)] = value
+        elif type(value) not in _PLAIN:
+            found.update((id(tensor), tensor) for tensor in tensors_in(value) if tensor.requires_grad)
+    return found
+
+
+def with_replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Mapping[int, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Such arguments with the tensors whose ids ``replaced`` holds replaced; lists and plain dicts in them are changed in place."""
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        return replaced.get(id(tensor), tensor)
+
+    def given(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return visit(value)
+        return value if type(value) in _PLAIN else map_tensors(value, visit, in_place=True)
+
+    return tuple(map(given, args)), {key: given(value) for key, value in kwargs.items()}
 
 
 def tensors_in(value: Any, unknown: list[Any] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -57,6 +58,10 @@ class Call:
         self.marks_left = 0  # of several inputs that have a part in the backward under way, those whose gradients are to come
 
 
+def _no_call() -> None:
+    """What a unit awaits whose calls have not been looked at."""
+
+
 class Unit:
     """One module, or several small ones, and the flats that are gathered and released together for them."""
 
@@ -70,6 +75,7 @@ class Unit:
         self.state = State.GATHERED
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is to come: decides the reduction
         self.active: set[Call] = set()  # calls whose backward is under way: decides the release
+        self.awaited: Callable[[], Call | None] = _no_call  # weakly, one of these that was found to come last
         self.open: list[Call | None] = []  # forwards under way, innermost last
         self.reruns = 0  # forwards without a graph in training, which a reentrant checkpoint may run again in the backward
         self.pins = 0
@@ -117,8 +123,14 @@ class Unit:
 
     def runs_here(self) -> None:
         """A forward that has a graph begins, in the current stream."""
-        if self.trainable and not kinds.is_host(self.trainable[0].full.device):
-            self._streams.add(streams.current_stream(self.trainable[0].full.device))
+        if self._device_of_streams is not None:
+            self._streams.add(streams.current_stream(self._device_of_streams))
+
+    @cached_property
+    def _device_of_streams(self) -> torch.device | None:
+        """Where its gradients accumulate on streams; None where it has none, or they come in the host's order."""
+        device = self.trainable[0].full.device if self.trainable else None
+        return None if device is None or kinds.is_host(device) else device
 
     def await_gradients(self) -> None:
         """From now on the current stream may read the gradients that a backward has accumulated.

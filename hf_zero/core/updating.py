@@ -148,8 +148,9 @@ class Updating:
                 handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
         for handle in handles:
             handle.wait()
+        gathered = frozenset(self.schedule.gathered)
         for unit in dict.fromkeys(flat.unit for flat in chosen):
-            if unit.index in self.schedule.gathered:
+            if unit.index in gathered:
                 unit.launch_gather()  # pinned across the step: its whole values are those of before
                 unit.finish_gather()
 

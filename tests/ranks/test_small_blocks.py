@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+import hf_zero
 from hf_zero.core.parameter import WatchedParameter
 from hf_zero.core.wrap import cut
 from tests.helpers import oracle
@@ -126,3 +129,32 @@ def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
     want = on_ranks(2, run, 2, False, build=build)[0]
     got = on_ranks(2, run, 3, True, build=build)[0]
     oracle.compare_tensors("weights", got, want)
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 150), (2, 145), (3, 315)])
+def test_the_python_that_a_block_costs_in_a_step(stage, most):
+    """Calls of the engine's functions, as many in every run; torch's own and the model's are not counted."""
+    package = str(Path(hf_zero.__file__).parent)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        seen = 0
+
+        def count(frame, event, arg):
+            nonlocal seen
+            seen += event == "call" and frame.f_code.co_filename.startswith(package)
+
+        for number in range(4):
+            if number == 3:
+                sys.setprofile(count)
+            try:
+                engine.backward(squared(engine, At(number, 0, rank)))
+                engine.step()
+            finally:
+                sys.setprofile(None)
+        engine.destroy()
+        return seen
+
+    counts = [on_ranks(1, run, build=lambda blocks=blocks: seeded(lambda: Stack(blocks)))[0] for blocks in (4, 12)]
+    each = (counts[1] - counts[0]) / 8
+    assert 10 < each <= most, f"{each:.1f} calls a block"

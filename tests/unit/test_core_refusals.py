@@ -187,7 +187,7 @@ def test_a_change_of_the_model_between_steps_that_nothing_would_train(change: Ca
     change(model)
     model.zero_grad()
     for _ in range(2):  # nor does it forget
-        with pytest.raises(PartitionError, match="replaced by another parameter|was added to the model after"):
+        with pytest.raises(PartitionError, match=r"replaced by another parameter|was added to the model after"):
             engine.step()
 
 
