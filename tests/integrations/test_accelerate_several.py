@@ -58,7 +58,9 @@ def test_two_backwards_of_one_step_are_refused_by_it() -> None:
     engine, optimizer = prepared(accelerator)
     for _ in range(2):
         accelerator.backward(loss_of(engine))
-    with pytest.raises(PartitionError, match=r"^2 calls of accelerator.backward\(\) came before .*add them .*with accelerator.accumulate\(model\)"):
+    with pytest.raises(
+        PartitionError, match=r"^2 calls of accelerator.backward\(\) came before .*add them .*with accelerator.accumulate\(model\)"
+    ):
         optimizer.step()
     accelerator.prepare(torch.utils.data.DataLoader([1, 2], batch_size=3))  # changes nothing
     for _ in range(3):
