@@ -7,15 +7,24 @@ process. Imported in the middle of ``import accelerate``: anything of Accelerate
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.config.provenance import SourcedDict
-from hf_zero.errors import RankMismatchError
+from hf_zero.core.parameter import owner_of
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.launching import cpu_forced, launched, written_keys, zero_asked_for
 from hf_zero.integrations.sources import mapping_of, remember_launch
+
+AUTO = "auto"
+TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,19 +142,49 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     """What Accelerate and TRL expect of an engine, beside others and alone (``Accelerator._prepare_deepspeed``)."""
 
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
-        result = original(self, *args)
-        if finder.chosen():
-            from hf_zero.core.engine import Engine
-            from hf_zero.integrations.offload_names import offer_offload_names
-            from hf_zero.integrations.several import join
+        if not finder.chosen():
+            return original(self, *args)
+        _refuse_optimizer_alone(args)
+        with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
+            result = original(self, *args)
+        from hf_zero.core.engine import Engine
+        from hf_zero.integrations.offload_names import offer_offload_names
+        from hf_zero.integrations.several import join
 
-            for engine in result:
-                if isinstance(engine, Engine) and engine.optimizer is not None:
-                    offer_offload_names(engine)
-            join(self)
+        for engine in result:
+            if isinstance(engine, Engine) and engine.optimizer is not None:
+                offer_offload_names(engine)
+        join(self)
         return result
 
     return _prepare_deepspeed
+
+
+@contextmanager
+def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
+    """Accelerate asks for a data loader with a batch size where the config leaves it open; the engine trains without that number."""
+    loaders = [each for each in args if isinstance(each, DataLoader)]
+    taken = {}
+    if config.get(MICRO) == AUTO and (not loaders or any(loader.batch_size is None for loader in loaders)):
+        taken = {key: config.pop(key) for key in (TOTAL, MICRO) if config.get(key) == AUTO}
+    try:
+        yield
+    finally:
+        if not any(isinstance(each, nn.Module) for each in args):  # the model is still to come, perhaps with a data loader
+            config.update(taken)
+
+
+def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
+    """Raise PartitionError for an optimizer whose model has been prepared without it: that engine cannot step."""
+    if any(isinstance(each, nn.Module) for each in args):
+        return
+    for optimizer in (each for each in args if isinstance(each, torch.optim.Optimizer)):
+        owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if any(flat is not None for flat in owners):
+            raise PartitionError(
+                f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under ZeRO the model is laid out for its optimizer; "
+                "prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
+            )
 
 
 def _start_on_cpu(**kwargs: Any) -> None:
