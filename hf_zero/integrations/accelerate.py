@@ -7,6 +7,7 @@ process. Imported in the middle of ``import accelerate``: anything of Accelerate
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,19 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
         _join_group(self, kwargs.get("timeout"))
 
     return __init__
+
+
+def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The name of the collective that Accelerate calls is its own affair (``_gpu_gather``)."""
+
+    def _gpu_gather(tensor: Any) -> Any:
+        with warnings.catch_warnings():
+            if finder.chosen():
+                message = "`torch.distributed.all_gather_into_tensor` is deprecated"
+                warnings.filterwarnings("ignore", message, FutureWarning)
+            return original(tensor)
+
+    return _gpu_gather
 
 
 def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:

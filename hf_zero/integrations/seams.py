@@ -87,6 +87,13 @@ SEAMS: tuple[Seam, ...] = (
         why="the last place before a plain, unsharded process where a ZeRO configuration was asked for",
     ),
     Seam(
+        target="accelerate.utils.operations:_gpu_gather",
+        signature="(tensor)",
+        wrapper="hf_zero.integrations.accelerate:gather_without_deprecation",
+        versions=ACCELERATE,
+        why="under torch 2.13 every rank of a device run warns that all_gather_into_tensor is deprecated, which no user can change",
+    ),
+    Seam(
         target="accelerate.state:PartialState._prepare_backend",
         signature="(self, cpu=False, sagemaker_dp=False, backend=None)",
         wrapper="hf_zero.integrations.accelerate:answer_gloo",

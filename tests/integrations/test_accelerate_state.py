@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,14 @@ def test_a_plain_process_has_a_group_of_one_rank() -> None:
     accelerator.wait_for_everyone()
     PartialState().wait_for_everyone()
     assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_a_gather_on_a_device_warns_of_nothing_that_the_script_could_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(deepspeed_plugin=plugin())
+    monkeypatch.setitem(PartialState._shared_state, "backend", "nccl")  # the way that ranks on devices go
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counterpart of the next test: ranks without an accelerator")
