@@ -176,7 +176,7 @@ class Axis:
             off = partial(break_off, each, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
             lane = Lane(title, self.ranks, timeout, off, native=not self._follows)
-            lanes.append(watch.presence.lane(lane) if watch.presence is not None and self.size > 1 else lane)
+            lanes.append(lane if watch.presence is None or each is None else watch.presence.lane(lane))
         self.gathers, self.reductions = lanes
 
     @property
@@ -270,7 +270,7 @@ class Axis:
             handle = self._sum_small(values, wait, self._group)
         else:
             works = self._start(wait, lambda: [dist.all_reduce(values, group=self._group, async_op=True)])
-            handle = Handle(works, self._watch, wait, [values])
+            handle = Handle(works, self._watch, wait, [values], follows=self._follows)
         before, self._marked = self._marked, handle
         if before is not None:
             before.wait()

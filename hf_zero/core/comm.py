@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_zero.config import ZeroConfig
 from hf_zero.core import whereabouts
 from hf_zero.core.agreement import Agreement
-from hf_zero.core.axis import CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_off, meet
+from hf_zero.core.axis import BLOCKING, CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_off, meet
 from hf_zero.core.discovery import LOOPBACK, announce
 from hf_zero.core.interface import choose_interface
 from hf_zero.core.lane import Lane, Wait
@@ -207,7 +207,8 @@ class Everybody:
         self.watch = Watch(enabled=presence is not None, presence=presence)
         self._agrees = presence is not None and _backend_of(CPU) == "gloo"
         off = partial(break_off, dist.group.WORLD, _backend_of(CPU), self.world, self.rank, default_device())
-        self.lane = Lane("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off)
+        native = _backend_of(CPU) in BLOCKING  # another backend tells of no peer that dies
+        self.lane = Lane("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)
         if presence is not None:
             presence.lane(self.lane)
 

@@ -140,7 +140,7 @@ class Presence:
             # A backend tells of a peer that is gone by itself, and what is on the wire may still come.
             return Verdict(self._without_store(), self._without_store()) if lane is not None and not lane.native else None
         for rank in dead:
-            if posts.get(rank, {}).get("state", "here") in ("here", "waits"):
+            if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended"):
                 posts[rank] = {"state": "dead", "lanes": posts.get(rank, {}).get("lanes", {}), "why": ""}
         return judge(self.rank, self.post(wait), posts, stuck_in)
 
@@ -239,7 +239,7 @@ def _identity(process: int) -> str:
 
 def _end_of(posts: Mapping[int, Post], dead: list[int]) -> str | None:
     """The worst that has happened to another rank."""
-    silent = [rank for rank in dead if posts.get(rank, {}).get("state", "here") in ("here", "waits", "dead")]
+    silent = [rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")]
     if silent:
         names = ", ".join(map(str, silent))
         return f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, or crashed in native code)"

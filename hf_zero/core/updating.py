@@ -148,11 +148,14 @@ class Updating:
                 handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
         for handle in handles:
             handle.wait()
-        gathered = frozenset(self.schedule.gathered)
+        resident = frozenset(self.schedule.resident)
         for unit in dict.fromkeys(flat.unit for flat in chosen):
-            if unit.index in gathered:
-                unit.launch_gather()  # pinned across the step: its whole values are those of before
+            if unit.index in resident:
+                unit.launch_gather()  # whole across the step on every rank: its values are those of before
                 unit.finish_gather()
+            else:
+                # Here by a graph that this rank has not dropped yet, which keeps the values of before; other ranks may have none.
+                unit.release(keep_views=True)
 
     def _bring_back_what_fits(self) -> None:
         """After the first step: keep the state of those units on the device that come first and for which it has room (collective)."""

@@ -138,7 +138,14 @@ class Watch:
             # All lanes, not only the one waited on: a group in which something is still under way joins its thread when it is freed.
             for lane in list(self.presence.lanes.values()):
                 if not lane.closed:
-                    lane.break_off()
+                    self._break_off(lane)
+
+    @staticmethod
+    def _break_off(lane: Lane) -> None:
+        try:
+            lane.break_off()
+        except Exception:  # the other lanes must raise all the same, and this thread goes on for engines made later
+            logger.exception("could not break off %s", lane.name)
 
     def end(self, verdict: str) -> None:
         """End this rank, and all that it waits for, for a reason that another thread or rank has found."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import engine_opener, train_on_threads
+from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.left_out import LeftOut, at_random, on_one
-from tests.helpers.training import Plan
+from tests.helpers.models import floats, seeded
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Plan, adamw
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
@@ -48,3 +52,64 @@ def test_compiled_blocks():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_at_random_everywhere(ranks, accumulation, checkpoints, stage):
     check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, accumulation, stage, steps=6)
+
+
+class _Leaving(nn.Module):
+    """A block that leaves a result where no hook sees it, so that its unit stays whole as long as that lives."""
+
+    def __init__(self, left: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.left = nn.Linear(8, 8), left
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(self.layer(x))
+        self.left.append(out * out)
+        return out
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[torch.Tensor] = []
+        self.blocks = nn.ModuleList(_Leaving(self.left) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean() + sum(each.mean() for each in self.left)
+        self.left.clear()
+        return loss
+
+
+def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather() -> None:
+    models = [seeded(_Chain) for _ in range(2)]
+
+    def run(rank: int) -> tuple[int, list[float]]:
+        engine = start(models[rank], adamw(models[rank]), config_of(3))
+        held, losses = None, []
+        for step in range(4):
+            x = floats(step, 0, rank, 3, 8)
+            if step == 2:
+                held = engine(x)
+                if rank == 1:
+                    held = None
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        issued = engine.comm.shard.gathers.issued
+        del held
+        engine.destroy()
+        return issued, losses
+
+    first, second = run_ranks(2, run)
+    assert first[0] == second[0], "ranks have issued as many gathers"
+    plain = seeded(_Chain)
+    optimizer = adamw(plain)
+    for step in range(4):
+        each = [plain(floats(step, 0, rank, 3, 8)) for rank in range(2)]
+        for got, want in zip((first, second), each):
+            assert got[1][step] == pytest.approx(float(want), rel=1e-5)
+        optimizer.zero_grad()
+        (sum(each) / 2).backward()
+        optimizer.step()

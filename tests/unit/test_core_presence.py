@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -205,6 +206,14 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as long as nobody asks for its end
         assert here._dead(1)
         assert here.cause(0.0) == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
+        lane = here.lane(Lane("gathers", range(2), 60.0, native=False))
+        wait = lane.issue("gather 1")
+        for state in ("here", "waits", "follows"):  # what it posted last, perhaps long before
+            store.set("1", json.dumps(post(None, state, gathers=[])))
+            store.add("news", 1)
+            verdict = here.verdict(wait, ())
+            assert verdict is not None and "died without a word" in verdict.text, state
+            assert here.cause(0.0) is not None, state
     store.set("who/0", "another-host 1 1")
     elsewhere = Presence(store, 1, 2)
     store.set("who/0", "another-host 1 1")

@@ -183,3 +183,19 @@ def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch)
         work.completed = True
     watches[0].follow(lanes[0].issue("all-gather"), [Work()])
     assert len(kept) == 1
+
+
+def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    here, broken = Presence(dist.HashStore(), 0, 2), []
+
+    def fails() -> None:
+        raise RuntimeError("no such group")
+
+    for name, off in (("first", fails), ("second", lambda: broken.append("second"))):
+        here.lane(Lane(name, range(2), 60.0, off))
+    watch = Watch(presence=here)
+    watch.end("rank 1 has failed")
+    watch.close()
+    assert broken == ["second"] and "could not break off first" in caplog.text
+    with pytest.raises(RankMismatchError, match="rank 1 has failed"):
+        watch.check()
