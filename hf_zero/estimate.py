@@ -216,7 +216,7 @@ def _plan(
 
 def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
     name, module = _open(model)
-    cuts, _ = cut(module)
+    cuts, _ = cut(module, plan.granularity)
     return name, groups_of(cuts, module, plan.precision), len(cuts)
 
 

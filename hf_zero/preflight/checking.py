@@ -61,7 +61,8 @@ def check(
     Raises:
         DoesNotFitError: something is short, unless the variable HF_ZERO_PREFLIGHT is 0: then the report has it as a ``warning``.
     """
-    cuts = cut(model)[0] if isinstance(model, nn.Module) else list(model)
+    granularity = config.zero.module_granularity_threshold
+    cuts = cut(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
     root = cuts[0].module
     where = device or torch.device(kinds.accelerator() or "cpu")
     groups = groups_of(cuts, root, config.precision)

@@ -63,6 +63,7 @@ class Plan:
     accumulation: int = 1
     accumulation_dtype: str | None = None
     prefetch: int = 50_000_000
+    granularity: int | None = None  # as for hf_zero.core.wrap.cut
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     gpu: bool = True
@@ -80,6 +81,7 @@ class Plan:
             accumulation=config.gradient_accumulation_steps or 1,
             accumulation_dtype=config.gradient_accumulation_dtype,
             prefetch=config.zero.prefetch_bucket_size,
+            granularity=config.zero.module_granularity_threshold,
             optimizer=config.offload_optimizer,
             param=config.offload_param,
             gpu=gpu,

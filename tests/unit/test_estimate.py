@@ -55,6 +55,16 @@ def test_the_largest_unit_is_named() -> None:
     assert row.largest_unit == 2 * 202_383_360
 
 
+def test_units_are_those_of_the_configuration() -> None:
+    def estimated(granularity: int) -> Any:
+        config = {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": granularity}}
+        return hf_zero.estimate(TINY, ranks=2, config=config)
+
+    alone, joined = estimated(0), estimated(1_000_000)
+    assert alone.units - joined.units == TINY.num_hidden_layers - 1
+    assert joined.at(3).largest_unit >= TINY.num_hidden_layers * 4 * 33_000 > alone.at(3).largest_unit
+
+
 def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
     ways: list[Any] = [TINY, TINY.to_dict(), tmp_path, str(tmp_path), str(tmp_path / "config.json"), BertForMaskedLM(TINY)]

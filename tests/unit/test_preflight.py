@@ -211,6 +211,19 @@ def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
     assert report.needs.device == (Part("parameters", 2 * parameters),)
 
 
+def test_units_are_those_of_the_configuration() -> None:
+    """Blocks that are gathered together take memory together."""
+
+    def gathered(granularity: int) -> int:
+        section = {"stage": 3, "stage3_module_granularity_threshold": granularity}
+        config = ZeroConfig.coerce({"zero_optimization": section, "bf16": {"enabled": True}})
+        model = llama(64, 12, 128, 4, 64)
+        report = check(model, config.resolve(2, training=False), 2, device=GPU, free=Free(GIB, GIB))
+        return next(part.nbytes for part in report.needs.device if part.what == "gathered units")
+
+    assert gathered(10_000_000) > 3 * gathered(0)
+
+
 def test_the_model_s_own_memory_is_room() -> None:
     """It moves into the engine, and is freed: counted once, whatever it is tied to."""
     tied = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(8, 8, bias=False, device="meta"))
