@@ -174,6 +174,20 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_deepspeed
 
 
+def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Under ZeRO it and ``prepare_model`` would leave each rank to train a model of its own (``Accelerator.prepare_optimizer``)."""
+
+    def prepare_optimizer(self: Any, optimizer: Any, device_placement: Any = None) -> Any:
+        if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
+            raise PartitionError(
+                f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model stays whole and its gradients are not averaged "
+                "over the ranks; prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        return original(self, optimizer, device_placement)
+
+    return prepare_optimizer
+
+
 @contextmanager
 def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
     """Accelerate asks for a data loader with a batch size where the config leaves it open; the engine trains without that number."""

@@ -153,6 +153,13 @@ SEAMS: tuple[Seam, ...] = (
         why="drops max_norm in silence, knows the norm of one engine alone, and reads it back in each step",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.prepare_optimizer",
+        signature="(self, optimizer, device_placement=None)",
+        wrapper="hf_zero.integrations.accelerate:refuse_optimizer_apart",
+        versions=ACCELERATE,
+        why="under DEEPSPEED it and prepare_model leave each rank with a model of its own, which trains apart without a word",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.no_sync",
         signature="(self, model)",
         wrapper="hf_zero.integrations.several:add_up_in_no_sync",

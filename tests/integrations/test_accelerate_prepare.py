@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_zero.errors import PartitionError
+from hf_zero.integrations.accelerate import refuse_optimizer_apart
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
 
@@ -56,3 +59,12 @@ def test_an_optimizer_after_its_model_is_refused() -> None:
     ours.prepare(model)
     with pytest.raises(PartitionError, match=r"given SGD after its model: .*model, optimizer = accelerator.prepare\(model, optimizer\)"):
         ours.prepare(optimizer)
+
+
+@pytest.mark.parametrize(("kind", "ranks", "refused"), [("DEEPSPEED", 2, True), ("DEEPSPEED", 1, False), ("MULTI_CPU", 2, False)])
+def test_an_optimizer_apart_from_its_model_is_refused_on_ranks(kind: str, ranks: int, refused: bool) -> None:
+    accelerator()  # ZeRO is hf-zero's here
+    prepare, taken = refuse_optimizer_apart(lambda self, optimizer, device_placement: optimizer), torch.optim.SGD(stack().parameters())
+    of = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=ranks)
+    with pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\) .*prepare both in one call") if refused else nullcontext():
+        assert prepare(of, taken) is taken
