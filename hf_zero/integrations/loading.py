@@ -76,13 +76,20 @@ def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
+def _is_trained(weight: nn.Parameter) -> bool:
+    """Whether an engine trains ``weight``, and does not merely hold its shards until ``initialize``."""
+    flat = owner_of(weight)
+    engine = flat.engine() if flat is not None else None
+    return engine is not None and not engine.holds
+
+
 def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Embeddings that an engine trains keep their size (``PreTrainedModel.resize_token_embeddings``)."""
 
     def resize_token_embeddings(self: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: bool = True) -> Any:
         embeddings: Any = self.get_input_embeddings()
         asks = pad_to_multiple_of is not None or new_num_tokens not in (None, getattr(embeddings, "num_embeddings", None))
-        if asks and isinstance(embeddings, nn.Module) and any(owner_of(weight) is not None for weight in embeddings.parameters()):
+        if asks and isinstance(embeddings, nn.Module) and any(map(_is_trained, embeddings.parameters())):
             raise PartitionError(
                 f"resize_token_embeddings({new_num_tokens}) of a model that an engine trains: its shards are laid out; resize before "
                 "hf_zero.initialize, accelerator.prepare or trainer.train"

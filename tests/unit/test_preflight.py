@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig
@@ -310,6 +310,7 @@ def test_nothing_fits() -> None:
     assert not any("files" in trial.name for trial in found(1, 1).trials)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 100), st.none() | st.integers(1, 100))
 def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: int | None) -> None:
     result = found(device, ram, disk)

@@ -77,7 +77,7 @@ def test_without_offload_it_is_the_stage_table(model: list[Group], plan: Plan) -
     assert (own.ram_bytes, own.pinned, own.disk_bytes, own.files) == (0, 0, 0, ())
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
 def test_the_optimizer_on_the_cpu(model: list[Group], plan: Plan, moments: Any) -> None:
     plan = replace(plan, optimizer=OffloadOptimizer("cpu", moments=moments, buffer_size=64))
