@@ -57,6 +57,13 @@ def right_sums(job: Job) -> Any:
 
 
 @program
+def right_mean_of_integers(job: Job) -> Any:
+    values = job.torch.tensor([4, 7], device=job.device) * (job.rank + 1)
+    job.dist.all_reduce(values, op=job.dist.ReduceOp.AVG, group=job.first)
+    return values.tolist()
+
+
+@program
 def right_gathers_in_the_background(job: Job) -> Any:
     pending = [job.gather(job.first, count) for count in (5, 64, 200)]
     for _, work in pending:

@@ -21,6 +21,7 @@ WIDTH, BLOCKS, ROWS = 48, 6, 4
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}
+HALF = {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "ratio": 0.5}}
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
 
@@ -45,6 +46,8 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {**ONCE, "gradient_clipping": 0.0},
     ),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
+    "stage 2, half of the optimizer on the host, SGD": (2, HALF, {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}),
+    "stage 3, half of the optimizer on the host, RMSprop": (3, HALF, {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}),
 }
 
 
@@ -101,7 +104,7 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
     model, chosen = tower(), config(job)
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    optimizer = getattr(torch.optim, chosen["optimizer"]["type"])(model.parameters(), **chosen["optimizer"]["params"])
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
     losses = []
     for step in range(steps):

@@ -124,7 +124,14 @@ struct Communicator final : c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return launch(OpType::ALLREDUCE, "all_reduce", describe(options.reduceOp), {}, tensors, options.asyncOp,
                   [inner = gloo, options](Tensors&, Tensors& to) {
-                    return inner->allreduce(to, options);
+                    if (options.reduceOp != c10d::ReduceOp::AVG || to[0].is_floating_point())
+                      return inner->allreduce(to, options);
+                    c10d::AllreduceOptions sum;  // NCCL has means of integers, gloo has none
+                    sum.timeout = options.timeout;
+                    auto work = inner->allreduce(to, sum);
+                    work->wait();
+                    to[0].div_(inner->getSize(), "trunc");
+                    return work;
                   });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {

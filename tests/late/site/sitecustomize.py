@@ -15,7 +15,7 @@ if os.environ.get("LATE_AS") == "cuda" and ("RANK" in os.environ or os.environ.g
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from tests.late import device
 
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))  # Lightning sets the first one later
     device.configure(os.environ.get("LATE_MODE", "random"), seed=int(os.environ.get("LATE_SEED", rank)), nap=0.1)
 
     def report() -> None:
