@@ -1,4 +1,4 @@
-"""The recipes on two ranks of the simulated device, which poses as CUDA: no report, and the losses of CPU ranks."""
+"""The recipes on two ranks of the simulated device, which poses as CUDA: no report; without dropout, the losses of CPU ranks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_recipe_trains_without_a_report(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, recipe in FOUND.items() if recipe.history])
+@pytest.mark.parametrize("name", ["cifar10", "gpt2"])  # the others have dropout
 def test_a_recipe_has_the_losses_of_cpu_ranks(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     late, cpu = run(name, tmp_path / "late", as_cuda=True), run(name, tmp_path / "cpu", as_cuda=False)
