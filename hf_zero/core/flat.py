@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.core.axis import Axis
 from hf_zero.core.layout import FlatLayout, Slot
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, become, given_class
+from hf_zero.core.parameter import LiveParameter, OwnedParameter, ReleasedParameter, become, given_class, owned_class
 from hf_zero.core.states import MASTER, States
 from hf_zero.core.storage import Storage
 from hf_zero.core.writes import UserWrites
@@ -86,6 +86,7 @@ class Flat:
         self._master: torch.Tensor | None = None
         self._storage: Storage | None = None
         self._at = 0
+        self._made: dict[type[OwnedParameter], list[type[OwnedParameter]]] = {}  # classes of members, by state
         self._placeholders: dict[str, torch.Tensor] = {}
         # torch.utils.swap_tensors would exchange what a view of the flat stands for; it refuses tensors with weak references.
         self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
@@ -369,8 +370,8 @@ class Flat:
 
     def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(self.members, self.views.values()):
-                become(parameter, kind)
+            for parameter, made, view in zip(self.members, self._classes(kind), self.views.values()):
+                parameter.__class__ = made
                 _set_data(parameter, view)
 
     def leave_storage(self) -> None:
@@ -380,9 +381,16 @@ class Flat:
     def point_at_nothing(self) -> None:
         self.user_writes.drop_aliases()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, placeholder in zip(self.members, self._placeholders.values()):
+            released = self._classes(ReleasedParameter)
+            for parameter, made, placeholder in zip(self.members, released, self._placeholders.values()):
                 _set_data(parameter, placeholder)
-                become(parameter, ReleasedParameter)
+                parameter.__class__ = made
+
+    def _classes(self, kind: type[OwnedParameter]) -> list[type[OwnedParameter]]:
+        """The class of each member in the state ``kind``; the classes that they were given do not change."""
+        if kind not in self._made:
+            self._made[kind] = [owned_class(kind, given_class(parameter)) for parameter in self.members]
+        return self._made[kind]
 
     def retire(self) -> None:
         """Give whole parameters back to plain PyTorch. Released ones stay so; another engine can take them from the shards."""
