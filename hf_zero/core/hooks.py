@@ -32,6 +32,8 @@ from hf_zero.core.unit import Call, OuterCall, Unit
 from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
+# With these a decoder step of generate goes another way than a whole forward. Other keywords may be None on some ranks only.
+CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
 
 
 _graph_task = torch._C._current_graph_task_id
@@ -177,8 +179,7 @@ class Hooks:
             self.notice_broken()
         if self._nested == 0 and not inside:
             self.take_in_unannounced()
-            # A decoder step of generate takes other arguments than a whole forward, and goes another way.
-            given = sorted(key for key, value in kwargs.items() if value is not None)
+            given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
             kind = (name, torch.is_grad_enabled(), module.training, *given)
             self._schedule.begin(kind)
             self._outer = OuterCall(module is self._model, self._outstanding.moment())

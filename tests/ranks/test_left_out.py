@@ -9,10 +9,10 @@ from torch import nn
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
-from tests.helpers.left_out import LeftOut, at_random, on_one
-from tests.helpers.models import floats, seeded
+from tests.helpers.left_out import Dropping, LeftOut, at_random, on_one
+from tests.helpers.models import features, floats, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import Plan, adamw
+from tests.helpers.training import At, Driver, Plan, adamw
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
@@ -43,6 +43,37 @@ def test_over_replicas():
 
 def test_compiled_blocks():
     check(LeftOut(10, at_random(10, 0.4)), 2, 1, 3, steps=2, compile=COMPILED)
+
+
+class _Masking(Dropping):
+    """A stack with an optional keyword, for which its last block is there."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.chosen = range(len(self.blocks) - (mask is None))
+        return super().forward(x if mask is None else x * mask)
+
+
+class _MaskOnSomeRanks(LeftOut):
+    """A tensor for the keyword on one rank, and for the others None or, ``absent``, nothing; from ``since`` on, before on all."""
+
+    def __init__(self, absent: bool, since: int) -> None:
+        super().__init__(3, lambda at: ())
+        self.absent, self.since = absent, since
+
+    def build(self) -> nn.Module:
+        return seeded(lambda: _Masking(self.depth, 8))
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        mask = torch.full((1,), 0.5, dtype=net.dtype) if at.rank == 0 or at.step < self.since else None
+        given = {} if mask is None and self.absent else {"mask": mask}
+        return net(features(at.step, at.micro, at.rank).to(net.dtype), **given).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("absent, since", [(False, 0), (True, 0), (True, 2)])
+def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
+    plan = Plan(ranks=2, steps=4, accumulation=1)
+    job = _MaskOnSomeRanks(absent, since)
+    oracle.compare(train_on_threads(job, plan, engine_opener(3), timeout=20.0), oracle.run(job, plan), weight_floor=oracle.ROUNDING)
 
 
 @pytest.mark.long
