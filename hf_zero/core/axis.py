@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.watch import Watch
-from hf_zero.device import kinds
+from hf_zero.device import kinds, streams
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
@@ -76,9 +76,9 @@ class Handle:
         parts: Sequence[torch.Tensor] = (),
         free: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
-        follows: bool = False,
+        follows: torch.device | None = None,
     ):
-        """``follows``: waiting for the works may return before they are completed."""
+        """``follows``: the device on which only streams may wait for the works: waiting returns before they are completed."""
         self._works = list(works)
         self._watch = watch
         self._wait = wait
@@ -98,8 +98,10 @@ class Handle:
                     work.wait()
         except RuntimeError as error:
             raise self._watch.explain(self._wait, error) from error
-        if self._follows:
-            self._watch.follow(self._wait, works)
+        if self._follows is not None:
+            # The works keep tensors alive; an event in the stream that waits for them does not.
+            event = streams.record_here(self._follows)
+            self._watch.follow(self._wait, partial(_are_completed, works) if event is None else event.query)
         if self._finish is not None:
             self._finish()
 
@@ -137,6 +139,10 @@ class Handle:
             self._free = None
 
 
+def _are_completed(works: Sequence[Any]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
     if out.data_ptr() != source.data_ptr():
         out.copy_(source)
@@ -165,7 +171,7 @@ class Axis:
         # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
         self._reduce_group = second
         self._point_to_point = backend == "gloo"
-        self._follows = backend not in BLOCKING and not kinds.is_host(device)
+        self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
         self._ledger = ledger
         self._watch = watch
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -175,7 +181,7 @@ class Axis:
         for kind, each in (("gathers", group), ("reductions", second)):
             off = partial(break_off, each, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
-            lane = Lane(title, self.ranks, timeout, off, native=not self._follows)
+            lane = Lane(title, self.ranks, timeout, off, native=self._follows is None)
             lanes.append(lane if watch.presence is None or each is None else watch.presence.lane(lane))
         self.gathers, self.reductions = lanes
 

@@ -252,25 +252,48 @@ class Flat:
         """Keep gradients in 32 bits from now on: they are going to be sums, which would lose what is small."""
         self.settle()
         self.widens = False
-        if self.window is not None:
-            self.window = self.window.float()
-        if self.window is not None and self.states is None:
-            self.grad = self.window[self.owned[0] : self.owned[1]]
-        elif self.grad is not None:
+        if self.window is not None and self.window.itemsize == 2:
+            self._widen_windows(self.window.untyped_storage()._cdata)
+        if self.grad is not None and (self.window is None or self.states is not None):
             self.grad = self.grad.float()
 
-    def bring_states_back(self) -> None:
-        """Keep master weights and gradient on the device from now on; whoever knows the moments takes them first."""
-        master = self.master
-        assert self.states is not None and master is not None and self.grad is not None
+    def _widen_windows(self, storage: int) -> None:
+        """Widen all windows of one allocation at once: they stay neighbours, and the narrow memory is free again when this returns.
+
+        It is freed first where nothing is in it. A reduction under way keeps what it works on, and is cast when it lands.
+        """
+        places = {
+            flat: int(flat.window.storage_offset())
+            for flat in self.engine_flats
+            if flat.window is not None and flat.window.untyped_storage()._cdata == storage
+        }
+        assert self.window is not None
+        device, numel = self.window.device, self.window.untyped_storage().nbytes() // self.window.itemsize
+        narrow = self.window.as_strided((numel,), (1,), 0) if any(flat.holds_gradient for flat in places) else None
+        for flat in places:
+            flat.window = None
+            flat.grad = None if flat.states is None else flat.grad
+        wide = torch.zeros(numel, dtype=torch.float32, device=device) if narrow is None else narrow.float()
+        for flat, at in places.items():
+            flat.window = wide[at : at + flat.layout.padded]
+            if flat.states is None:
+                flat.grad = flat.window[flat.owned[0] : flat.owned[1]]
+
+    def bring_states_back(self, master: torch.Tensor | None, grad: torch.Tensor | None) -> None:
+        """Keep master weights and gradient on the device from now on; the caller takes the moments first.
+
+        ``master`` [owned] is the memory for the first, None where the shard is the master weights; ``grad`` [owned], in
+        zeros, the one for the second, None where there is a window.
+        """
+        values = self.master
+        assert self.states is not None and values is not None
         self.states.close()
         self.states = None
-        device = self.full.device
-        self.master = master.to(device, copy=True) if self.dtype != master.dtype else self.shard
+        self.master = self.shard if master is None else master.copy_(values)
         if self.window is not None:
             self.grad = self.window[self.owned[0] : self.owned[1]]
         else:
-            self.grad, self.widens = torch.zeros(self.grad.numel(), dtype=master.dtype, device=device), False
+            self.grad, self.widens = grad, False
 
     def own_range(self, name: str) -> tuple[int, int, int]:
         """Where this rank's part of parameter ``name`` lies: (first element of it, start in owned, stop in owned)."""

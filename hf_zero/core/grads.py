@@ -116,6 +116,10 @@ class GradientReducer:
         self._next, self._depth, self._sent, self._key, self._open = 0, 0, 0, key, True
         # A rank must not wait for a reduction that others launch only after a gather it has yet to join.
         self._holds = self.learns and self._gathers is not None and self._gathers.gathers
+        if not self._reduces_now:  # others are going to be added; as long as nothing is in the windows, widening copies nothing
+            for unit in self._order.units:
+                for flat in unit.trainable:
+                    self._widen(flat)
 
     def wait_for_older(self) -> None:
         """An older forward still waits for its backward, and this one may go through it: nothing is complete before the end."""

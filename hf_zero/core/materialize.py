@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -109,6 +110,19 @@ def partition(
     attributes.share((parameter for cut in cuts for _, parameter in cut.parameters), comm)
     _place_buffers(model, device, comm)
     return units
+
+
+def ways_back(flats: Sequence[Flat], device: torch.device) -> dict[str, Callable[[], None]]:
+    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where they lie next to each other."""
+    masters = _arena([(_owned(flat), torch.float32) for flat in flats if _needs_master(flat)], device)
+    alone = [flat for flat in flats if flat.window is None]
+    grads = _arena([(_owned(flat), torch.float32 if _needs_master(flat) else flat.dtype) for flat in alone], device)
+    return {
+        flat.key: partial(
+            flat.bring_states_back, next(masters) if _needs_master(flat) else None, next(grads) if flat.window is None else None
+        )
+        for flat in flats
+    }
 
 
 def _owned(flat: Flat) -> int:

@@ -14,6 +14,7 @@ from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.losses import Losses
+from hf_zero.core.materialize import ways_back
 from hf_zero.core.norm import squared_norm
 from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
 from hf_zero.core.precision import LossScaler
@@ -166,8 +167,7 @@ class Updating:
         names = {name for flat in self._training for name in self.bound.tensors(flat)} - {MASTER}
         room = min(self.comm.all_gather_object(room_beside_a_step(self.device), "room on the device"))
         chosen = self._placement.fitting(chunks, len(names), room)
-        flats = {flat.key: flat for flat in self._training}
-        self.bound.bring_back({key: flats[key].bring_states_back for key in chosen})
+        self.bound.bring_back(ways_back([flat for flat in self._training if flat.key in chosen], self.device))
         self.updater.refresh()
         if self.global_rank == 0:
             logger.info(

@@ -2,7 +2,7 @@
 
 [Note: interrupting]
 A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's wait orders a stream and
-returns at once, it polls the works themselves. What waits in a backend's native code cannot
+returns at once, it polls an event after the wait. What waits in a backend's native code cannot
 be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, all lanes are broken off from
 here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
 """
@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from hf_zero.logs import logger
 
 WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
-FOLLOWED = 64  # works of a lane that are kept until they are completed
+FOLLOWED = 64  # collectives of a lane that are followed at once: the oldest ones and the newest
 RANKS_A_LOOK = 32  # more ranks look less often: they share one store
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
@@ -50,7 +50,7 @@ class Watch:
         self._looked = 0.0
         self._posted: tuple[Wait, float] | None = None
         self._attended = 0.0
-        self._followed: dict[Lane, deque[tuple[tuple[Wait, float], Sequence[Any]]]] = {}
+        self._followed: dict[Lane, deque[tuple[tuple[Wait, float], Callable[[], bool]]]] = {}
         self._following = threading.Lock()
         self._hinted: tuple[Wait, float] | None = None
         if presence is not None:
@@ -74,23 +74,27 @@ class Watch:
             self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
             self._thread.start()
 
-    def follow(self, wait: Wait, works: Sequence[Any]) -> None:
-        """Watch ``works``, for which only a stream waits, until they are completed. Those of a lane complete in their order."""
+    def follow(self, wait: Wait, is_over: Callable[[], bool]) -> None:
+        """Watch a collective for which only a stream waits until ``is_over``. Those of a lane are over in their order.
+
+        ``is_over`` is asked on other threads, and should keep no tensor alive.
+        """
         if not self._enabled or wait.lane is None:
             return
         self._start()
         with self._following:
             followed = self._followed.setdefault(wait.lane, deque())
-            while followed and _are_completed(followed[0][1]):
+            while followed and followed[0][1]():
                 followed.popleft()
-            if len(followed) < FOLLOWED:  # the oldest ones tell where a lane stands
-                followed.append(((wait, time.monotonic()), works))
+            if len(followed) == FOLLOWED:  # the oldest ones tell where a lane stands, the newest when all are over
+                followed.pop()
+            followed.append(((wait, time.monotonic()), is_over))
 
     def _oldest_followed(self) -> tuple[Wait, float] | None:
         with self._following:
             oldest = []
             for followed in self._followed.values():
-                while followed and _are_completed(followed[0][1]):
+                while followed and followed[0][1]():
                     followed.popleft()
                 oldest += [followed[0][0]] if followed else []
         return min(oldest, key=lambda entry: entry[1], default=None)
@@ -214,10 +218,6 @@ class Watch:
             verdict = Verdict(text, text)
         if verdict is not None and (self._current or self._oldest_followed()) is current:
             self._conclude(*verdict)
-
-
-def _are_completed(works: Sequence[Any]) -> bool:
-    return all(work.is_completed() for work in works)
 
 
 def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:

@@ -41,7 +41,7 @@ def leave(rank: int) -> str:
         job.engine.comm.close(groups=False)
         time.sleep(8)  # its process is there, and connected
         return ""
-    axis.Handle, job.engine.comm.shard._follows = LateHandle, True  # type: ignore[misc]
+    axis.Handle, job.engine.comm.shard._follows = LateHandle, axis.CPU  # type: ignore[misc]
     with pytest.raises(RankMismatchError) as raised:
         for _ in range(2000):
             job.step()

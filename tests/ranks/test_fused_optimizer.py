@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.ops import dispatch
 from hf_zero.optim.fused import FusedStep
@@ -179,3 +183,87 @@ def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits(ranks):
 def test_gradients_that_are_added_up_stay_wide():
     [(dtypes, _, _)] = run_ranks(1, windows_of, [ARCHITECTURES["gpt2"].build()], {"gradient_accumulation_steps": 2})
     assert dtypes == {torch.float32}
+
+
+def storages_of(tensors):
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def added_up(rank, models, section, announced):
+    """(for each step of two backwards: dtype after the first, storages of whole and of own gradients, launches of the update; weights)."""
+    engine = start(models[rank], adamw(models[rank]), config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section))
+    found = []
+    for step in range(2):
+        with engine.no_sync() if announced else nullcontext():
+            engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
+        dtype = engine.flats[0].window.dtype
+        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 1, rank)).loss)
+        engine.step()
+        storages = [len(storages_of(getattr(flat, each) for flat in engine.flats)) for each in ("window", "grad")]
+        found.append((dtype, *storages, len(engine.bound._fused._launches)))
+    weights = full_weights(engine)
+    engine.destroy()
+    return found, weights
+
+
+@pytest.mark.parametrize("ranks, announced", [(1, False), (2, True)])
+def test_sums_that_the_config_does_not_announce_are_widened_in_one_allocation(ranks, announced):
+    """One launch for all of them, for the norm takes one a storage too; and the bits of gradients that were wide from the start."""
+
+    def run(section):
+        return run_ranks(ranks, added_up, [ARCHITECTURES["gpt2"].build() for _ in range(ranks)], section, announced)
+
+    wide = run({"data_types": {"grad_accum_dtype": "fp32"}})
+    for (found, weights), (_, expected) in zip(run({}), wide):
+        first = torch.float32 if announced else torch.bfloat16  # ``no_sync`` tells before there is anything to copy
+        assert found == [(first, 1, 1, 1), (torch.float32, 1, 1, 1)]
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the storages that operations make, and of those of ``tensors``, at most alive at once."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self._alive = {}
+        self.peak = 0
+        self._note(tensors)
+
+    def _note(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    @property
+    def now(self):
+        return sum(nbytes for reference, nbytes in self._alive.values() if not reference.expired())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._note(tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_the_memory_that_widening_takes(filled):
+    """Narrow memory is free when the first flat is wide, and before there is any wide memory if nothing is in it."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(0, Plan(ranks=1, precision="bf16")))
+        flats = engine.flats
+        for flat in flats:
+            flat.window.normal_()
+            flat.filled = filled and flat is not flats[0]
+        values = [flat.window.float() for flat in flats]
+        narrow = sum(flat.window.nbytes for flat in flats)
+        with Living([flat.window for flat in flats]) as living:
+            flats[-1].widen_gradient()
+            first = living.now
+            for flat in flats:
+                flat.widen_gradient()
+        assert len(flats) > 2 and first == living.now == 2 * narrow and living.peak == (3 if filled else 2) * narrow
+        assert len(storages_of(flat.grad for flat in flats)) == 1
+        return all(torch.equal(flat.window, value) for flat, value in zip(flats, values) if filled)
+
+    assert run_ranks(1, run, ARCHITECTURES["gpt2"].build()) == [True]

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hf_zero.core import presence as presences
 from hf_zero.core import watch as module
+from hf_zero.core.axis import Handle
 from hf_zero.core.lane import Lane, Wait
 from hf_zero.core.presence import Presence
 from hf_zero.core.watch import Watch
 from hf_zero.errors import RankMismatchError
+from tests.helpers.accelerators import play_streams
 
 
 class Clock:
@@ -144,12 +147,12 @@ def test_what_only_a_stream_waits_for_is_followed(clock: Clock, heard: list[str]
     done, late = Work(), Work()
     done.completed = True
     for name, work in (("layer.0", done), ("layer.1", late)):
-        watches[0].follow(lanes[0].issue(f"all-gather of {name}"), [work])
+        watches[0].follow(lanes[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
     assert len(heard) == 1 and heard[0].startswith("waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank")
     lanes[1].issue("all-gather of layer.0")
     elsewhere = Lane("reductions", range(2), 1000.0)
-    watches[1].follow(watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), [Work()])  # type: ignore[union-attr]
+    watches[1].follow(watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), Work().is_completed)  # type: ignore[union-attr]
     clock.run(watches[1], 2)
     heard.clear()
     clock.run(watches[0], 2)
@@ -161,10 +164,34 @@ def test_what_only_a_stream_waits_for_is_followed(clock: Clock, heard: list[str]
     assert heard == []
 
 
+def test_a_collective_that_is_followed_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works of a device's backend hold their outputs. What is followed is an event in the stream that waits for them."""
+    played = play_streams(monkeypatch, prompt=False)
+    watches, lanes = two_ranks(monkeypatch)
+
+    class Holding(Work):
+        output = torch.zeros(4)
+
+        def wait(self) -> None:
+            before.append(len(played.events))
+
+    before: list[int] = []
+    work = Holding()
+    handle = Handle([work], watches[0], lanes[0].issue("all-gather"), follows=torch.device("cpu"))
+    held = weakref.ref(work)
+    del work
+    assert held() is not None
+    handle.wait()
+    assert before == [0] and len(played.events) == 1, "the event is recorded after the wait"
+    assert held() is None and watches[0]._oldest_followed() is not None
+    played.events[0].over = True
+    assert watches[0]._oldest_followed() is None
+
+
 def test_followed_collectives_that_differ_end_both_ranks(clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     watches, lanes = two_ranks(monkeypatch)
     for watch, lane, name in zip(watches, lanes, ("layer.1", "layer.2")):
-        watch.follow(lane.issue(f"all-gather of {name}"), [Work()])
+        watch.follow(lane.issue(f"all-gather of {name}"), Work().is_completed)
     for watch in (*watches, *watches):
         clock.run(watch, 2)
     for watch in watches:
@@ -176,12 +203,16 @@ def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch)
     watches, lanes = two_ranks(monkeypatch)
     works = [Work() for _ in range(1000)]
     for work in works:
-        watches[0].follow(lanes[0].issue("all-gather"), [work])
+        watches[0].follow(lanes[0].issue("all-gather"), work.is_completed)
     kept = watches[0]._followed[lanes[0]]
-    assert len(kept) == module.FOLLOWED and kept[0][1] == [works[0]]
+    assert len(kept) == module.FOLLOWED and kept[0][1] == works[0].is_completed
+    assert kept[-1][1] == works[-1].is_completed, "the newest is followed however many there are"
+    for work in works[:-1]:
+        work.completed = True
+    assert watches[0]._oldest_followed() is kept[0][0] and len(kept) == 1
     for work in works:
         work.completed = True
-    watches[0].follow(lanes[0].issue("all-gather"), [Work()])
+    watches[0].follow(lanes[0].issue("all-gather"), Work().is_completed)
     assert len(kept) == 1
 
 
