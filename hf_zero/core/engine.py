@@ -213,6 +213,9 @@ class Engine(Answers, Stopping, Saving, Updating):
 
         ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens of the window) already.
         """
+        if not isinstance(loss, torch.Tensor):
+            said = f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass outputs.loss, or what your loss function returns"
+            raise PartitionError(said)
         if loss.numel() != 1:
             raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
         self._take_in_unannounced()

@@ -48,6 +48,8 @@ def test_a_loss_that_is_no_scalar(stage: int) -> None:
     engine, _ = begun(stage)
     with pytest.raises(PartitionError, match=r"scalar loss, not one of shape \(3, 5\); reduce it with \.mean\(\)"):
         engine.backward(engine(torch.zeros(3, 7)))
+    with pytest.raises(PartitionError, match=r"a scalar tensor, not float; pass outputs.loss"):
+        engine.backward(0.5)  # type: ignore[arg-type]
     backward(engine)
     engine.step()
 
