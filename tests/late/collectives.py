@@ -76,6 +76,7 @@ def register() -> None:
         return
     c10d.ProcessGroupNCCL = _Nccl  # type: ignore[misc, assignment]
     c10d._NCCL_AVAILABLE = True
+    torch.cuda.nccl.version = lambda: (2, 27, 0)  # what torch's log of collectives asks for
     for module in (dist, c10d):
         module.is_nccl_available = lambda: True
     torch._C._distributed_c10d.Backend._set_sequence_number_for_group = lambda self: None
