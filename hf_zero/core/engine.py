@@ -306,6 +306,10 @@ class Engine(Answers, Stopping, Saving, Updating):
 
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
         """
+        if self._destroyed:
+            raise PartitionError(
+                "step() of an engine that was destroyed; train with another one: hf_zero.initialize(model=..., optimizer=...)"
+            )
         self._sanity.on_step()
         self._hooks.reset()
         self._take_in_unannounced()
@@ -329,7 +333,10 @@ class Engine(Answers, Stopping, Saving, Updating):
         refuse_step(self._failed_writes())
         self._reducer.reduce_windows()
         if self._training and not any(flat.reduced for flat in self._training):
-            raise PartitionError("step() without a backward since the last step; call engine.backward(loss) first")
+            raise PartitionError(
+                "step() has no gradient: there was no backward since the last step or zero_grad(), or its loss does not depend on a "
+                "parameter that trains; call engine.backward(loss) first, and zero_grad() not between it and step()"
+            )
         self._count_micro_batch()
         self._micro = 0
         overflow = self._update()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, seeded
@@ -159,3 +160,20 @@ def test_a_model_without_parameters_to_train_is_told():
             assert torch.isfinite(squared(engine, At(0, 0, rank)))
 
     on_ranks(RANKS, run, build=frozen)
+
+
+def test_a_step_without_gradients_and_one_after_destroy_say_so():
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(2))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.zero_grad()
+        with pytest.raises(PartitionError, match=r"zero_grad\(\) not between it and step"):
+            engine.step()
+        torch.ones((), requires_grad=True).backward()
+        with pytest.raises(PartitionError, match="does not depend on a parameter that trains"):
+            engine.step()
+        engine.destroy()
+        with pytest.raises(PartitionError, match="was destroyed"):
+            engine.step()
+
+    on_ranks(1, run)
