@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,40 @@ TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain one would make an empty entry."""
+    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain one would make an empty entry.
+
+    ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state what it was before the first step.
+    """
+
+    wait: Callable[[], None] | None = None
+    restart: Callable[[], None] | None = None
+
+    def _wait(self) -> None:
+        if self.wait is not None:
+            self.wait()
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._wait()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._wait()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def clear(self) -> None:
+        self._wait()
+        if self.restart is not None:
+            self.restart()
+        else:
+            super().clear()
 
     def __missing__(self, key: Any) -> dict[str, Any]:
         self._refuse_parameter(key)
@@ -23,6 +57,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._refuse_parameter(key)
+        self._wait()
         return super().get(key, default)
 
     @staticmethod
@@ -81,11 +116,25 @@ def take_over(optimizer: Any, owner: Any) -> None:
         if alive is not None and alive.updater is not None:
             alive.updater.finish()
         type(optimizer).load_state_dict(optimizer, state_dict)
-        optimizer.state = SegmentStates(dict, optimizer.state)
+        watch_state()
         if alive is not None:
             alive.bound.unpacked()
 
-    optimizer.state = SegmentStates(dict, optimizer.state)
+    def wait() -> None:
+        alive = engine()
+        if alive is not None and alive.updater is not None and not alive.updates_state:
+            alive.updater.finish()
+
+    def restart() -> None:
+        alive = engine()
+        if alive is not None:
+            alive.bound.forget()
+
+    def watch_state() -> None:
+        optimizer.state = SegmentStates(dict, optimizer.state)
+        optimizer.state.wait, optimizer.state.restart = wait, restart
+
+    watch_state()
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
     optimizer.step, optimizer.zero_grad, optimizer.add_param_group = step, zero_grad, add_param_group
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict

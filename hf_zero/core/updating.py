@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ class Updating:
     _placement: Placement
     _norm: torch.Tensor | None
     _sanity: SanityChecks
+    updates_state = False  # the engine itself reads and writes the optimizer's state now: nothing has to be waited for
+
+    @contextmanager
+    def _updating_state(self) -> Iterator[None]:
+        self.updates_state = True
+        try:
+            yield
+        finally:
+            self.updates_state = False
 
     def _failed_writes(self) -> str:
         return failed_writes(self._placement, self.updater, self.schedule, self.comm)
@@ -60,7 +70,8 @@ class Updating:
         assert self.updater is not None
         if unit.offloaded:
             unit.take_user_writes()
-            self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
+            with self._updating_state():
+                self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -91,7 +102,7 @@ class Updating:
             divisor = scale * ((self._norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=self.device)
-        with self.schedule.writing():  # in fp32 the masters are the shards
+        with self.schedule.writing(), self._updating_state():  # in fp32 the masters are the shards
             self.take_user_writes()
             written = self.bound.step(divisor, shards=self._shards_to_write())
             if self.updater is not None:

@@ -72,7 +72,7 @@ class BoundOptimizer:
             self._stand_ins.append(stand_in)
         self._segments = segments + self._stand_ins
         self._parted: set[int] = set()  # groups whose parameters have not all made the same steps, as far as this rank has them
-        self.optimizer.state.clear()
+        dict.clear(self.optimizer.state)  # not that of a script, which comes to forget()
         self._list_segments()
         for live in self.groups:
             torch_fused.choose(self._base, live)
@@ -258,7 +258,7 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Make all state what it was before the first step."""
-        self.optimizer.state.clear()
+        dict.clear(self.optimizer.state)
         self._parted.clear()
 
     def scalars(self) -> list[dict[str, float]]:

@@ -215,3 +215,50 @@ def test_a_rate_that_a_scheduler_sets_right_after_the_step_belongs_to_the_next(h
     want = on_ranks(1, run, {"stage": 2}, False)[0]
     for tensor in (False, True):
         torch.testing.assert_close(on_ranks(1, run, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, tensor)[0], want)
+
+
+READ_STATE = {
+    "iteration": lambda state: [state[key] for key in state],
+    "items": lambda state: [entry for _, entry in state.items()],
+    "values": lambda state: list(state.values()),
+    "get": lambda state: [state.get(key) for key in dict.keys(state)],
+    "key": lambda state: [state[key] for key in dict.keys(state)],
+}
+
+
+@pytest.mark.parametrize("how", READ_STATE)
+def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(held_up: None, how: str) -> None:
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(3, zero_optimization=offload("optimizer on cpu", 3, Path())))
+        trained(engine, rank)
+        assert engine.updater.pending
+        for entry in READ_STATE[how](engine.optimizer.state):
+            assert not engine.updater.pending
+            entry["exp_avg"].zero_()
+        assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
+        engine.destroy()
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("way", [None, "optimizer on cpu", "optimizer in files"])
+def test_state_that_is_cleared_begins_anew(way: str | None, tmp_path: Path) -> None:
+    def run(rank: int, model: torch.nn.Module) -> None:
+        plain = copy.deepcopy(model)
+        optimizer = adamw(plain)
+        section = {"stage": 3} if way is None else offload(way, 3, tmp_path)
+        engine = start(model, adamw(model), config_of(3, zero_optimization=section))
+        for step in range(4):
+            squared(plain, At(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            if step == 1:
+                optimizer.state.clear()
+                engine.optimizer.state.clear()
+        got = hf_zero.safe_get_full_fp32_param(weight(engine))
+        torch.testing.assert_close(got, plain.blocks[1].up.weight.detach(), rtol=1e-5, atol=1e-6)
+        engine.destroy()
+
+    on_ranks(1, run)
