@@ -19,7 +19,7 @@ FAULTS = (
     "a tied weight counted twice",
     "norm of one rank",
     "clipped to another norm",
-    "unused skipped by the optimizer",
+    "unused updated by the optimizer",
 )
 
 
@@ -63,7 +63,7 @@ class HandMade(Session):
         if self.plan.clip:
             limit = self.plan.clip * (0.9 if self.fault == "clipped to another norm" else 1.0)
             torch.nn.utils.clip_grad_norm_([p for _, p in self._named()], limit)
-        if self.fault == "unused skipped by the optimizer":
+        if self.fault != "unused updated by the optimizer":
             for _, p in self._named():
                 if p.grad is not None and not p.grad.any():
                     p.grad = None

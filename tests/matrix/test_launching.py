@@ -262,9 +262,9 @@ def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None
         "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
     )
     started = Started([*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)], out, hosts.environment())
-    assert started.ends() == 1, started.said()
+    assert started.ends() == 7, started.said()
     said = started.said()
-    assert f"hf-zero: {hosts.names[1]} ended with code 1; ending the other hosts" in said
+    assert f"hf-zero: {hosts.names[1]} ended with code 7; ending the other hosts" in said
     assert f"[{hosts.names[1]}] " in said
     assert not any(alive(int((out / f"pid-{rank}").read_text())) for rank in (0, 1))
 

@@ -189,7 +189,7 @@ def test_a_configuration_makes_the_plan() -> None:
         prefetch_bucket_size=7,
     ).resolve(4)
     plan = Plan.of(config, 4, gpu=False)
-    assert plan == Plan(2, 4, 2, "bf16", 1, 4, "bf16", 7, OffloadOptimizer("cpu", moments="int8"), gpu=False)
+    assert plan == Plan(2, 4, 2, "bf16", 1, 4, "bf16", 7, None, OffloadOptimizer("cpu", moments="int8"), gpu=False)
     assert (plan.shards, plan.ratio, plan.offloads, plan.on_device().offloads) == (2, 1.0, True, False)
     assert Plan.of(config, 4, moments=5).moments == 5
     assert Plan.of(ZeroConfig(2), 1).moments == 2
