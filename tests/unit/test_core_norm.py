@@ -24,8 +24,6 @@ class Crossings(TorchDispatchMode):
         return out
 
 
-
-
 def flat(grad: torch.Tensor, squares: torch.Tensor | None = None) -> Any:
     return type("FlatOf", (), {"__hash__": object.__hash__, "grad": grad, "squares": squares})()
 
