@@ -1,9 +1,12 @@
-"""What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, and the native core ``hf_zero._cpu``.
+"""What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, and the native
+core ``hf_zero._cpu``.
 
-The line in the .pth registers hf-zero before a script imports anything, so that ``import deepspeed`` works ahead of ``import
-torch``. An editable install does not carry it; there torch's own autoload does the same a little later.
+The line in the .pth registers hf-zero before a script imports anything, so that ``import
+deepspeed`` works ahead of ``import torch``. An editable install does not carry it; there torch's
+own autoload does the same a little later.
 
-The native core needs a C++17 compiler and pybind11's headers, and nothing of torch. Without one the installation goes on, and torch's operations run.
+The native core needs a C++17 compiler and pybind11's headers, and nothing of torch. Without one the
+installation goes on, and torch's operations run.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
 
 class BuildWithPth(build_py):
-    """build_py that also writes the .pth file and owns up to it, so that uninstalling removes it."""
+    """build_py that also writes the .pth file and owns up to it, so that uninstalling removes
+    it.
+    """
 
     def run(self) -> None:
         super().run()
@@ -41,18 +46,40 @@ class BuildWithPth(build_py):
         return os.path.join(self.build_lib, PTH)
 
 
-FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra"]
-# A file whose name ends so is compiled for that instruction set; the others run on every machine of the platform.
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
+# A file whose name ends so is compiled for that instruction set; the others run on every machine of
+# the platform.
 INSTRUCTION_SETS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
-    "_avx512bf16": ["-mavx512bf16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+    "_avx512bf16": [
+        "-mavx512bf16",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+    ],
 }
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def pybind11_headers() -> str:
-    """Of the package, or those that torch brings along where a build without isolation finds no other."""
+    """Of the package, or those that torch brings along where a build without isolation finds no
+    other.
+    """
     try:
         import pybind11
 
@@ -65,7 +92,9 @@ def pybind11_headers() -> str:
 
 
 class BuildNative(build_ext):
-    """build_ext that compiles each file for its own instruction set, side by side, and does without a compiler."""
+    """build_ext that compiles each file for its own instruction set, side by side, and does
+    without a compiler.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -75,23 +104,45 @@ class BuildNative(build_ext):
                 objects = list(pool.map(lambda source: self._object(source, extra), ext.sources))
             self.mkpath(os.path.dirname(self.get_ext_fullpath(ext.name)))
             self.compiler.link_shared_object(
-                objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread", *extra], target_lang="c++"
+                objects,
+                self.get_ext_fullpath(ext.name),
+                extra_postargs=["-pthread", *extra],
+                target_lang="c++",
             )
         except Exception as error:  # whatever a compiler can fail at: the package works without
-            self.warn(f"the native core was not built ({type(error).__name__}: {error}); torch's operations will run in its place")
+            self.warn(
+                f"the native core was not built ({type(error).__name__}: {error}); torch's "
+                "operations will run in its place"
+            )
 
     def _object(self, source: str, extra: list[str]) -> str:
         stem = os.path.splitext(source)[0]
-        flags = next((flags for suffix, flags in reversed(INSTRUCTION_SETS.items()) if stem.endswith(suffix)), [])
-        (made,) = self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *flags, *extra])
+        flags = next(
+            (
+                flags
+                for suffix, flags in reversed(INSTRUCTION_SETS.items())
+                if stem.endswith(suffix)
+            ),
+            [],
+        )
+        (made,) = self.compiler.compile(
+            [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *flags, *extra]
+        )
         return str(made)
 
 
 def sources() -> list[str]:
     """All files of the native core but those for instruction sets of another platform."""
     found = sorted(glob("kernels/cpu/*.cpp"))
-    return [path for path in found if X86 or not any(os.path.splitext(path)[0].endswith(suffix) for suffix in INSTRUCTION_SETS)]
+    return [
+        path
+        for path in found
+        if X86 or not any(os.path.splitext(path)[0].endswith(suffix) for suffix in INSTRUCTION_SETS)
+    ]
 
 
 commands: dict[str, Any] = {"build_py": BuildWithPth, "build_ext": BuildNative}
-setup(cmdclass=commands, ext_modules=[Extension("hf_zero._cpu", sources(), depends=sorted(glob("kernels/cpu/*.h")))])
+setup(
+    cmdclass=commands,
+    ext_modules=[Extension("hf_zero._cpu", sources(), depends=sorted(glob("kernels/cpu/*.h")))],
+)

@@ -1,7 +1,7 @@
 """hf-zero: ZeRO for Hugging Face. The public names are listed below and imported on first use.
 
-Importing this package costs next to nothing: torch runs our autoload hook at the end of every ``import torch``, so
-what stands here is paid by every process of every user.
+Importing this package costs next to nothing: torch runs our autoload hook at the end of every
+``import torch``, so what stands here is paid by every process of every user.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Keeps ``hf_zero.initialize`` the function when somebody imports the module ``hf_zero.initialize``."""
+    """Keeps ``hf_zero.initialize`` the function when somebody imports the module
+    ``hf_zero.initialize``.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system binds a submodule to its name in the package, after the submodule has run.
+        # The import system binds a submodule to its name in the package, after the submodule has
+        # run.
         if not (name in _EXPORTS and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -59,7 +62,9 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

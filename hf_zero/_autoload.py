@@ -1,8 +1,9 @@
-"""Makes ``import deepspeed`` answer: run by torch (entry point group ``torch.backends``) and by ``hf_zero.pth``.
+"""Makes ``import deepspeed`` answer: run by torch (entry point group ``torch.backends``) and by
+``hf_zero.pth``.
 
-This runs in every Python process of the environment, so it imports nothing but the standard library, and whatever goes
-wrong must not break ``import torch`` for everybody: a failure is kept in ``failure`` for ``hf-zero doctor`` to show.
-``HF_ZERO_AUTOLOAD=0`` turns it off.
+This runs in every Python process of the environment, so it imports nothing but the standard
+library, and whatever goes wrong must not break ``import torch`` for everybody: a failure is kept in
+``failure`` for ``hf-zero doctor`` to show. ``HF_ZERO_AUTOLOAD=0`` turns it off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every error hf-zero raises on purpose. Each message names what was wrong and what to do about it."""
+"""Every error hf-zero raises on purpose.
+
+Each message names what was wrong and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from hf_zero.uncaught import watch
 
 
 class HfZeroError(Exception):
-    """Base of all errors raised by hf-zero. One that ends a rank is reported in a few lines (``uncaught.py``)."""
+    """Base of all errors raised by hf-zero.
+
+    One that ends a rank is reported in a few lines (``uncaught.py``).
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         watch()
@@ -18,7 +24,9 @@ class HfZeroError(Exception):
 
 
 class ConfigError(HfZeroError, ValueError):
-    """A configuration that cannot be used: an unknown key, a wrong type, values that contradict each other."""
+    """A configuration that cannot be used: an unknown key, a wrong type, values that contradict
+    each other.
+    """
 
 
 class NotBuiltError(HfZeroError, NotImplementedError):
@@ -30,11 +38,15 @@ class ReleasedParameterError(HfZeroError, RuntimeError):
 
 
 class PartitionError(HfZeroError, RuntimeError):
-    """An operation that a partitioned model cannot support, such as changing dtype or requires_grad after initialize."""
+    """An operation that a partitioned model cannot support, such as changing dtype or
+    requires_grad after initialize.
+    """
 
 
 class UnsupportedOptimizerError(HfZeroError, TypeError):
-    """An optimizer whose update is not element-wise, or whose existing state cannot be carried over."""
+    """An optimizer whose update is not element-wise, or whose existing state cannot be carried
+    over.
+    """
 
 
 class RankMismatchError(HfZeroError, RuntimeError):
@@ -46,15 +58,21 @@ class CheckpointError(HfZeroError, RuntimeError):
 
 
 class NoModelFolderError(CheckpointError, ValueError):
-    """A sharded checkpoint where a model folder is asked for; Transformers' loaders take it for what they raise there themselves."""
+    """A sharded checkpoint where a model folder is asked for; Transformers' loaders take it for
+    what they raise there themselves.
+    """
 
 
 class DoesNotFitError(HfZeroError, MemoryError):
-    """Training as configured needs more than there is of the device's memory, of the host's, or of a disk."""
+    """Training as configured needs more than there is of the device's memory, of the host's, or
+    of a disk.
+    """
 
 
 class LaunchError(HfZeroError, RuntimeError):
-    """Ranks that cannot be started or told apart: a hostfile, a filter or a launcher's variable that lacks or contradicts."""
+    """Ranks that cannot be started or told apart: a hostfile, a filter or a launcher's variable
+    that lacks or contradicts.
+    """
 
 
 class HostMemoryError(HfZeroError, MemoryError):
@@ -62,12 +80,18 @@ class HostMemoryError(HfZeroError, MemoryError):
 
 
 class DiskSpaceError(HfZeroError, OSError):
-    """Room on a disk that offloading asked for and that is not there; ``errno`` and ``filename`` are set."""
+    """Room on a disk that offloading asked for and that is not there; ``errno`` and ``filename``
+    are set.
+    """
 
 
 class OffloadError(HfZeroError, RuntimeError):
-    """Offloaded state that a disk would not take, or that was used in a way it cannot be: past its end, closed, from a forked child."""
+    """Offloaded state that a disk would not take, or that was used in a way it cannot be: past
+    its end, closed, from a forked child.
+    """
 
 
 class KernelError(HfZeroError, ValueError):
-    """Tensors or numbers that a host kernel cannot take: a device, dtype, size or layout, or a native core that is not there."""
+    """Tensors or numbers that a host kernel cannot take: a device, dtype, size or layout, or a
+    native core that is not there.
+    """

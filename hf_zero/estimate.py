@@ -1,7 +1,9 @@
-"""``hf_zero.estimate``: bytes of training state a rank will hold, from layouts, without memory for the model.
+"""``hf_zero.estimate``: bytes of training state a rank will hold, from layouts, without memory for
+the model.
 
-The model is cut as the engine cuts it, laid out as the engine lays it out (padding included), and priced by the stage
-table and, tier by tier, by :mod:`hf_zero.preflight`. Activations are not counted: they depend on the batch.
+The model is cut as the engine cuts it, laid out as the engine lays it out (padding included), and
+priced by the stage table and, tier by tier, by :mod:`hf_zero.preflight`. Activations are not
+counted: they depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,14 +26,33 @@ from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, nee
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
 
-__all__ = ["MemoryEstimate", "Proposal", "StageEstimate", "Tiers", "estimate", "moments_of", "propose"]
+__all__ = [
+    "MemoryEstimate",
+    "Proposal",
+    "StageEstimate",
+    "Tiers",
+    "estimate",
+    "moments_of",
+    "propose",
+]
 
-PRECISIONS = {"fp32": "fp32", "float32": "fp32", "no": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+PRECISIONS = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "no": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+}
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Bytes one rank holds in each place. ``device`` has the gathered units and the gradient buffers too; ``pinned`` is part of ``ram``."""
+    """Bytes one rank holds in each place.
+
+    ``device`` has the gathered units and the gradient buffers too; ``pinned`` is part of ``ram``.
+    """
 
     device: int
     pinned: int
@@ -43,10 +64,11 @@ class Tiers:
 class StageEstimate:
     """Bytes one rank holds at one stage.
 
-    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all the time; they are what they
-    are without offload, and ``tiers`` says where the bytes lie with it. The largest
-    unit is whole while it computes (stage 3), and so are its neighbours ahead. ``gradient_buffers`` hold gradients on
-    their way between ranks and stay for the next step; over gloo with more than two ranks, chunks from all peers add to it.
+    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all
+    the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
+    it. The largest unit is whole while it computes (stage 3), and so are its neighbours ahead.
+    ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
+    gloo with more than two ranks, chunks from all peers add to it.
     """
 
     stage: int
@@ -68,7 +90,10 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What :func:`estimate` returns: the model counted, and one row a stage. ``moments``: numbers the optimizer keeps a parameter."""
+    """What :func:`estimate` returns: the model counted, and one row a stage.
+
+    ``moments``: numbers the optimizer keeps a parameter.
+    """
 
     model: str
     total_parameters: int
@@ -87,18 +112,25 @@ class MemoryEstimate:
         for row in self.stages:
             if row.stage == stage:
                 return row
-        raise ConfigError(f"stage {stage!r} was not estimated; estimated were {[row.stage for row in self.stages]}")
+        raise ConfigError(
+            f"stage {stage!r} was not estimated; estimated were "
+            f"{[row.stage for row in self.stages]}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, fit for JSON."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        offload = {name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")}
+        offload = {
+            name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")
+        }
         return {**plain, **offload, "stages": [row.to_dict() for row in self.stages]}
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What :func:`propose` returns: a configuration that fits, None if none does, and everything that was tried on the way."""
+    """What :func:`propose` returns: a configuration that fits, None if none does, and everything
+    that was tried on the way.
+    """
 
     model: str
     config: dict[str, Any] | None
@@ -107,7 +139,15 @@ class Proposal:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, fit for JSON."""
-        tried = [{"name": trial.name, "fits": trial.verdict.fits, "why_not": trial.why, **_sums(trial.needs)} for trial in self.fit.trials]
+        tried = [
+            {
+                "name": trial.name,
+                "fits": trial.verdict.fits,
+                "why_not": trial.why,
+                **_sums(trial.needs),
+            }
+            for trial in self.fit.trials
+        ]
         return {
             "model": self.model,
             "config": self.config,
@@ -128,18 +168,22 @@ def estimate(
     offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
     offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and where they lie.
+    """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
+    where they lie.
 
     Args:
-        model: a module (on any device, meta too), a transformers configuration or a dict of one, a model folder, a
+        model: a module (on any device, meta too), a transformers configuration or a dict of one, a
+        model folder, a
             ``config.json``, or the name of a model in the local cache or on the hub.
         ranks: the world size.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        optimizer: a name, or an ``OptimizerConfig`` with the parameters that decide what it keeps (momentum, amsgrad).
-        stage: 0 to 3; None estimates all four.
-        config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas, accumulation and offload take the place
+        optimizer: a name, or an ``OptimizerConfig`` with the parameters that decide what it keeps
+        (momentum, amsgrad). stage: 0 to 3; None estimates all four. config: whatever
+        ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas, accumulation and offload
+        take the place
             of the arguments'.
-        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of the config's. Parameters are
+        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of
+        the config's. Parameters are
             offloaded at stage 3 alone.
 
     Raises:
@@ -159,7 +203,10 @@ def estimate(
         precision=plan.precision,
         optimizer=wanted.type,
         moments=plan.moments,
-        stages=tuple(_row(groups, replace(plan, stage=each)) for each in ([stage] if stage is not None else sorted(POLICIES))),
+        stages=tuple(
+            _row(groups, replace(plan, stage=each))
+            for each in ([stage] if stage is not None else sorted(POLICIES))
+        ),
         offload_optimizer=plan.optimizer,
         offload_param=plan.param,
     )
@@ -176,24 +223,39 @@ def propose(
     config: Any = None,
     margin: float = ACTIVATIONS,
 ) -> Proposal:
-    """The fastest configuration whose state fits into ``free``, the bytes of one rank (:func:`hf_zero.memory.measure`).
+    """The fastest configuration whose state fits into ``free``, the bytes of one rank
+    (:func:`hf_zero.memory.measure`).
 
-    ``margin`` is the share of the device that is left to activations, which are not known. Other arguments as for
-    :func:`estimate`; with ``config`` its stage and the larger ones are tried, without stages 1 to 3, with ``stage`` that one.
+    ``margin`` is the share of the device that is left to activations, which are not known. Other
+    arguments as for :func:`estimate`; with ``config`` its stage and the larger ones are tried,
+    without stages 1 to 3, with ``stage`` that one.
     """
     plan, wanted = _plan(ranks, precision, optimizer, config, None, None)
     plan = replace(plan, gpu=not free.host_device)
     name, groups, _ = _counted(model, plan)
-    stages = [stage] if stage is not None else list(range(plan.stage, 4)) if config is not None else [1, 2, 3]
+    stages = (
+        [stage]
+        if stage is not None
+        else list(range(plan.stage, 4))
+        if config is not None
+        else [1, 2, 3]
+    )
     found = fit(groups, plan, free, margin, stages)
     return Proposal(name, _written(config, plan, wanted, found), found, free)
 
 
 def _plan(
-    ranks: int, precision: str, optimizer: str | OptimizerConfig, config: Any, offload: Any, param: Any
+    ranks: int,
+    precision: str,
+    optimizer: str | OptimizerConfig,
+    config: Any,
+    offload: Any,
+    param: Any,
 ) -> tuple[Plan, OptimizerConfig]:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1")
+        raise ConfigError(
+            f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
+        )
     wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True).resolve(ranks, training=False)
@@ -203,8 +265,13 @@ def _plan(
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
-    # stage 3, at which every section of offload is allowed: the rows of smaller stages leave the parameters where they are
-    given = {name: section for name, section in (("offload_optimizer", offload), ("offload_param", param)) if section is not None}
+    # stage 3, at which every section of offload is allowed: the rows of smaller stages leave the
+    # parameters where they are
+    given = {
+        name: section
+        for name, section in (("offload_optimizer", offload), ("offload_param", param))
+        if section is not None
+    }
     sections = ZeroConfig(3, **given)
     plan = Plan.of(settings, ranks, moments=moments_of(wanted))
     return replace(
@@ -226,7 +293,9 @@ def _open(model: Any) -> tuple[str, nn.Module]:
     from hf_zero.integrations.meta_model import build_on_meta
 
     module = build_on_meta(model)
-    return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(module).__name__, module
+    return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(
+        module
+    ).__name__, module
 
 
 def _row(groups: Sequence[Group], plan: Plan) -> StageEstimate:
@@ -237,8 +306,12 @@ def _row(groups: Sequence[Group], plan: Plan) -> StageEstimate:
     for group in groups:
         layout = group.layout(shards if group.trainable else policy.parameter_shards(shards))
         kept = {"gradient": _name(plan.accumulation_dtype)} if plan.accumulation_dtype else {}
-        price = policy.bytes_per_parameter(layout.shards, str(group.dtype).removeprefix("torch."), plan.moments, **kept)
-        for what in ("parameters", "gradients", "optimizer") if group.trainable else ("parameters",):
+        price = policy.bytes_per_parameter(
+            layout.shards, str(group.dtype).removeprefix("torch."), plan.moments, **kept
+        )
+        for what in (
+            ("parameters", "gradients", "optimizer") if group.trainable else ("parameters",)
+        ):
             sums[what] += round(price[what] * layout.padded)
     largest, size = max(unit_bytes(groups, plan).items(), key=lambda item: item[1], default=("", 0))
     return StageEstimate(
@@ -258,7 +331,12 @@ def _name(dtype: str) -> str:
 
 
 def _sums(own: Any) -> dict[str, int]:
-    return {"device": own.device_bytes, "pinned": own.pinned, "ram": own.ram_bytes, "disk": own.disk_bytes}
+    return {
+        "device": own.device_bytes,
+        "pinned": own.pinned,
+        "ram": own.ram_bytes,
+        "disk": own.disk_bytes,
+    }
 
 
 def _written(config: Any, plan: Plan, wanted: OptimizerConfig, found: Fit) -> dict[str, Any] | None:
@@ -271,5 +349,12 @@ def _written(config: Any, plan: Plan, wanted: OptimizerConfig, found: Fit) -> di
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
         if plan.precision != "fp32":
             written[plan.precision] = {"enabled": True}
-    kept = {key: value for key, value in written.get("zero_optimization", {}).items() if key not in ("offload_optimizer", "offload_param")}
-    return {**written, "zero_optimization": {**kept, **found.chosen.to_config()["zero_optimization"]}}
+    kept = {
+        key: value
+        for key, value in written.get("zero_optimization", {}).items()
+        if key not in ("offload_optimizer", "offload_param")
+    }
+    return {
+        **written,
+        "zero_optimization": {**kept, **found.chosen.to_config()["zero_optimization"]},
+    }

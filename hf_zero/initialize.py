@@ -1,4 +1,6 @@
-"""``hf_zero.initialize``: a model and a config in, an engine with its optimizer, data loader and scheduler out."""
+"""``hf_zero.initialize``: a model and a config in, an engine with its optimizer, data loader and
+scheduler out.
+"""
 
 from __future__ import annotations
 
@@ -48,49 +50,62 @@ def initialize(
     """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not given. ``initialize(model, config)``
+        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not
+        given. ``initialize(model, config)``
             is taken as it is meant.
-        model: the whole model; rank 0's values are taken. On the meta device, the model's own rule gives each parameter its values.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from parameters; None takes
+        model: the whole model; rank 0's values are taken. On the meta device, the model's own rule
+        gives each parameter its values. optimizer: an optimizer over the model's parameters, or a
+        callable that makes one from parameters; None takes
             the config's. It comes back as the same object, its groups live.
-        model_parameters: parameters or groups for an optimizer made here; default: all that require grad.
-        training_data: a dataset; the loader gives each rank its share in micro-batches (an IterableDataset
-            must split itself: it is iterated whole on every rank). Its order is that of the epoch given to
-            ``loader.data_sampler.set_epoch``, as with any DistributedSampler.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the config's. The engine
+        model_parameters: parameters or groups for an optimizer made here; default: all that require
+        grad. training_data: a dataset; the loader gives each rank its share in micro-batches (an
+        IterableDataset
+            must split itself: it is iterated whole on every rank). Its order is that of the epoch
+            given to ``loader.data_sampler.set_epoch``, as with any DistributedSampler.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the
+        config's. The engine
             steps it.
-        distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no port.
-        mpu: a Megatron-style model-parallel unit that describes data parallelism over all ranks; any other is refused.
-        dist_init_required: False: a process group must exist already.
-        collate_fn: for the loader.
-        config, config_params: ZeroConfig, dict, path or JSON text.
+        distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no
+        port. mpu: a Megatron-style model-parallel unit that describes data parallelism over all
+        ranks; any other is refused. dist_init_required: False: a process group must exist already.
+        collate_fn: for the loader. config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
         LaunchError: the variables of the launcher lack something or contradict each other.
-        ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each other.
-        NotBuiltError: an ``mpu`` that splits the model.
-        UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
-        DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it says what fits.
+        ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each
+        other. NotBuiltError: an ``mpu`` that splits the model. UnsupportedOptimizerError: an
+        optimizer that is wrong on flat shards. DoesNotFitError: what is to be trained needs more
+        memory, or room in files, than is free; it says what fits.
     """
     _refuse_other_deepspeed()
     if isinstance(args, nn.Module):  # initialize(model, "zero3")
         args, model, config = None, args, _second(model, config)
     if not isinstance(model, nn.Module):
-        given = "" if model is None else f"Module, not {model!r}" if isinstance(model, str) else f"Module, not a {type(model).__name__}"
+        given = (
+            ""
+            if model is None
+            else f"Module, not {model!r}"
+            if isinstance(model, str)
+            else f"Module, not a {type(model).__name__}"
+        )
         load = f", such as AutoModel.from_pretrained({model!r})" if isinstance(model, str) else ""
-        raise ConfigError(f"initialize needs model={given}; pass the torch.nn.Module to train{load}")
+        raise ConfigError(
+            f"initialize needs model={given}; pass the torch.nn.Module to train{load}"
+        )
     settings = _config(args, config, config_params)
     _tell_of_other_devices()
     if dist_init_required is False and not comm.is_initialized():
         raise ConfigError(
-            "dist_init_required=False but no process group exists; call hf_zero.init_distributed() first or drop the argument"
+            "dist_init_required=False but no process group exists; call hf_zero.init_distributed() "
+            "first or drop the argument"
         )
     comm.join(settings, distributed_port)
     if mpu is not None:
         check_mpu(mpu, comm.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
-            f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler {settings.scheduler.type!r} are given; keep one"
+            f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler "
+            f"{settings.scheduler.type!r} are given; keep one"
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
@@ -98,7 +113,11 @@ def initialize(
     settings = settings.on_device(kind_for_auto(comm.default_device()))
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
-    settings = settings.resolve(comm.get_world_size(), require_batch_size=training_data is not None, training=made is not None)
+    settings = settings.resolve(
+        comm.get_world_size(),
+        require_batch_size=training_data is not None,
+        training=made is not None,
+    )
     loader = _loader(training_data, collate_fn, settings)
     _preflight(model, settings, made)
     release_holders(model)
@@ -117,17 +136,22 @@ def initialize(
 def _second(second: Any, config: Any) -> Any:
     """The configuration of ``initialize(model, second, config=config)``."""
     if second is not None and config is not None:
-        raise ConfigError(f"initialize(model, {second!r}, config=…) was given more than one config; pass one")
+        raise ConfigError(
+            f"initialize(model, {second!r}, config=…) was given more than one config; pass one"
+        )
     return config if second is None else second
 
 
 @functools.cache
 def _tell_of_other_devices() -> None:
-    """Say once that this process trains alone beside accelerators which it sees and does not use."""
+    """Say once that this process trains alone beside accelerators which it sees and does not
+    use.
+    """
     devices = device_count()
     if devices > 1 and not comm.is_initialized() and announce() is None:
         logger.warning(
-            "one process trains on one of %d devices that it sees, as no launcher has started it: `hf-zero launch %s` or torchrun starts a "
+            "one process trains on one of %d devices that it sees, as no launcher has started it: "
+            "`hf-zero launch %s` or torchrun starts a "
             "rank on each; CUDA_VISIBLE_DEVICES=0 says that one is meant",
             devices,
             Path(sys.argv[0]).name or "train.py",
@@ -140,35 +164,55 @@ def _refuse_other_deepspeed() -> None:
     where = getattr(module, "__file__", None)
     if where and not Path(where).resolve().is_relative_to(Path(__file__).resolve().parent):
         raise ConfigError(
-            f"another deepspeed is imported in this process ({where}), and Accelerate and Transformers would train with it; "
+            f"another deepspeed is imported in this process ({where}), and Accelerate and "
+            "Transformers would train with it; "
             "set HF_ZERO_BACKEND=hf_zero before the start, or uninstall it"
         )
 
 
 def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -> None:
-    """Change the forwards of ``model`` as the configuration asks; in blocks that are ``compiled``, as far as inductor leaves something.
+    """Change the forwards of ``model`` as the configuration asks; in blocks that are ``compiled``,
+    as far as inductor leaves something.
 
-    What is replaced is the code of Hugging Face, which this layer does not know: the one thing above it that is used, and by its name.
+    What is replaced is the code of Hugging Face, which this layer does not know: the one thing
+    above it that is used, and by its name.
     """
     section = dict(config.sparse_attention or {"enabled": False})
-    sparse = section if section.pop("enabled", True) and section.get("mode", "fixed") != "dense" else None
+    sparse = (
+        section
+        if section.pop("enabled", True) and section.get("mode", "fixed") != "dense"
+        else None
+    )
     if config.kernels != "off" or sparse is not None or config.pre_layer_norm:
         fused = importlib.import_module("hf_zero.integrations.fused")
         fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
 
 
-def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> None:
+def _preflight(
+    model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None
+) -> None:
     """Refuse what does not fit before any memory is taken, on all ranks alike."""
     world, device = comm.get_world_size(), comm.default_device()
     free = room_for(model, config, device)
     if world > 1:
-        least = [min(numbers) for numbers in zip(*comm.everybody().all_gather_object(free.numbers(), "free memory"))]
+        least = [
+            min(numbers)
+            for numbers in zip(*comm.everybody().all_gather_object(free.numbers(), "free memory"))
+        ]
         free = free.with_numbers(least)
     moments = None
     if optimizer is not None:
         check_elementwise(optimizer, config.elementwise_optimizers)
         moments = moments_of(optimizer)
-    report = check(model, config, world, device=device, free=free, moments=moments, trains=optimizer is not None)
+    report = check(
+        model,
+        config,
+        world,
+        device=device,
+        free=free,
+        moments=moments,
+        trains=optimizer is not None,
+    )
     if comm.get_rank() == 0:
         for line in filter(None, (report.warning, report.note)):
             logger.warning("%s", line)
@@ -177,7 +221,8 @@ def _preflight(model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Opti
 def _shown(config: ZeroConfig, ranks: int) -> str:
     """What was written, with its source, one line a value."""
     lines = [
-        f"  {row.key} = {row.value}  ({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
+        f"  {row.key} = {row.value}  "
+        f"({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
         for row in explaining.written(config.explain())
     ]
     over = f"resolved configuration on {ranks} rank{'s' if ranks > 1 else ''}"
@@ -188,42 +233,65 @@ def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
     from_args = getattr(args, "deepspeed_config", None)
     given = [
         (name, value)
-        for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", from_args))
+        for name, value in (
+            ("config", config),
+            ("config_params", config_params),
+            ("args.deepspeed_config", from_args),
+        )
         if value is not None
     ]
     if not given:
         raise ConfigError(
-            "initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or args with deepspeed_config"
+            "initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or "
+            "args with deepspeed_config"
         )
     if len(given) > 1 and any(value != given[0][1] for _, value in given[1:]):
-        raise ConfigError(f"initialize was given more than one config: {', '.join(name for name, _ in given)}; pass one")
+        raise ConfigError(
+            "initialize was given more than one config: "
+            f"{', '.join(name for name, _ in given)}; pass one"
+        )
     return ZeroConfig.coerce(given[0][1], allow_auto=True)
 
 
-def _optimizer(config: ZeroConfig, model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) -> torch.optim.Optimizer | None:
-    wanted = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+def _optimizer(
+    config: ZeroConfig, model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    wanted = (
+        list(parameters)
+        if parameters is not None
+        else [p for p in model.parameters() if p.requires_grad]
+    )
     if isinstance(optimizer, torch.optim.Optimizer):
         if config.optimizer is not None:
             raise ConfigError(
-                f"both an optimizer object ({type(optimizer).__name__}) and config optimizer {config.optimizer.type!r} are given; keep one"
+                f"both an optimizer object ({type(optimizer).__name__}) and config optimizer "
+                f"{config.optimizer.type!r} are given; keep one"
             )
         return optimizer
     if optimizer is not None:
         if not callable(optimizer):
             raise ConfigError(
-                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a callable that makes one from parameters"
+                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a "
+                "callable that makes one from parameters"
             )
         if config.optimizer is not None:
-            raise ConfigError(f"both a callable optimizer and config optimizer {config.optimizer.type!r} are given; keep one")
+            raise ConfigError(
+                "both a callable optimizer and config optimizer "
+                f"{config.optimizer.type!r} are given; keep one"
+            )
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"the callable optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+            raise ConfigError(
+                f"the callable optimizer returned a {type(made).__name__}; it must return a "
+                "torch.optim.Optimizer"
+            )
         return made
     if config.optimizer is None:
         return None
     if not wanted:
         raise ConfigError(
-            "the config names an optimizer but no parameter of the model requires grad; unfreeze some, or remove the optimizer"
+            "the config names an optimizer but no parameter of the model requires grad; unfreeze "
+            "some, or remove the optimizer"
         )
     return build_optimizer(config.optimizer, wanted)
 
@@ -236,7 +304,9 @@ def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer 
     return given
 
 
-def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig) -> DataLoader[Any] | None:
+def _loader(
+    data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig
+) -> DataLoader[Any] | None:
     if data is None:
         return None
     micro = config.train_micro_batch_size_per_gpu or 1
@@ -244,7 +314,15 @@ def _loader(data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConf
         return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
-    sampler: DistributedSampler[Any] = DistributedSampler(data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0))
-    loader = DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=bool(config.dataloader_drop_last))
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0)
+    )
+    loader = DataLoader(
+        data,
+        batch_size=micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=bool(config.dataloader_drop_last),
+    )
     loader.data_sampler = sampler  # type: ignore[attr-defined]  # DeepSpeed's name for it
     return loader

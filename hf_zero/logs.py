@@ -1,4 +1,6 @@
-"""One logger for the whole package, named ``hf_zero``; ``HF_ZERO_LOG_LEVEL`` sets its level (default INFO)."""
+"""One logger for the whole package, named ``hf_zero``; ``HF_ZERO_LOG_LEVEL`` sets its level
+(default INFO).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import os
 
 
 def _rank_of(record: logging.LogRecord) -> bool:
-    record.rank = os.environ.get("RANK", "0")  # when it is said: under srun and mpirun RANK is found after this import
+    # when it is said: under srun and mpirun RANK is found after this import
+    record.rank = os.environ.get("RANK", "0")
     return True
 
 

@@ -23,5 +23,7 @@ def parse_size(text: str) -> int:
     """``80GB`` (decimal) or ``128GiB`` (binary) as bytes. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is no number of bytes; write 80GB (decimal) or 128GiB (binary), for instance")
+        raise ConfigError(
+            f"{text!r} is no number of bytes; write 80GB (decimal) or 128GiB (binary), for instance"
+        )
     return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,10 +1,13 @@
-"""How an error of hf-zero ends a rank: its message once for all ranks, in a few lines; ``HF_ZERO_TRACEBACK=1`` shows the traceback.
+"""How an error of hf-zero ends a rank: its message once for all ranks, in a few lines;
+``HF_ZERO_TRACEBACK=1`` shows the traceback.
 
 [Note: once for all ranks]
-A rank that meets an error prints the traceback, and so do all others that meet the same one; the launcher adds its own. The
-message says what to do, so the hook prints it alone. Rank 0 prints at once. Any other rank waits a moment for rank 0 to have
-printed the same message, then the first of them prints it: what differs by rank is always seen. The ranks compare through the
-store of torchrun's agent, which is there before any process group and outlives the ranks; without one each rank prints.
+A rank that meets an error prints the traceback, and so do all others that meet the same one; the
+launcher adds its own. The message says what to do, so the hook prints it alone. Rank 0 prints at
+once. Any other rank waits a moment for rank 0 to have printed the same message, then the first of
+them prints it: what differs by rank is always seen. The ranks compare through the store of
+torchrun's agent, which is there before any process group and outlives the ranks; without one each
+rank prints.
 """
 
 from __future__ import annotations
@@ -35,15 +38,21 @@ class _Report:
         self.before = before
         self.under_way = False
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         from hf_zero.errors import HfZeroError
 
-        if self.under_way:  # torch's hook of a process group calls the one that it found, which may be this one
+        # torch's hook of a process group calls the one that it found, which may be this one
+        if self.under_way:
             sys.__excepthook__(kind, error, trace)
             return
         self.under_way = True
         try:
-            if isinstance(error, HfZeroError) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
+            if (
+                isinstance(error, HfZeroError)
+                and os.environ.get(SWITCH, "0").strip().lower() in OFF
+            ):
                 _print_once(error, trace)
             else:
                 self.before(kind, error, trace)
@@ -52,7 +61,9 @@ class _Report:
 
 
 def watch() -> None:
-    """Let errors of hf-zero that nobody catches be reported so, in a process that a launcher has started. Called as they are made."""
+    """Let errors of hf-zero that nobody catches be reported so, in a process that a launcher has
+    started. Called as they are made.
+    """
     hook = sys.excepthook
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
     if "RANK" in os.environ and not interactive and not isinstance(hook, _Report):
@@ -76,7 +87,11 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        inside = "site-packages" in file or file.startswith("<") or Path(file).resolve().is_relative_to(PACKAGE)
+        inside = (
+            "site-packages" in file
+            or file.startswith("<")
+            or Path(file).resolve().is_relative_to(PACKAGE)
+        )
         if not inside:
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
@@ -96,7 +111,10 @@ def _print_once(error: BaseException, trace: TracebackType | None) -> None:
 
 
 class _Said:
-    """Whether a rank has said ``text``, in the store of torchrun's agent. Where that cannot be asked nothing counts as said."""
+    """Whether a rank has said ``text``, in the store of torchrun's agent.
+
+    Where that cannot be asked nothing counts as said.
+    """
 
     def __init__(self, text: str) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -108,7 +126,9 @@ class _Said:
 
                 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 patience = timedelta(seconds=WAIT_SECONDS)
-                self._store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+                self._store = TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=patience
+                )
 
     def within(self, seconds: float) -> bool:
         """Whether it has been said, or is before ``seconds`` have passed."""

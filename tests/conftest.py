@@ -20,14 +20,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
+# before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
 def units_of_one_block() -> Iterator[None]:
-    """The models of the tests are small, and their blocks are to be units all the same, unless a test or its configuration asks."""
-    with pytest.MonkeyPatch.context() as patch:  # not a test's own, which is undone before the fixtures of its folder
+    """The models of the tests are small, and their blocks are to be units all the same, unless a
+    test or its configuration asks.
+    """
+    # not a test's own, which is undone before the fixtures of its folder
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_zero.core.wrap.GRANULARITY", 0)
         yield
 
@@ -48,14 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def collections_look_at_what_tests_make() -> None:
-    """What is imported by now is half a million objects, which every ``gc.collect()`` of a test or a library would go through."""
+    """What is imported by now is half a million objects, which every ``gc.collect()`` of a test
+    or a library would go through.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def kernels_only_where_they_are_watched() -> Iterator[None]:
-    """Outside ``checked_triton`` CPU tensors go to the references: the plain interpreter is wrong in bf16 and slow."""
+    """Outside ``checked_triton`` CPU tensors go to the references: the plain interpreter is
+    wrong in bf16 and slow.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("HF_ZERO_TRITON", "0")
@@ -64,7 +72,9 @@ def kernels_only_where_they_are_watched() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_is_left_as_it_was() -> Iterator[None]:
-    """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in the next test."""
+    """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in
+    the next test.
+    """
     before = dict(os.environ)
     yield
     if os.environ != before:
@@ -79,7 +89,9 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """An engine in the test's own process makes a group of one rank; the next test starts without."""
+    """An engine in the test's own process makes a group of one rank; the next test starts
+    without.
+    """
     yield
     comm = sys.modules.get("hf_zero.core.comm")
     if comm is not None:
@@ -114,9 +126,18 @@ def heard_in_full(heard: list[str]) -> Iterator[list[str]]:
 
 @pytest.fixture
 def checked_triton() -> Iterator[Callable[..., AbstractContextManager[Any]]]:
-    """Triton kernels of the test run in the checked interpreter; ``with checked_triton(order="reverse")`` asks for other settings."""
+    """Triton kernels of the test run in the checked interpreter; ``with
+    checked_triton(order="reverse")`` asks for other settings.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("kernels of this process are compiled, for its GPU: TRITON_INTERPRET=1 asks for the interpreter")
-    checked = pytest.importorskip("tests.helpers.checked_triton", reason="needs triton and ml_dtypes", exc_type=ModuleNotFoundError)
+        pytest.skip(
+            "kernels of this process are compiled, for its GPU: TRITON_INTERPRET=1 "
+            "asks for the interpreter"
+        )
+    checked = pytest.importorskip(
+        "tests.helpers.checked_triton",
+        reason="needs triton and ml_dtypes",
+        exc_type=ModuleNotFoundError,
+    )
     with checked.checked_triton():
         yield checked.checked_triton

@@ -1,4 +1,6 @@
-"""Sharded checkpoints: saved by all ranks, resumed by any number of them, converted to a model folder (FORMAT.md)."""
+"""Sharded checkpoints: saved by all ranks, resumed by any number of them, converted to a model
+folder (FORMAT.md).
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,16 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict
-    from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint
+    from hf_zero.checkpoint.consolidate import (
+        convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
+    )
+    from hf_zero.checkpoint.consolidate import (
+        get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
+    )
     from hf_zero.checkpoint.consolidate import iterate_state_dict as iterate_state_dict
-    from hf_zero.checkpoint.consolidate import load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint
+    from hf_zero.checkpoint.consolidate import (
+        load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
+    )
     from hf_zero.checkpoint.export import Conversion as Conversion
     from hf_zero.checkpoint.export import convert_checkpoint as convert_checkpoint
     from hf_zero.checkpoint.reader import load as load
@@ -39,5 +47,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_EXPORTS)}"
+        )
     return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -1,4 +1,7 @@
-"""One conversion at a time into a folder. The lock is the system's, on a file in the folder: it ends with the process that holds it."""
+"""One conversion at a time into a folder.
+
+The lock is the system's, on a file in the folder: it ends with the process that holds it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from hf_zero.checkpoint import folders
 from hf_zero.errors import CheckpointError
 
 LOCK = folders.NEW + "lock"
-WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that know no locks: nobody is kept out there
+# of file systems that know no locks: nobody is kept out there
+WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold ``folder``. Raises CheckpointError if another conversion, of this process or another one, holds it."""
+    """Hold ``folder``.
+
+    Raises CheckpointError if another conversion, of this process or another one, holds it.
+    """
     descriptor = _locked(folder)
     try:
         yield
@@ -38,7 +45,8 @@ def _locked(folder: Path) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise CheckpointError(
-                f"{folder} is being written by another conversion; wait until it ends, or choose another folder"
+                f"{folder} is being written by another conversion; wait until it ends, or "
+                "choose another folder"
             ) from error
         except OSError as error:
             if error.errno not in WITHOUT:

@@ -19,7 +19,8 @@ PATIENCE = 2.0  # seconds of work for which nothing is shown unless asked for
 def bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
     """Yields the function that moves it, by bytes; it may be called from several threads.
 
-    Shown on stderr if ``progress``; None means where stderr is a terminal, and once the work has lasted :data:`PATIENCE`.
+    Shown on stderr if ``progress``; None means where stderr is a terminal, and once the work has
+    lasted :data:`PATIENCE`.
     """
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda count: None
@@ -52,9 +53,22 @@ class _Shown:
 
     def _start(self) -> Any:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         live = Progress(*columns, console=Console(stderr=True))
         live.start()
         self._task = live.add_task(self._what, total=self._total)

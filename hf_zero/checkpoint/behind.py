@@ -1,14 +1,16 @@
-"""Saving beside the training: state is copied into staging memory at the call, and a thread writes it.
+"""Saving beside the training: state is copied into staging memory at the call, and a thread writes
+it.
 
 [Note: without a collective]
-All that is collective comes before the thread begins: tag, folder, the copies, what the manifest says. Afterwards each rank
-leaves word in the store of what came of its file; rank 0 publishes once all are well, and leaves word of that. A thread
-that waits for another rank so never meets a collective of the training. Every rank ends with rank 0's verdict, so that what
-waits for it (a save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store looks
-at the folder, which is what counts.
+All that is collective comes before the thread begins: tag, folder, the copies, what the manifest
+says. Afterwards each rank leaves word in the store of what came of its file; rank 0 publishes once
+all are well, and leaves word of that. A thread that waits for another rank so never meets a
+collective of the training. Every rank ends with rank 0's verdict, so that what waits for it (a
+save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the
+store looks at the folder, which is what counts.
 
-Threads are no daemons: an interpreter that ends, by an exception too, waits for them. What is killed leaves a temporary
-folder and no checkpoint.
+Threads are no daemons: an interpreter that ends, by an exception too, waits for them. What is
+killed leaves a temporary folder and no checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 @dataclass(frozen=True)
 class Job:
-    """A save whose image is staged: where it goes, this rank's file, on rank 0 all the other files; how many checkpoints stay."""
+    """A save whose image is staged: where it goes, this rank's file, on rank 0 all the other
+    files; how many checkpoints stay.
+    """
 
     to: Landing
     path: Place
@@ -52,7 +56,8 @@ class Job:
 
 
 class Behind:
-    """The saves of one engine that a thread writes, one at a time. Staging memory is as large as this rank's file and kept.
+    """The saves of one engine that a thread writes, one at a time. Staging memory is as large as
+    this rank's file and kept.
 
     comm: a ``contract.Comm`` with a mailbox; rank and world size of this rank beside it.
     device: where the state is; staging memory is pinned if that is a GPU.
@@ -72,7 +77,11 @@ class Behind:
     @property
     def failed(self) -> bool:
         """Whether a save has ended that nobody has waited for, and not well."""
-        return self._running is not None and self._running[1].done() and self._running[1].exception() is not None
+        return (
+            self._running is not None
+            and self._running[1].done()
+            and self._running[1].exception() is not None
+        )
 
     @property
     def nbytes(self) -> int:
@@ -80,15 +89,23 @@ class Behind:
         return self._memory.numel()
 
     def wait(self, what: str = "", below: Path | None = None) -> None:
-        """Return when nothing is being written, in the folder ``below`` if one is given; ``what`` waits is said where it has to.
+        """Return when nothing is being written, in the folder ``below`` if one is given; ``what``
+        waits is said where it has to.
 
         Raises CheckpointError, alike on all ranks.
         """
-        if self._running is None or (below is not None and not pending.lies_in(self._running[0].to.final, below)):
+        if self._running is None or (
+            below is not None and not pending.lies_in(self._running[0].to.final, below)
+        ):
             return
         job, future = self._running
         if what and not future.done() and self._rank == 0:
-            logger.warning("%s waits for %s, which is still being written: saves come faster than the disk takes them", what, job.to.final)
+            logger.warning(
+                "%s waits for %s, which is still being written: saves come faster "
+                "than the disk takes them",
+                what,
+                job.to.final,
+            )
         try:
             future.result()
         finally:
@@ -107,7 +124,9 @@ class Behind:
             except HostMemoryError as error:
                 return str(error)
         at = len(draft.plan.header)
-        copy_bytes(self._memory[:at], torch.frombuffer(bytearray(draft.plan.header), dtype=torch.uint8))
+        copy_bytes(
+            self._memory[:at], torch.frombuffer(bytearray(draft.plan.header), dtype=torch.uint8)
+        )
         for entry in draft.plan.entries:
             values = draft.tensors[entry.name].values().detach().reshape(-1)
             copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
@@ -156,15 +175,22 @@ class _Work:
             verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
         finally:
             if self.rank == 0:
-                pending.ended(self.job.to.final, whole=False)  # what waits is done by now, or is not to be done
+                # what waits is done by now, or is not to be done
+                pending.ended(self.job.to.final, whole=False)
         if verdict:
             text = f"{verdict} (written beside the training)"
-            if not threading.main_thread().is_alive():  # the program has ended: nobody asks for the outcome any more
+            # the program has ended: nobody asks for the outcome any more
+            if not threading.main_thread().is_alive():
                 logger.error("%s", text)
             raise CheckpointError(text)
         if self.rank == 0:
             seconds = time.perf_counter() - begun
-            logger.info("saved %s beside the training: it waited %.2f s, the files took %.2f s", self.job.to.final, self.stall, seconds)
+            logger.info(
+                "saved %s beside the training: it waited %.2f s, the files took %.2f s",
+                self.job.to.final,
+                self.stall,
+                seconds,
+            )
 
     def _write(self) -> tuple[str, str]:
         """The hash of this rank's file, and what was wrong."""
@@ -174,7 +200,10 @@ class _Work:
             return "", told(error, self.job.path)
 
     def _hear(self, own: tuple[str, str]) -> str:
-        """Tell rank 0 what came of this rank's file; what was wrong with the save, "" if nothing. The same on all ranks."""
+        """Tell rank 0 what came of this rank's file; what was wrong with the save, "" if nothing.
+
+        The same on all ranks.
+        """
         try:
             self.mail.leave("wrote", self.number, json.dumps(own))
             return str(json.loads(self.mail.await_word("verdict", self.number, 0)))
@@ -195,7 +224,11 @@ class _Work:
             try:
                 self.mail.leave("verdict", self.number, json.dumps(verdict))
             except RuntimeError as error:  # nobody can be told; the others look at the folder
-                logger.warning("%s: the other ranks do not hear of it, because their store is gone (%s)", self.job.to.final, error)
+                logger.warning(
+                    "%s: the other ranks do not hear of it, because their store is gone (%s)",
+                    self.job.to.final,
+                    error,
+                )
         return verdict
 
     def _publish(self, outcomes: list[tuple[str, str]]) -> str:
@@ -214,7 +247,10 @@ class _Work:
             announce(to, rest, self.job.keep)
             pending.ended(to.final, whole=True)
         except Exception as error:
-            return f"rank 0: {told(error, to.final)}. {to.final} itself is whole; pass its tag to load it."
+            return (
+                f"rank 0: {told(error, to.final)}. {to.final} itself is whole; "
+                "pass its tag to load it."
+            )
         return ""
 
     def _on_disk(self, error: Exception) -> str:
@@ -226,4 +262,7 @@ class _Work:
             whole = False
         if whole:
             return ""
-        return f"rank {self.rank} does not know what became of {final} ({error}); hf-zero verify says whether it is whole"
+        return (
+            f"rank {self.rank} does not know what became of {final} ({error}); hf-zero verify "
+            "says whether it is whole"
+        )

@@ -1,4 +1,6 @@
-"""What a converted folder gets besides weights: configuration, tokenizer and processor files, the card with this run's facts."""
+"""What a converted folder gets besides weights: configuration, tokenizer and processor files,
+the card with this run's facts.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,33 @@ from hf_zero.errors import CheckpointError
 CONFIG, CARD = "config.json", "README.md"
 OF_BASE = (CONFIG, "generation_config.json")  # of a model that adapters belong to, and not theirs
 
-# Files that from_pretrained of models, tokenizers and processors reads, and code that their configurations name.
+# Files that from_pretrained of models, tokenizers and processors reads, and code that their
+# configurations name.
 PATTERNS = (
     CONFIG, "generation_config.json", CARD, "LICENSE*",
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "bpe.codes", "normalizer.json",
-    "spiece.model", "sentencepiece*", "*.spm", "*.tiktoken", "chat_template*", "additional_chat_templates",
-    "*processor_config.json", "configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py", "*processing_*.py",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "bpe.codes", "normalizer.json",
+    "spiece.model", "sentencepiece*", "*.spm", "*.tiktoken", "chat_template*",
+    "additional_chat_templates",
+    "*processor_config.json", "configuration_*.py", "modeling_*.py", "modular_*.py",
+    "tokenization_*.py", "*processing_*.py",
 )  # fmt: skip
 
 _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
 def places(folder: Place) -> list[Place]:
-    """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's ``checkpoint-N``."""
+    """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's
+    ``checkpoint-N``.
+    """
     above = folder.resolve().parent
     return [folder, above, *([above.parent] if re.fullmatch(r"checkpoint-\d+", above.name) else [])]
 
 
 def companions(folder: Place) -> dict[str, Place]:
-    """Name and path of what is to be carried along; what lies nearer to the checkpoint comes first."""
+    """Name and path of what is to be carried along; what lies nearer to the checkpoint comes
+    first.
+    """
     found: dict[str, Place] = {}
     for place in places(folder):
         for pattern in PATTERNS:
@@ -44,10 +54,18 @@ def companions(folder: Place) -> dict[str, Place]:
     return found
 
 
-def carry(folder: Place, manifest: Manifest, target: Path, dtype: str | None, without: Collection[str] = ()) -> list[str]:
-    """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are not among them.
+def carry(
+    folder: Place,
+    manifest: Manifest,
+    target: Path,
+    dtype: str | None,
+    without: Collection[str] = (),
+) -> list[str]:
+    """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are
+    not among them.
 
-    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run. ``without`` stay behind.
+    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run.
+    ``without`` stay behind.
     """
     names = []
     for name, path in companions(folder).items():
@@ -82,7 +100,9 @@ def json_object(path: Place) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON object ({error}); mend or remove it, then convert again") from error
+        raise CheckpointError(
+            f"{path} is no JSON object ({error}); mend or remove it, then convert again"
+        ) from error
     return content
 
 
@@ -98,7 +118,9 @@ def configured(path: Place, dtype: str | None) -> bytes:
 
 
 def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
-    """In nested configurations (text and vision towers), change what agreed with the outermost one."""
+    """In nested configurations (text and vision towers), change what agreed with the outermost
+    one.
+    """
     for key, value in content.items():
         if isinstance(value, dict):
             _redtype(value, old, new)
@@ -107,39 +129,74 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
 
 
 def facts(manifest: Manifest, folder: Place) -> list[tuple[str, str]]:
-    """What is known of the run: from the manifest, and from the Trainer's log where there is one."""
+    """What is known of the run: from the manifest, and from the Trainer's log where there is
+    one.
+    """
     count = sum(flat.layout.numel for flat in manifest.flats)
     trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
     rows = [
         ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
         ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
         ("parameters (trained)", f"{count:,} ({trained:,})"),
-        ("ZeRO stage, ranks, precision", f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}"),
+        (
+            "ZeRO stage, ranks, precision",
+            f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}",
+        ),
     ]
     if manifest.optimizer is not None:
         rates = [group.hyperparameters.get("lr") for group in manifest.optimizer.groups]
-        shown = ", ".join(dict.fromkeys(f"{rate:g}" for rate in rates if isinstance(rate, (int, float))))
-        rows.append(("optimizer, learning rate at the end", f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}"))
+        shown = ", ".join(
+            dict.fromkeys(f"{rate:g}" for rate in rates if isinstance(rate, (int, float)))
+        )
+        rows.append(
+            (
+                "optimizer, learning rate at the end",
+                f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}",
+            )
+        )
     rows += _logged(folder)
-    return rows + [("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))]
+    return rows + [
+        ("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))
+    ]
 
 
 def _logged(folder: Place) -> Iterator[tuple[str, str]]:
     for place in places(folder)[:2]:
         try:
-            history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-            last = {key: (value, entry.get("step")) for entry in history for key, value in entry.items()}
+            history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))[
+                "log_history"
+            ]
+            last = {
+                key: (value, entry.get("step")) for entry in history for key, value in entry.items()
+            }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # no Trainer, or one of another version: the card then says less
-        for key, label in (("loss", "training loss"), ("eval_loss", "evaluation loss"), ("eval_accuracy", "evaluation accuracy")):
+        for key, label in (
+            ("loss", "training loss"),
+            ("eval_loss", "evaluation loss"),
+            ("eval_accuracy", "evaluation accuracy"),
+        ):
             if key in last and isinstance(last[key][0], (int, float)):
                 yield label, f"{last[key][0]:.4g} at step {last[key][1]}"
         return
 
 
 def carded(text: str, rows: Iterable[tuple[str, str]]) -> str:
-    """``text`` with a table of ``rows``: in place of the one of an earlier conversion, else at the end."""
-    table = "\n".join([_BEGIN, "## This run", "", "| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows), "", _END])
+    """``text`` with a table of ``rows``: in place of the one of an earlier conversion, else at
+    the end.
+    """
+    table = "\n".join(
+        [
+            _BEGIN,
+            "## This run",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *(f"| {key} | {value} |" for key, value in rows),
+            "",
+            _END,
+        ]
+    )
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if begin and end:

@@ -1,4 +1,6 @@
-"""What goes into a checkpoint: the tensors of a rank, and what the model says about its names and configuration."""
+"""What goes into a checkpoint: the tensors of a rank, and what the model says about its names
+and configuration.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,27 @@ from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export
 from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 
-EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # of get_extra_state, which is not part of the format
+# of get_extra_state, which is not part of the format
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 BUFFER, RNG = "buffer::", "rng::"
-# torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another thread may run meanwhile,
-# and would wait for that mutex with the interpreter's lock in its hands, for ever.
+# torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another
+# thread may run meanwhile, and would wait for that mutex with the interpreter's lock in its hands,
+# for ever.
 _generator = threading.Lock()
 
 
 def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
-    """The tensor that holds the values of ``flat`` on this rank, and the name it is stored under."""
+    """The tensor that holds the values of ``flat`` on this rank, and the name it is stored
+    under.
+    """
     master = flat.master
     if master is not None:
         return MASTER, master
     if flat.shard is None:
-        raise ValueError(f"flat {flat.key!r} has neither master nor shard on this rank; save after initialize and before destroy")
+        raise ValueError(
+            f"flat {flat.key!r} has neither master nor shard on this rank; save after "
+            "initialize and before destroy"
+        )
     return SHARD, flat.shard
 
 
@@ -54,25 +63,37 @@ def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, Held]:
     if flat.states is not None and bound is not None:
         flat.settle()
         states, numel = flat.states, flat.owned[1] - flat.owned[0]
-        return {name: Held(states.dtype(name), numel, partial(states.fetch, name)) for name in bound.names(flat)}
+        return {
+            name: Held(states.dtype(name), numel, partial(states.fetch, name))
+            for name in bound.names(flat)
+        }
     if not flat.trainable:
         return {SHARD: Held(flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1])}
     name, weights = weights_of(flat)
     held = {name: Held.here(weights)}
     if bound is not None:
-        held |= {key: Held.here(tensor) for key, tensor in bound.tensors(flat).items() if key != MASTER}
+        held |= {
+            key: Held.here(tensor) for key, tensor in bound.tensors(flat).items() if key != MASTER
+        }
     return held
 
 
-def persistent_buffers(module: torch.nn.Module, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The tensors beside parameters that ``state_dict`` has, under every name that it gives them: buffers, the state of quantised weights.
+def persistent_buffers(
+    module: torch.nn.Module, without: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The tensors beside parameters that ``state_dict`` has, under every name that it gives them:
+    buffers, the state of quantised weights.
 
     ``without`` leaves out what stands beside the parameters of these names.
     """
     held = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, value in written(child).items():
-            if name not in child._parameters and name != EXTRA_STATE and isinstance(value, torch.Tensor):
+            if (
+                name not in child._parameters
+                and name != EXTRA_STATE
+                and isinstance(value, torch.Tensor)
+            ):
                 held[f"{prefix}.{name}" if prefix else name] = value
     return {name: value for name, value in held.items() if not belongs(name, without)}
 
@@ -83,7 +104,9 @@ def frozen(engine: Engine) -> set[str]:
 
 
 def rng_states() -> dict[str, torch.Tensor]:
-    """The state of this rank's generators; the accelerator's only where it is in use, so that saving does not initialise it."""
+    """The state of this rank's generators; the accelerator's only where it is in use, so that
+    saving does not initialise it.
+    """
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}
     kind = kinds.in_use()
@@ -92,7 +115,9 @@ def rng_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def model_order(module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]) -> list[str]:
+def model_order(
+    module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]
+) -> list[str]:
     """The names in ``held`` in the order of the model's parameters."""
     left = dict.fromkeys(held)
     names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -101,7 +126,9 @@ def model_order(module: torch.nn.Module, aliases: Mapping[str, str], held: Itera
 
 
 def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
-    """Which of several tied names Hugging Face keeps, and which names it leaves out, read off the model's own lists."""
+    """Which of several tied names Hugging Face keeps, and which names it leaves out, read off
+    the model's own lists.
+    """
     patterns = []
     for prefix, child in module.named_modules():
         for pattern in getattr(child, "_tied_weights_keys", None) or ():
@@ -111,7 +138,8 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         groups.setdefault(held, [held]).append(tied)
     names = {}
     for held, group in groups.items():
-        # A name on the list is one that is tied to another when the model is loaded, so it is not the one to save.
+        # A name on the list is one that is tied to another when the model is loaded, so it is not
+        # the one to save.
         sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
         if sources and held not in sources:
             names[held] = min(sources)
@@ -124,10 +152,18 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     if not getattr(module, "peft_config", None):
         return {}
     inner = within(module)
-    described = importlib.import_module("hf_zero.integrations.adapter_files").described(inner, set(persistent_buffers(inner)))
+    described = importlib.import_module("hf_zero.integrations.adapter_files").described(
+        inner, set(persistent_buffers(inner))
+    )
     outer = "" if inner is module else "_orig_mod."
     return {
-        adapter: Adapter(config, {bare(written): aliases.get(outer + name, outer + name) for written, name in tensors.items()})
+        adapter: Adapter(
+            config,
+            {
+                bare(written): aliases.get(outer + name, outer + name)
+                for written, name in tensors.items()
+            },
+        )
         for adapter, (config, tensors) in described.items()
     }
 
@@ -139,12 +175,15 @@ def within(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def companions(module: torch.nn.Module) -> dict[str, bytes]:
-    """Configuration files that make a converted folder loadable, of models that have a configuration (duck-typed)."""
+    """Configuration files that make a converted folder loadable, of models that have a
+    configuration (duck-typed).
+    """
     files = {}
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
-        # save_pretrained writes the class here; a model that was built from a bare configuration has not been asked yet.
+        # save_pretrained writes the class here; a model that was built from a bare configuration
+        # has not been asked yet.
         content["architectures"] = content.get("architectures") or [type(within(module)).__name__]
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     generation: Any = getattr(module, "generation_config", None)
@@ -158,7 +197,9 @@ def scalars_of(engine: Engine) -> list[dict[str, Any]]:
 
 
 def apart_of(engine: Engine) -> list[dict[str, Any]]:
-    """Where the parameters of a group have not all made the same steps, the numbers of each of which this rank has elements."""
+    """Where the parameters of a group have not all made the same steps, the numbers of each of
+    which this rank has elements.
+    """
     return [] if engine.bound is None else [dict(group) for group in engine.bound.apart()]
 
 

@@ -1,4 +1,7 @@
-"""What saving and loading need of an engine. ``hf_zero.core.engine.Engine`` has it; so has the fake of the tests."""
+"""What saving and loading need of an engine.
+
+``hf_zero.core.engine.Engine`` has it; so has the fake of the tests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class Flat(Protocol):
     def owned(self) -> tuple[int, int]: ...
     @property
     def master(self) -> torch.Tensor | None:
-        """Master weights over ``owned``: float32, or float64 for parameters that are; None for a frozen flat."""
+        """Master weights over ``owned``: float32, or float64 for parameters that are; None for a
+        frozen flat.
+        """
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -37,7 +42,9 @@ class Flat(Protocol):
 
     @property
     def states(self) -> Any:
-        """The :class:`hf_zero.core.states.States` where master and optimizer state live that are offloaded, else None."""
+        """The :class:`hf_zero.core.states.States` where master and optimizer state live that are
+        offloaded, else None.
+        """
 
     def settle(self) -> None:
         """Return when no update of this flat is under way."""
@@ -82,7 +89,9 @@ class Comm(Protocol):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
     def mailbox(self, topic: str) -> Any:
-        """A :class:`hf_zero.core.mailbox.Mailbox` for a thread of this rank; None for one rank, and where ranks share no store."""
+        """A :class:`hf_zero.core.mailbox.Mailbox` for a thread of this rank; None for one rank,
+        and where ranks share no store.
+        """
 
 
 class Engine(Protocol):
@@ -130,6 +139,11 @@ class Engine(Protocol):
     def shard_world(self) -> int: ...
     def refresh_params(self) -> None: ...
     def consolidated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole CPU tensor of every parameter in its compute dtype. Collective: exhaust it on every rank."""
+        """Name and whole CPU tensor of every parameter in its compute dtype.
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None: ...
+        Collective: exhaust it on every rank.
+        """
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None: ...

@@ -1,4 +1,6 @@
-"""The converter: what is written, under which names, into which files; ``filling`` does the writing, in memory that does not grow."""
+"""The converter: what is written, under which names, into which files; ``filling`` does the
+writing, in memory that does not grow.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ WORKERS = 2  # one reads while the other writes; each holds two buffers of Scrat
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: ``files`` are the names of the weight files, ``carried`` those of the others.
+    """What was written: ``files`` are the names of the weight files, ``carried`` those of the
+    others.
 
-    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted. ``source`` is the checkpoint
-    that was read, which a run's folder may hold several of.
+    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted.
+    ``source`` is the checkpoint that was read, which a run's folder may hold several of.
     """
 
     folder: Path
@@ -85,32 +88,40 @@ def convert_checkpoint(
     adapters: bool | None = None,
     workers: int = WORKERS,
 ) -> Conversion:
-    """Write a checkpoint as a model folder that ``from_pretrained`` loads. Needs neither the model's code nor its memory.
+    """Write a checkpoint as a model folder that ``from_pretrained`` loads. Needs neither the
+    model's code nor its memory.
 
-    A conversion that was killed or interrupted goes on where it was when it is called again for the same checkpoint in the
-    same way; one that failed leaves the target as it was.
+    A conversion that was killed or interrupted goes on where it was when it is called again for the
+    same checkpoint in the same way; one that failed leaves the target as it was.
 
     Args:
-        src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of several checkpoints the newest
+        src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of
+        several checkpoints the newest
             whole one is taken, and is logged. A model folder is read where it is ``src`` itself.
-        dst: the folder to write; made if needed. Weights in it are replaced once the new ones are whole.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter had when it was handed to
+        dst: the folder to write; made if needed. Weights in it are replaced once the new ones are
+        whole. dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter
+        had when it was handed to
             training.
-        max_shard_size: largest size of one file, such as ``"5GB"`` or a number of bytes; a larger tensor has its own.
+        max_shard_size: largest size of one file, such as ``"5GB"`` or a number of bytes; a larger
+        tensor has its own.
             Adapters are one file each: PEFT reads no shards.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
         exclude_frozen_parameters: leave out parameters that were not trained.
         verify: compute the hashes of the checkpoint's files first.
         only: patterns over the names of tensors (``"*.embed_tokens.*"``): no others are written.
-        adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or (False) the wrapped model
+        adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or
+        (False) the wrapped model
             whole; by default the adapters where the checkpoint holds some.
         workers: threads that read, cast and write; the bytes that are written do not depend on it.
 
     Raises:
-        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written, that another conversion is
-            writing, or that holds what is read, a disk without room, adapters that are wanted and are not there.
-        ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits no tensor.
+        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written,
+        that another conversion is
+            writing, or that holds what is read, a disk without room, adapters that are wanted and
+            are not there.
+        ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits
+        no tensor.
     """
     wanted, target = dtype_option(dtype), on_this_machine(dst, "a converted model")
     if workers < 1:
@@ -118,9 +129,13 @@ def convert_checkpoint(
     with open_checkpoint(find(src, tag)) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
-        layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(checkpoint, held, only, max_shard_size)
+        layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
+            checkpoint, held, only, max_shard_size
+        )
         plans = {
-            name: plan_file([(output.name, output.dtype, output.shape) for output in part], {"format": "pt"})
+            name: plan_file(
+                [(output.name, output.dtype, output.shape) for output in part], {"format": "pt"}
+            )
             for name, part in layout.parts.items()
         }
         total = sum(output.nbytes for output in layout.chosen)
@@ -132,28 +147,56 @@ def convert_checkpoint(
             raise CheckpointError(told(error, target)) from error
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
     configs = [name for name in layout.beside if name != INDEX]
-    return Conversion(target, tuple(plans), (*carried, *configs), len(layout.chosen), parameters, total, kept, checkpoint.folder)
+    return Conversion(
+        target,
+        tuple(plans),
+        (*carried, *configs),
+        len(layout.chosen),
+        parameters,
+        total,
+        kept,
+        checkpoint.folder,
+    )
 
 
 def _write(
-    checkpoint: Checkpoint, target: Path, layout: _Layout, plans: dict[str, Plan], verify: bool, workers: int, progress: bool | None
+    checkpoint: Checkpoint,
+    target: Path,
+    layout: _Layout,
+    plans: dict[str, Plan],
+    verify: bool,
+    workers: int,
+    progress: bool | None,
 ) -> tuple[int, list[str]]:
-    """Fill and publish ``target``; the bytes that an earlier conversion had written, and the names of the files carried along."""
+    """Fill and publish ``target``; the bytes that an earlier conversion had written, and the
+    names of the files carried along.
+    """
     total = sum(output.nbytes for output in layout.chosen)
     journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
     try:
         kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
         _check_room(target, list(plans), total)
         if kept:
-            logger.info("%s: going on with a conversion that was interrupted after %s of %s", target, in_units(kept), in_units(total))
-        with bar(progress, total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0), f"writing {target}") as tick:
+            logger.info(
+                "%s: going on with a conversion that was interrupted after %s of %s",
+                target,
+                in_units(kept),
+                in_units(total),
+            )
+        with bar(
+            progress,
+            total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0),
+            f"writing {target}",
+        ) as tick:
             if verify:
                 checkpoint.verify(checkpoint.listed(), tick)
             for name, part in layout.parts.items():
                 named = {output.name: output for output in part}
                 write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
         without = card.OF_BASE if layout.of_adapters else ()
-        carried = card.carry(checkpoint.folder, checkpoint.manifest, target, _dominant(layout.chosen), without)
+        carried = card.carry(
+            checkpoint.folder, checkpoint.manifest, target, _dominant(layout.chosen), without
+        )
         _publish(layout, target)
     except Exception:
         journal.clear()
@@ -162,7 +205,12 @@ def _write(
     return kept, carried
 
 
-def _of_adapters(checkpoint: Checkpoint, held: list[Output], only: str | Sequence[str] | None, wanted: bool | None) -> _Layout | None:
+def _of_adapters(
+    checkpoint: Checkpoint,
+    held: list[Output],
+    only: str | Sequence[str] | None,
+    wanted: bool | None,
+) -> _Layout | None:
     """The files of PEFT's adapters; None if the model is to be written."""
     if wanted is False:
         return None
@@ -172,31 +220,61 @@ def _of_adapters(checkpoint: Checkpoint, held: list[Output], only: str | Sequenc
         return None
     parts, configs = adapter_parts(found, by_name, checkpoint.folder)
     if only is not None:
-        remedy = "; these are the adapters alone: for the rest of the model pass adapters=False (--whole)"
-        chosen = {id(output) for output in choose([output for part in parts.values() for output in part], only, remedy)}
-        parts = {name: [output for output in part if id(output) in chosen] for name, part in parts.items()}
+        remedy = (
+            "; these are the adapters alone: for the rest of the model pass "
+            "adapters=False (--whole)"
+        )
+        chosen = {
+            id(output)
+            for output in choose(
+                [output for part in parts.values() for output in part], only, remedy
+            )
+        }
+        parts = {
+            name: [output for output in part if id(output) in chosen]
+            for name, part in parts.items()
+        }
         parts = {name: part for name, part in parts.items() if part}
-        configs = {name: content for name, content in configs.items() if any(Path(part).parent == Path(name).parent for part in parts)}
+        configs = {
+            name: content
+            for name, content in configs.items()
+            if any(Path(part).parent == Path(name).parent for part in parts)
+        }
     return _Layout(parts, configs, of_adapters=True)
 
 
-def _of_model(checkpoint: Checkpoint, held: list[Output], only: str | Sequence[str] | None, max_shard_size: str | int) -> _Layout:
+def _of_model(
+    checkpoint: Checkpoint,
+    held: list[Output],
+    only: str | Sequence[str] | None,
+    max_shard_size: str | int,
+) -> _Layout:
     manifest = checkpoint.manifest
     if manifest.excluded:
-        logger.warning("%s was saved without its frozen parameters: the converted folder lacks them", checkpoint.folder)
+        logger.warning(
+            "%s was saved without its frozen parameters: the converted folder lacks them",
+            checkpoint.folder,
+        )
     parts = _split(choose(_exported(manifest, held), only), max_shard_size)
     if len(parts) == 1:
         return _Layout(parts, {})
     sizes = [output for part in parts.values() for output in part]
-    metadata = {"total_parameters": sum(o.numel for o in sizes), "total_size": sum(o.nbytes for o in sizes)}
+    metadata = {
+        "total_parameters": sum(o.numel for o in sizes),
+        "total_size": sum(o.nbytes for o in sizes),
+    }
     places = {output.name: file for file, part in parts.items() for output in part}
-    index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    index = (
+        json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    )
     return _Layout(parts, {INDEX: index.encode()})
 
 
 def _identity(checkpoint: Checkpoint, plans: dict[str, Plan]) -> str:
     """Equal for conversions that write the same bytes."""
-    digest = hashlib.sha256(f"{hf_zero.__version__} {torch.__version__} {checkpoint.identity()}\n".encode())
+    digest = hashlib.sha256(
+        f"{hf_zero.__version__} {torch.__version__} {checkpoint.identity()}\n".encode()
+    )
     for name, plan in plans.items():
         digest.update(f"{name} {hashlib.sha256(plan.header).hexdigest()}\n".encode())
     return digest.hexdigest()
@@ -218,27 +296,38 @@ def _split(chosen: list[Output], max_shard_size: str | int) -> dict[str, list[Ou
         if isinstance(max_shard_size, int) and max_shard_size <= 0:
             raise ValueError("not positive")
         split = split_state_dict_into_shards_factory(
-            by_name, get_storage_size=lambda output: output.nbytes, filename_pattern=WEIGHTS, max_shard_size=max_shard_size
+            by_name,
+            get_storage_size=lambda output: output.nbytes,
+            filename_pattern=WEIGHTS,
+            max_shard_size=max_shard_size,
         )
     except ValueError as error:
         raise ConfigError(
-            f"max_shard_size {max_shard_size!r} is no size ({error}); pass a number of bytes or a string such as '5GB'"
+            f"max_shard_size {max_shard_size!r} is no size ({error}); pass a number of bytes or a "
+            "string such as '5GB'"
         ) from error
-    files = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    files = {
+        file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
+    }
     return files or {WEIGHTS.format(suffix=""): []}
 
 
 def _make(target: Path, layout: _Layout, checkpoint: Checkpoint) -> None:
     if target.suffix in (".bin", ".pt", ".safetensors") or target.is_file():
-        raise CheckpointError(f"{target} names a file; pass a folder, the weights are written into it as model.safetensors")
+        raise CheckpointError(
+            f"{target} names a file; pass a folder, the weights are written into it "
+            "as model.safetensors"
+        )
     read = {_place(checkpoint.folder / entry.name) for entry in checkpoint.manifest.files}
     if lost := sorted({path.name for path in _replaced(layout, target) if _place(path) in read}):
         raise CheckpointError(
-            f"{target} is the folder that is read: {', '.join(lost[:3])} would be lost to what is written; choose another folder"
+            f"{target} is the folder that is read: {', '.join(lost[:3])} would be lost to what is "
+            "written; choose another folder"
         )
     if not layout.of_adapters and (target / ADAPTER).is_file():
         raise CheckpointError(
-            f"{target / ADAPTER} would make from_pretrained load an adapter in place of the model that is written; remove it, or choose another folder"
+            f"{target / ADAPTER} would make from_pretrained load an adapter in place of the model "
+            "that is written; remove it, or choose another folder"
         )
     for name in layout.parts:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,15 +341,29 @@ def _replaced(layout: _Layout, target: Path) -> list[Path]:
     """What is in ``target`` and will not be any more, or will be another file."""
     old = [target / name for name in (*layout.parts, *layout.beside)]
     if not layout.of_adapters and target.is_dir():
-        old += [target / INDEX, *(path for path in target.iterdir() if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name))]
+        old += [
+            target / INDEX,
+            *(
+                path
+                for path in target.iterdir()
+                if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name)
+            ),
+        ]
     return [path for path in old if path.exists()]
 
 
 def _check_room(target: Path, names: list[str], total: int) -> None:
-    there = [path.stat().st_blocks * 512 for path in (temporary(target, name) for name in names) if path.is_file()]
+    there = [
+        path.stat().st_blocks * 512
+        for path in (temporary(target, name) for name in names)
+        if path.is_file()
+    ]
     free = shutil.disk_usage(target).free + sum(there)
     if free < total:
-        raise CheckpointError(f"{target} has room for {free:,} bytes, the model needs {total:,}; free space or choose another folder")
+        raise CheckpointError(
+            f"{target} has room for {free:,} bytes, the model needs {total:,}; free space or "
+            "choose another folder"
+        )
 
 
 def _dominant(chosen: list[Output]) -> str | None:
@@ -273,7 +376,9 @@ def _dominant(chosen: list[Output]) -> str | None:
 
 
 def _publish(layout: _Layout, target: Path) -> None:
-    """Rename what is whole; the index, without which several files are no model, goes first and comes last."""
+    """Rename what is whole; the index, without which several files are no model, goes first and
+    comes last.
+    """
     for name, content in layout.beside.items():
         folders.write_file(temporary(target, name), content)
     if not layout.of_adapters:

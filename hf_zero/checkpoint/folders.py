@@ -1,4 +1,6 @@
-"""Folders of a run: tags, which one is the latest, and how a new one appears whole or not at all (FORMAT.md section 6)."""
+"""Folders of a run: tags, which one is the latest, and how a new one appears whole or not at all
+(FORMAT.md section 6).
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,33 @@ LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
 def check_tag(tag: object) -> str:
     """``tag`` as a string. Raises CheckpointError if it cannot name a folder of a checkpoint."""
     name = str(tag)
-    if not name or name.startswith(".") or name == LATEST or Path(name).name != name or "\0" in name:
-        raise CheckpointError(f"{name!r} cannot be a tag; pass one path component that does not start with a dot and is not {LATEST!r}")
+    if (
+        not name
+        or name.startswith(".")
+        or name == LATEST
+        or Path(name).name != name
+        or "\0" in name
+    ):
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass one path component that does not start with a dot "
+            f"and is not {LATEST!r}"
+        )
     if name != name.strip():
-        raise CheckpointError(f"{name!r} cannot be a tag; pass it without spaces or line ends around it, which {LATEST!r} does not keep")
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass it without spaces or line ends around it, which "
+            f"{LATEST!r} does not keep"
+        )
     try:
         size = len(name.encode())
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{name!r} cannot be a tag; pass one that can be written as UTF-8") from error
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass one that can be written as UTF-8"
+        ) from error
     if size > LONGEST_TAG:
-        raise CheckpointError(f"{name[:40]!r}… cannot be a tag; pass one of at most {LONGEST_TAG} bytes, it has {size}")
+        raise CheckpointError(
+            f"{name[:40]!r}… cannot be a tag; pass one of at most {LONGEST_TAG} "
+            f"bytes, it has {size}"
+        )
     return name
 
 
@@ -57,13 +76,16 @@ def tags(directory: Place) -> list[str]:
     """The tags in ``directory`` that hold a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    found = [item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)]
+    found = [
+        item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)
+    ]
     return [item.name for item in sorted(found, key=written)]
 
 
 def written(folder: Place) -> tuple[int, str]:
     """What orders checkpoints by age: when the manifest came, if there is one, and the name."""
-    # The folder's own time changes with every file that anyone puts beside ours, and a store has no folders.
+    # The folder's own time changes with every file that anyone puts beside ours, and a store has no
+    # folders.
     try:
         return modified(folder / MANIFEST_NAME), folder.name
     except FileNotFoundError:  # another program's
@@ -71,7 +93,8 @@ def written(folder: Place) -> tuple[int, str]:
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:
-    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names, or a foreign one itself.
+    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names,
+    or a foreign one itself.
 
     Raises CheckpointError saying what was looked for and which tags exist.
     """
@@ -79,14 +102,19 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> Place:
     if tag is not None:
         name = check_tag(tag)
     elif recognise(root) and not any(is_checkpoint(root / held) for held in tags(root)):
-        return root  # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote `latest`
+        # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote
+        # `latest`
+        return root
     else:
         name = latest_tag(root)
     # A save that replaced this tag may have been stopped between its two renames.
     for folder in (root / name, root / (REPLACED + name)):
         if can_be_read(folder):
             return folder
-    raise CheckpointError(f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not exist; {_remedy(root)}")
+    raise CheckpointError(
+        f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not "
+        f"exist; {_remedy(root)}"
+    )
 
 
 def latest_tag(root: Place) -> str:
@@ -97,37 +125,60 @@ def latest_tag(root: Place) -> str:
             content = file.read(LONGEST_LATEST)
         name = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"no checkpoint in {root}: {path} is missing or unreadable; {_remedy(root)}") from error
+        raise CheckpointError(
+            f"no checkpoint in {root}: {path} is missing or unreadable; {_remedy(root)}"
+        ) from error
     try:
         return check_tag(name)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: {name[:40]!r} cannot be a tag; {_remedy(root)}") from error
+        raise CheckpointError(
+            f"{path} is damaged: {name[:40]!r} cannot be a tag; {_remedy(root)}"
+        ) from error
 
 
 def _remedy(root: Place) -> str:
     found = [tag for tag in tags(root) if recognise(root / tag) != MODEL]
     if found:
         return f"pass one of the tags that exist: {', '.join(found)}"
-    below = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags(folder)) if root.is_dir() else []
+    below = (
+        sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags(folder))
+        if root.is_dir()
+        else []
+    )
     if below:
-        return f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold checkpoints; pass one of them"
-    return "there is no checkpoint of hf-zero in it; pass the folder that was given to save_checkpoint or save_state"
+        return (
+            f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold "
+            "checkpoints; pass one of them"
+        )
+    return (
+        "there is no checkpoint of hf-zero in it; pass the folder that was given to "
+        "save_checkpoint or save_state"
+    )
 
 
 def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
-    """Where a save of ``tag`` is put together: a folder of its own, so that two jobs never write into one."""
+    """Where a save of ``tag`` is put together: a folder of its own, so that two jobs never write
+    into one.
+    """
     return directory / f"{SAVING}{tag}.{save_id[:8]}"
 
 
 def begin(directory: Path, tag: str, save_id: str) -> Path:
-    """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of it left."""
+    """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of
+    it left.
+    """
     make_folder(directory)
     for dropped in directory.glob(f"{DROPPED}*"):
         shutil.rmtree(dropped, ignore_errors=True)
     replaced, final = directory / (REPLACED + tag), directory / tag
-    if os.path.lexists(final) and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
+    if (
+        os.path.lexists(final)
+        and not is_checkpoint(final)
+        and (not final.is_dir() or any(final.iterdir()))
+    ):
         raise CheckpointError(
-            f"{final} exists and is no checkpoint of hf-zero; move it away or save under another tag, so that nothing is lost"
+            f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
+            "tag, so that nothing is lost"
         )
     if replaced.exists():
         if is_checkpoint(final):
@@ -139,14 +190,20 @@ def begin(directory: Path, tag: str, save_id: str) -> Path:
         if of_this_tag.fullmatch(other.name):
             remove_tree(other)
         else:
-            logger.warning("%s was left by an interrupted save, or another job saves into the same folder; remove it if no job does", other)
+            logger.warning(
+                "%s was left by an interrupted save, or another job saves into the same folder; "
+                "remove it if no job does",
+                other,
+            )
     temporary = temporary_folder(directory, tag, save_id)
     temporary.mkdir()
     return temporary
 
 
 def publish(temporary: Path, tag: str) -> Path:
-    """Rename the finished ``temporary`` folder to ``tag``; a checkpoint that stood there stays until this is done."""
+    """Rename the finished ``temporary`` folder to ``tag``; a checkpoint that stood there stays
+    until this is done.
+    """
     directory = temporary.parent
     final, replaced = directory / tag, directory / (REPLACED + tag)
     fsync_folder(temporary)
@@ -163,10 +220,14 @@ def publish(temporary: Path, tag: str) -> Path:
 
 
 def discard_replaced(final: Path) -> None:
-    """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the format's own move over."""
+    """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the
+    format's own move over.
+    """
     replaced = final.with_name(REPLACED + final.name)
     if replaced.is_symlink():
-        logger.warning("%s was a link; the checkpoint it led to stays in %s", final, os.path.realpath(replaced))
+        logger.warning(
+            "%s was a link; the checkpoint it led to stays in %s", final, os.path.realpath(replaced)
+        )
     elif replaced.exists():
         for item in list(replaced.iterdir()):
             if not _is_own(item) and not (final / item.name).exists():
@@ -175,7 +236,11 @@ def discard_replaced(final: Path) -> None:
 
 
 def _is_own(item: Path) -> bool:
-    return item.name in (MANIFEST_NAME, OBJECTS_NAME) or item.match(RANK_PATTERN) or item.name.startswith(RESERVED)
+    return (
+        item.name in (MANIFEST_NAME, OBJECTS_NAME)
+        or item.match(RANK_PATTERN)
+        or item.name.startswith(RESERVED)
+    )
 
 
 def rename(source: Path, target: Path) -> None:
@@ -216,7 +281,8 @@ def write_file(path: Path, content: bytes) -> None:
         write_all(fd, memoryview(content))
         os.fsync(fd)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk is met by a write, which knows a number only
+        # a full disk is met by a write, which knows a number only
+        error.filename = error.filename or str(path)
         raise
     finally:
         os.close(fd)

@@ -1,4 +1,6 @@
-"""Optimizer groups of a checkpoint and of an engine, paired by the parameters in them: their order is nobody's business."""
+"""Optimizer groups of a checkpoint and of an engine, paired by the parameters in them: their
+order is nobody's business.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,32 @@ from typing import Any
 from hf_zero.checkpoint.records import GroupEntry
 
 # What torch's schedules keep as one value per group.
-_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
+_PER_GROUP = {
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+}
 
 
-def pair(group_of: Mapping[str, int], count: int, saved: Sequence[GroupEntry], held: Mapping[str, str]) -> tuple[list[int], list[str]]:
-    """For each of ``count`` groups of an engine the index of the saved group that it goes on from, and what does not fit that.
+def pair(
+    group_of: Mapping[str, int], count: int, saved: Sequence[GroupEntry], held: Mapping[str, str]
+) -> tuple[list[int], list[str]]:
+    """For each of ``count`` groups of an engine the index of the saved group that it goes on from,
+    and what does not fit that.
 
-    ``group_of`` is the engine's, ``held`` maps its names to the checkpoint's. Groups with the most parameters in common are
-    paired first, then those at the same place, then in order. The second answer describes each parameter that was in
-    another group than its pair; a checkpoint that does not say where a parameter was fits anything.
+    ``group_of`` is the engine's, ``held`` maps its names to the checkpoint's. Groups with the most
+    parameters in common are paired first, then those at the same place, then in order. The second
+    answer describes each parameter that was in another group than its pair; a checkpoint that does
+    not say where a parameter was fits anything.
     """
     there = {name: index for index, group in enumerate(saved) for name in group.parameters}
-    shared = Counter((group, there[held[name]]) for name, group in group_of.items() if held.get(name) in there)
+    shared = Counter(
+        (group, there[held[name]]) for name, group in group_of.items() if held.get(name) in there
+    )
     paired: dict[int, int] = {}
     for live, old in sorted(shared, key=lambda both: (-shared[both], both[0] != both[1], both)):
         if live not in paired and old not in paired.values():

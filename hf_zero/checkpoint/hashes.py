@@ -1,6 +1,8 @@
-"""Hashes of files, with the names of their algorithms: xxh3 of 128 bits, which keeps up with any disk; SHA-256 in what version 1 wrote.
+"""Hashes of files, with the names of their algorithms: xxh3 of 128 bits, which keeps up with any
+disk; SHA-256 in what version 1 wrote.
 
-A hash tells damage, not malice: who can change a file can change the manifest too. XXH3: https://github.com/Cyan4973/xxHash.
+A hash tells damage, not malice: who can change a file can change the manifest too. XXH3:
+https://github.com/Cyan4973/xxHash.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ def hash_of(content: bytes | memoryview) -> str:
 
 
 def algorithm_of(text: str) -> str:
-    """The algorithm that made ``text``. Raises ValueError if it is no hash that can be computed here."""
+    """The algorithm that made ``text``.
+
+    Raises ValueError if it is no hash that can be computed here.
+    """
     name, colon, digits = text.partition(":")
     if not colon or len(digits) != _DIGITS.get(name) or set(digits) - set("0123456789abcdef"):
-        raise ValueError(f"{text!r} is no hash; expected {' or '.join(ALGORITHMS)}, a colon and hexadecimal digits")
+        raise ValueError(
+            f"{text!r} is no hash; expected {' or '.join(ALGORITHMS)}, a colon "
+            "and hexadecimal digits"
+        )
     return name

@@ -1,7 +1,9 @@
-"""What an interrupted conversion has written already, so that the next one of the same kind goes on behind it.
+"""What an interrupted conversion has written already, so that the next one of the same kind goes on
+behind it.
 
-The journal is a text file in the target, beside the temporary files it speaks of: a first line that says which conversion
-this is, then a line for each stretch that lies on the device. A line cut off by a crash is not counted.
+The journal is a text file in the target, beside the temporary files it speaks of: a first line that
+says which conversion this is, then a line for each stretch that lies on the device. A line cut off
+by a crash is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ def temporary(target: Path, name: str) -> Path:
 
 
 class Journal:
-    """The journal in ``target`` of the conversion ``identity`` into ``names``. What another conversion left there is removed."""
+    """The journal in ``target`` of the conversion ``identity`` into ``names``.
+
+    What another conversion left there is removed.
+    """
 
     def __init__(self, target: Path, identity: str, names: Sequence[str]) -> None:
         self._path, self._names = target / JOURNAL, tuple(names)
@@ -36,7 +41,10 @@ class Journal:
         else:
             _remove(target, left)
         # Written anew, so that the lines that follow do not stand behind one that was cut off.
-        lines = [{"identity": identity, "files": list(names)}, *({"file": f, "bytes": n} for f, n in self._kept.items())]
+        lines = [
+            {"identity": identity, "files": list(names)},
+            *({"file": f, "bytes": n} for f, n in self._kept.items()),
+        ]
         new = self._path.with_name(self._path.name + "-new")
         folders.write_file(new, "".join(json.dumps(line) + "\n" for line in lines).encode())
         os.replace(new, self._path)
@@ -63,7 +71,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines: list[dict[str, Any]] = []
-    for line in content.split(b"\n")[:-1]:  # behind the last newline stands nothing, or a line that was cut off
+    # behind the last newline stands nothing, or a line that was cut off
+    for line in content.split(b"\n")[:-1]:
         try:
             read = json.loads(line)
         except ValueError:
@@ -74,7 +83,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _stretches(target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int]]:
+def _stretches(
+    target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, int]]:
     """What ``lines`` say of files that are still there, and as long as that."""
     for line in lines:
         name, nbytes = line.get("file"), line.get("bytes")
@@ -87,8 +98,14 @@ def _stretches(target: Path, names: Sequence[str], lines: Sequence[dict[str, Any
 def _remove(target: Path, lines: Sequence[dict[str, Any]]) -> None:
     listed = lines[0].get("files") if lines else None
     for name in listed if isinstance(listed, list) else ():
-        # What a journal names is trusted no further than to lie in its own folder, one level down at most.
-        if isinstance(name, str) and name and ".." not in Path(name).parts and not Path(name).is_absolute():
+        # What a journal names is trusted no further than to lie in its own folder, one level down
+        # at most.
+        if (
+            isinstance(name, str)
+            and name
+            and ".." not in Path(name).parts
+            and not Path(name).is_absolute()
+        ):
             with suppress(FileNotFoundError):
                 temporary(target, name).unlink()
     (target / JOURNAL).unlink(missing_ok=True)

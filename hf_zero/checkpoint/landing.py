@@ -1,4 +1,6 @@
-"""Where the files of one save go, and how they become a checkpoint all at once: by a rename, or by a manifest that comes last."""
+"""Where the files of one save go, and how they become a checkpoint all at once: by a rename, or
+by a manifest that comes last.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from hf_zero.errors import CheckpointError
 
 
 class Landing(ABC):
-    """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder. Rank 0 calls all methods, the others ``file`` alone."""
+    """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder.
+
+    Rank 0 calls all methods, the others ``file`` alone.
+    """
 
     def __init__(self, directory: Place, tag: str, save_id: str) -> None:
         self.directory, self.tag, self.save_id = directory, tag, save_id
@@ -24,7 +29,10 @@ class Landing(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Make the place ready, after mending what an interrupted save left. Raises CheckpointError where something else stands."""
+        """Make the place ready, after mending what an interrupted save left.
+
+        Raises CheckpointError where something else stands.
+        """
 
     def named(self, name: str) -> str:
         """The name that the file ``name`` of this save gets."""
@@ -42,16 +50,24 @@ class Landing(ABC):
                 found = path.stat().st_size
             if found != entry.size:
                 raise CheckpointError(
-                    f"{path} has {found} bytes, {entry.size} were written; check the storage, and that nobody else changes this folder"
+                    f"{path} has {found} bytes, {entry.size} were written; check the storage, and "
+                    "that nobody else changes this folder"
                 )
 
     @abstractmethod
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
-        """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there. ``above``: what :meth:`announce` needs."""
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
+        """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there.
+
+        ``above``: what :meth:`announce` needs.
+        """
 
     @abstractmethod
     def announce(self, above: Mapping[str, bytes]) -> None:
-        """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint go that this one replaced."""
+        """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint
+        go that this one replaced.
+        """
 
     @abstractmethod
     def abandon(self) -> None:
@@ -63,13 +79,16 @@ def landing(directory: Place, tag: str, save_id: str) -> Landing:
 
 
 class Folder(Landing):
-    """A folder of a file system, which has a temporary name until it is whole (FORMAT.md section 6)."""
+    """A folder of a file system, which has a temporary name until it is whole (FORMAT.md section
+    6).
+    """
 
     directory: Path
     final: Path
 
     def __init__(self, directory: Path, tag: str, save_id: str) -> None:
-        super().__init__(directory.absolute(), tag, save_id)  # a thread may write when the working folder is another
+        # a thread may write when the working folder is another
+        super().__init__(directory.absolute(), tag, save_id)
         self._temporary = folders.temporary_folder(self.directory, tag, save_id)
 
     def begin(self) -> None:
@@ -78,10 +97,13 @@ class Folder(Landing):
     def file(self, name: str) -> Path:
         return self._temporary / name
 
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
         for name, content in files.items():
             folders.write_file(self.file(name), content)
-        # Written with the others, moved by announce: a disk that fills up is found out before anything has changed.
+        # Written with the others, moved by announce: a disk that fills up is found out before
+        # anything has changed.
         for name, content in above.items():
             folders.write_file(self.file(folders.NEW + name), content)
         folders.write_file(self.file(MANIFEST_NAME), manifest.dumps())
@@ -95,7 +117,8 @@ class Folder(Landing):
         folders.discard_replaced(self.final)
 
     def abandon(self) -> None:
-        # Under another name first: a rank that is still at work cannot put a file into what is being removed.
+        # Under another name first: a rank that is still at work cannot put a file into what is
+        # being removed.
         written = self._temporary
         with suppress(OSError):
             written = written.rename(self.directory / (folders.DROPPED + self.save_id))
@@ -103,7 +126,9 @@ class Folder(Landing):
 
 
 class Objects(Landing):
-    """Objects of a store, which are a checkpoint once their manifest is there (FORMAT.md section 10)."""
+    """Objects of a store, which are a checkpoint once their manifest is there (FORMAT.md section
+    10).
+    """
 
     def begin(self) -> None:
         objectstore.begin(self.final)
@@ -115,11 +140,14 @@ class Objects(Landing):
     def file(self, name: str) -> Place:
         return self.final / name
 
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]) -> None:
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
         for name, content in files.items():
             objectstore.put(self.file(name), content)
         content = manifest.dumps()
-        self._check_written(Manifest.parse(content, self.file(MANIFEST_NAME)))  # what cannot be read is not put
+        # what cannot be read is not put
+        self._check_written(Manifest.parse(content, self.file(MANIFEST_NAME)))
         objectstore.put(self.file(MANIFEST_NAME), content)
 
     def announce(self, above: Mapping[str, bytes]) -> None:

@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint, as FORMAT.md section 3 defines it: frozen records, strictly read, written as JSON."""
+"""The manifest of a checkpoint, as FORMAT.md section 3 defines it: frozen records, strictly
+read, written as JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import torch
 
 from hf_zero.checkpoint.hashes import DEFAULT, algorithm_of, hash_of
 from hf_zero.checkpoint.places import Place, store_errors
-from hf_zero.checkpoint.records import Adapter, Chunk, Export, FileEntry, FlatEntry, GroupEntry, OptimizerEntry, dtype_name, dtype_of
+from hf_zero.checkpoint.records import (
+    Adapter,
+    Chunk,
+    Export,
+    FileEntry,
+    FlatEntry,
+    GroupEntry,
+    OptimizerEntry,
+    dtype_name,
+    dtype_of,
+)
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
 
@@ -79,7 +91,10 @@ class Manifest:
             "export": asdict(self.export) | {"skip": list(self.export.skip)},
             "aliases": self.aliases,
             "excluded": list(self.excluded),
-            "buffers": {name: {"dtype": dtype_name(dtype), "shape": list(shape)} for name, (dtype, shape) in self.buffers.items()},
+            "buffers": {
+                name: {"dtype": dtype_name(dtype), "shape": list(shape)}
+                for name, (dtype, shape) in self.buffers.items()
+            },
             "parameters": {name: dtype_name(dtype) for name, dtype in self.parameters.items()},
             "flats": [flat.to_json() for flat in self.flats],
         }
@@ -96,15 +111,24 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Place) -> Manifest:
-        """Read and check ``path``. Raises CheckpointError naming the file and the field that is wrong."""
+        """Read and check ``path``.
+
+        Raises CheckpointError naming the file and the field that is wrong.
+        """
         try:
             with store_errors(path):
                 size = path.stat().st_size
                 if size > MAX_MANIFEST:
-                    raise CheckpointError(f"{path} has {size} bytes and is no manifest; restore it, or load another tag")
+                    raise CheckpointError(
+                        f"{path} has {size} bytes and is no manifest; restore "
+                        "it, or load another tag"
+                    )
                 content = path.read_bytes()
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or load another tag of this run") from error
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}); restore it, or load "
+                "another tag of this run"
+            ) from error
         return cls.parse(content, path)
 
     @classmethod
@@ -113,10 +137,14 @@ class Manifest:
         try:
             data = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{source} is damaged: no JSON ({error}); restore it, or load another tag of this run") from error
+            raise CheckpointError(
+                f"{source} is damaged: no JSON ({error}); restore it, or load "
+                "another tag of this run"
+            ) from error
         if isinstance(data, dict) and DIGEST in data and not _is_as_written(content, data[DIGEST]):
             raise CheckpointError(
-                f"{source} is damaged: what it holds is not what its field {DIGEST!r} says; restore it, or load another tag of this run (or "
+                f"{source} is damaged: what it holds is not what its field {DIGEST!r} says; "
+                "restore it, or load another tag of this run (or "
                 "take the field out, if you have changed the file yourself)"
             )
         return cls.from_json(data, source)
@@ -126,11 +154,13 @@ class Manifest:
         """Inverse of :meth:`to_json`; ``source`` is named in errors."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(
-                f"{source} is no manifest of hf-zero (its format is not {FORMAT!r}); name a folder that save_checkpoint wrote"
+                f"{source} is no manifest of hf-zero (its format is not {FORMAT!r}); name a folder "
+                "that save_checkpoint wrote"
             )
         if type(data.get("version")) is not int or data["version"] not in READ:
             raise CheckpointError(
-                f"{source} has format version {data.get('version')!r}, this hf-zero reads versions {READ[0]} to {READ[-1]}; "
+                f"{source} has format version {data.get('version')!r}, this hf-zero reads versions "
+                f"{READ[0]} to {READ[-1]}; "
                 f"load it with the hf-zero that wrote it ({data.get('software')})"
             )
         try:
@@ -138,12 +168,16 @@ class Manifest:
             _check(manifest)
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             detail = f"field {error} is absent" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"{source} is damaged: {detail}; restore it, or load another tag of this run") from error
+            raise CheckpointError(
+                f"{source} is damaged: {detail}; restore it, or load another tag of this run"
+            ) from error
         return manifest
 
 
 def _is_as_written(content: bytes, digest: Any) -> bool:
-    """Whether ``digest``, which stands last in ``content``, is the hash of it with zeros in its place."""
+    """Whether ``digest``, which stands last in ``content``, is the hash of it with zeros in its
+    place.
+    """
     if not isinstance(digest, str) or not digest or not digest.isascii():
         return False
     before, _, after = content.rpartition(digest.encode())
@@ -170,7 +204,10 @@ def _items(data: Mapping[str, Any], key: str, kind: type[T]) -> tuple[T, ...]:
 
 
 def _values(data: Mapping[str, Any], key: str, kind: type[T]) -> dict[str, T]:
-    return {name: _typed(value, kind, f"{key}[{name!r}]") for name, value in _get(data, key, dict).items()}
+    return {
+        name: _typed(value, kind, f"{key}[{name!r}]")
+        for name, value in _get(data, key, dict).items()
+    }
 
 
 def _size(data: Mapping[str, Any], key: str) -> int:
@@ -196,7 +233,8 @@ def _file(data: dict[str, Any], version: int, rank: int | None = None) -> FileEn
 
 def _flat(data: dict[str, Any]) -> FlatEntry:
     chunks = tuple(
-        Chunk(_size(c, "file"), _size(c, "start"), _size(c, "stop"), _items(c, "tensors", str)) for c in _items(data, "chunks", dict)
+        Chunk(_size(c, "file"), _size(c, "start"), _size(c, "stop"), _items(c, "tensors", str))
+        for c in _items(data, "chunks", dict)
     )
     layout = _get(data, "layout", dict)
     for slot in _items(layout, "slots", dict):
@@ -241,14 +279,19 @@ def _parse(data: dict[str, Any]) -> Manifest:
     return Manifest(
         save_id=_get(data, "save_id", str),
         tag=_get(data, "tag", str),
-        world={key: _size(_get(data, "world", dict), key) for key in ("size", "shard", "replicate")},
+        world={
+            key: _size(_get(data, "world", dict), key) for key in ("size", "shard", "replicate")
+        },
         stage=_get(data, "stage", int),
         precision=_get(data, "precision", str),
         files=tuple(_file(file, data["version"]) for file in _items(data, "files", dict)),
         flats=tuple(_flat(flat) for flat in _items(data, "flats", dict)),
-        parameters={name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()},
+        parameters={
+            name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()
+        },
         buffers={
-            name: (dtype_of(_get(spec, "dtype", str)), _items(spec, "shape", int)) for name, spec in _values(data, "buffers", dict).items()
+            name: (dtype_of(_get(spec, "dtype", str)), _items(spec, "shape", int))
+            for name, spec in _values(data, "buffers", dict).items()
         },
         aliases=_values(data, "aliases", str),
         excluded=_items(data, "excluded", str),
@@ -256,11 +299,17 @@ def _parse(data: dict[str, Any]) -> Manifest:
             _values(export, "names", str),
             _items(export, "skip", str),
             None if model_class is None else _typed(model_class, str, "model_class"),
-            {name: _adapter(name, spec) for name, spec in _values(export, "adapters", dict).items()} if "adapters" in export else {},
+            {name: _adapter(name, spec) for name, spec in _values(export, "adapters", dict).items()}
+            if "adapters" in export
+            else {},
         ),
         optimizer=_optional(data, "optimizer", _optimizer),
         scaler=_optional(data, "scaler", dict),
-        lr_scheduler=_optional(data, "lr_scheduler", lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))}),
+        lr_scheduler=_optional(
+            data,
+            "lr_scheduler",
+            lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))},
+        ),
         counters=_values(data, "counters", int),
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: _file(d, data["version"], rank=0)),
@@ -269,23 +318,41 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """What single fields cannot show: names held once, chunks that cover each flat once. Raises ValueError."""
+    """What single fields cannot show: names held once, chunks that cover each flat once.
+
+    Raises ValueError.
+    """
     held = [slot.name for flat in manifest.flats for slot in flat.layout.slots]
     if len(set(held)) != len(held):
-        raise ValueError(f"parameters {sorted({n for n in held if held.count(n) > 1})} are held twice")
+        raise ValueError(
+            f"parameters {sorted({n for n in held if held.count(n) > 1})} are held twice"
+        )
     if set(held) != set(manifest.parameters):
-        raise ValueError(f"flats and parameters disagree on {sorted(set(held) ^ set(manifest.parameters))}")
+        raise ValueError(
+            f"flats and parameters disagree on {sorted(set(held) ^ set(manifest.parameters))}"
+        )
     if unknown := set(manifest.aliases.values()) - set(held) - set(manifest.excluded):
         raise ValueError(f"aliases name {sorted(unknown)}, which no flat holds")
     for flat in manifest.flats:
         at = 0
         for chunk in flat.chunks:
-            if chunk.start != at or chunk.stop < at or chunk.file >= len(manifest.files) or flat.weights not in chunk.tensors:
+            if (
+                chunk.start != at
+                or chunk.stop < at
+                or chunk.file >= len(manifest.files)
+                or flat.weights not in chunk.tensors
+            ):
                 raise ValueError(
-                    f"chunk [{chunk.start}, {chunk.stop}) of flat {flat.key!r} does not continue at {at} in a listed file with weights"
+                    f"chunk [{chunk.start}, {chunk.stop}) of flat {flat.key!r} does not continue "
+                    f"at {at} in a listed file with weights"
                 )
             at = chunk.stop
         if at < flat.layout.numel:
-            raise ValueError(f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}")
-    if (manifest.client_state["objects"] or (manifest.lr_scheduler and manifest.lr_scheduler["state"]["objects"])) and not manifest.objects:
+            raise ValueError(
+                f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}"
+            )
+    if (
+        manifest.client_state["objects"]
+        or (manifest.lr_scheduler and manifest.lr_scheduler["state"]["objects"])
+    ) and not manifest.objects:
         raise ValueError("keys are promised in objects.pt, which is not listed")

@@ -1,4 +1,6 @@
-"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, optimizer class and groups."""
+"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, optimizer class
+and groups.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Match:
-    """Names in the engine -> names in the checkpoint: ``held`` of parameters that can be loaded, ``buffers`` of buffers."""
+    """Names in the engine -> names in the checkpoint: ``held`` of parameters that can be loaded,
+    ``buffers`` of buffers.
+    """
 
     held: dict[str, str]
     buffers: dict[str, str]
@@ -35,26 +39,42 @@ class Match:
 def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match:
     """Pair the engine's names with the checkpoint's.
 
-    Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side has. Frozen
-    parameters that the checkpoint left out on request are not missing.
+    Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side
+    has. Frozen parameters that the checkpoint left out on request are not missing.
     """
     held, missing, wrong, cast = {}, [], [], []
     also: dict[str, list[str]] = {}
     for tied, own in engine.aliases.items():
         also.setdefault(own, []).append(tied)
     live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
-    there = pairing((*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded))
+    there = pairing(
+        (*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded)
+    )
     for flat in engine.flats:
         for slot in flat.layout.slots:
             known = [there[name] for name in (slot.name, *also.get(slot.name, [])) if name in there]
-            name = next((c for c in (manifest.aliases.get(name, name) for name in known) if c in manifest.slots), None)
+            name = next(
+                (
+                    c
+                    for c in (manifest.aliases.get(name, name) for name in known)
+                    if c in manifest.slots
+                ),
+                None,
+            )
             if name is None:
                 if flat.trainable or there.get(slot.name) not in manifest.excluded:
                     missing.append(slot.name)
             elif manifest.slots[name][1].shape != slot.shape:
-                wrong.append(f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, model {list(slot.shape)})")
-            elif (flat.raw or manifest.slots[name][0].raw) and manifest.slots[name][0].dtype != flat.dtype:
-                cast.append(f"{slot.name} (checkpoint {manifest.slots[name][0].dtype}, model {flat.dtype})")
+                wrong.append(
+                    f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, "
+                    f"model {list(slot.shape)})"
+                )
+            elif (flat.raw or manifest.slots[name][0].raw) and manifest.slots[name][
+                0
+            ].dtype != flat.dtype:
+                cast.append(
+                    f"{slot.name} (checkpoint {manifest.slots[name][0].dtype}, model {flat.dtype})"
+                )
             else:
                 held[slot.name] = name
     buffers = persistent_buffers(engine.module)
@@ -62,31 +82,44 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     kept = pairing(buffers, (*manifest.buffers, *manifest.slots))
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
-            wrong.append(f"{own} (checkpoint {list(manifest.buffers[name][1])}, model {list(buffers[own].shape)})")
+            wrong.append(
+                f"{own} (checkpoint {list(manifest.buffers[name][1])}, model "
+                f"{list(buffers[own].shape)})"
+            )
     if wrong:
         raise CheckpointError(
-            f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with the configuration it was saved with"
+            f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with "
+            "the configuration it was saved with"
         )
     if cast:
         raise CheckpointError(
-            f"{where} has quantised weights of another kind, which are bytes and are not cast: {listed(cast)}; quantise the model as it was at the save"
+            f"{where} has quantised weights of another kind, which are bytes and are not cast: "
+            f"{listed(cast)}; quantise the model as it was at the save"
         )
     excluded = frozenset(bare(name) for name in manifest.excluded)
     missing += [name for name in buffers if name not in kept and not belongs(bare(name), excluded)]
-    used = {*held.values(), *(there[tied] for tied, own in engine.aliases.items() if own in held and tied in there), *kept.values()}
+    used = {
+        *held.values(),
+        *(there[tied] for tied, own in engine.aliases.items() if own in held and tied in there),
+        *kept.values(),
+    }
     unexpected = [name for name in (*manifest.parameters, *manifest.buffers) if name not in used]
     if strict and (missing or unexpected):
         said = [f"it lacks {listed(missing)}"] if missing else []
         said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
         raise CheckpointError(
-            f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; build the model it was saved from, "
+            f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; "
+            "build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
     return Match(held, kept)
 
 
-def check_optimizer(engine: Engine, manifest: Manifest, held: dict[str, str], where: str) -> list[int]:
-    """For each group of the engine's optimizer the saved group that it goes on from: the one with the same parameters.
+def check_optimizer(
+    engine: Engine, manifest: Manifest, held: dict[str, str], where: str
+) -> list[int]:
+    """For each group of the engine's optimizer the saved group that it goes on from: the one with
+    the same parameters.
 
     Raises CheckpointError unless the engine's optimizer can go on from the one of ``manifest``.
     """
@@ -95,25 +128,38 @@ def check_optimizer(engine: Engine, manifest: Manifest, held: dict[str, str], wh
     if engine.bound is None:
         return []
     if saved is None:
-        raise CheckpointError(f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}")
+        raise CheckpointError(
+            f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}"
+        )
     live = class_name(engine.bound.optimizer)
     if saved.class_name and _short(live) != _short(saved.class_name):  # others do not write it down
         raise CheckpointError(
-            f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use {_short(saved.class_name)}, {remedy}"
+            f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use "
+            f"{_short(saved.class_name)}, {remedy}"
         )
-    # The class tells all, where it is known: the states it is given are asked about one by one where it is not.
-    states = () if saved.class_name else sorted({name for flat in manifest.flats for name in flat.states})
+    # The class tells all, where it is known: the states it is given are asked about one by one
+    # where it is not.
+    states = (
+        ()
+        if saved.class_name
+        else sorted({name for flat in manifest.flats for name in flat.states})
+    )
     if unknown := [name for name in states if not engine.bound.keeps(name)]:
         raise CheckpointError(
-            f"{where} has the optimizer states {listed(states)}, of which {live} keeps no {listed(unknown)}; use the optimizer it was saved with, {remedy}"
+            f"{where} has the optimizer states {listed(states)}, of which {live} keeps no "
+            f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
     count = len(engine.bound.groups)
     if count != len(saved.groups):
-        raise CheckpointError(f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the same groups, {remedy}")
+        raise CheckpointError(
+            f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the "
+            f"same groups, {remedy}"
+        )
     order, moved = pair(engine.bound.group_of, count, saved.groups, held)
     if moved:
         raise CheckpointError(
-            f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same parameters together (the order of groups is free), {remedy}"
+            f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same "
+            f"parameters together (the order of groups is free), {remedy}"
         )
     return order
 
@@ -123,13 +169,17 @@ def _short(class_name: str) -> str:
 
 
 def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:
-    """Whether there is a scheduler's state to load. Raises CheckpointError if it is that of another class."""
+    """Whether there is a scheduler's state to load.
+
+    Raises CheckpointError if it is that of another class.
+    """
     if saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
         return False
     live = class_name(engine.lr_scheduler)
     if saved["class"] and _short(live) != _short(saved["class"]):
         raise CheckpointError(
-            f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use {_short(saved['class'])}, "
+            f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use "
+            f"{_short(saved['class'])}, "
             "or pass load_lr_scheduler_states=False to start the schedule anew"
         )
     return True

@@ -1,4 +1,6 @@
-"""Names without what a wrapper puts into them: a model that was compiled, or wrapped by FSDP, DDP or an activation checkpoint, is still that model."""
+"""Names without what a wrapper puts into them: a model that was compiled, or wrapped by FSDP,
+DDP or an activation checkpoint, is still that model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def bare(name: str) -> str:
 
 
 def pairing(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """Each of ``wanted`` that is among ``held``, to the name it has there: the same, or the same but for wrappers."""
+    """Each of ``wanted`` that is among ``held``, to the name it has there: the same, or the same
+    but for wrappers.
+    """
     there = list(held)
     exact = set(there)
     within: dict[str, list[str]] = {}

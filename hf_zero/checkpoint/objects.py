@@ -1,6 +1,8 @@
-"""State that is not a tensor: JSON where JSON gives the same value back, else torch's weights_only form.
+"""State that is not a tensor: JSON where JSON gives the same value back, else torch's weights_only
+form.
 
-Nothing here can execute code when it is read: what ``torch.load(weights_only=True)`` refuses is refused at the save.
+Nothing here can execute code when it is read: what ``torch.load(weights_only=True)`` refuses is
+refused at the save.
 """
 
 from __future__ import annotations
@@ -16,23 +18,31 @@ from hf_zero.errors import CheckpointError
 
 
 def is_json(value: Any) -> bool:
-    """Whether ``json.loads(json.dumps(value))`` has equal values of equal types (so no tuples, no integer keys)."""
+    """Whether ``json.loads(json.dumps(value))`` has equal values of equal types (so no tuples,
+    no integer keys).
+    """
     if value is None or type(value) in (bool, int, float, str):
         return True
     if type(value) is list:
         return all(is_json(item) for item in value)
-    return type(value) is dict and all(type(key) is str and is_json(item) for key, item in value.items())
+    return type(value) is dict and all(
+        type(key) is str and is_json(item) for key, item in value.items()
+    )
 
 
 def split(what: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut ``state`` into its manifest form ``{"json", "objects"}`` and the values that go to ``objects.pt``.
+    """Cut ``state`` into its manifest form ``{"json", "objects"}`` and the values that go to
+    ``objects.pt``.
 
-    ``what`` names the state in errors. Raises CheckpointError for a value that neither form can hold.
+    ``what`` names the state in errors. Raises CheckpointError for a value that neither form can
+    hold.
     """
     plain, objects = {}, {}
     for key, value in state.items():
         if type(key) is not str:
-            raise CheckpointError(f"{what} has the key {key!r} of type {type(key).__name__}; keys must be strings")
+            raise CheckpointError(
+                f"{what} has the key {key!r} of type {type(key).__name__}; keys must be strings"
+            )
         if is_json(value):
             plain[key] = value
         else:
@@ -49,30 +59,47 @@ def _check_loadable(what: str, value: Any) -> None:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # pickling runs the value's own code, which may raise anything
         raise CheckpointError(
-            f"{what} of type {type(value).__name__} cannot be saved without a pickle that executes code "
+            f"{what} of type {type(value).__name__} cannot be saved without a "
+            "pickle that executes code "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
             "store numbers, strings, tensors, or lists and dictionaries of these"
         ) from error
 
 
 def load_objects(path: Place) -> dict[str, dict[str, Any]]:
-    """The content of ``objects.pt``. Raises CheckpointError where it is damaged or would execute code."""
+    """The content of ``objects.pt``.
+
+    Raises CheckpointError where it is damaged or would execute code.
+    """
     try:
         with store_errors(path), path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # what is damaged makes the unpickler raise anything
         raise CheckpointError(
-            f"{path} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}); "
+            f"{path} cannot be loaded ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
             "restore the file, or load another tag of this run"
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
-        raise CheckpointError(f"{path} does not hold what hf-zero writes there; restore the file, or load another tag of this run")
+    if not isinstance(content, dict) or not all(
+        isinstance(part, dict) for part in content.values()
+    ):
+        raise CheckpointError(
+            f"{path} does not hold what hf-zero writes there; restore the file, or load "
+            "another tag of this run"
+        )
     return content
 
 
-def join(what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: Place) -> dict[str, Any]:
-    """Inverse of :func:`split`. Raises CheckpointError naming a promised key that ``objects`` lacks."""
+def join(
+    what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: Place
+) -> dict[str, Any]:
+    """Inverse of :func:`split`.
+
+    Raises CheckpointError naming a promised key that ``objects`` lacks.
+    """
     missing = [key for key in state["objects"] if key not in objects]
     if missing:
-        raise CheckpointError(f"{source} lacks {missing} of {what}; restore the file, or load another tag of this run")
+        raise CheckpointError(
+            f"{source} lacks {missing} of {what}; restore the file, or load another tag of this run"
+        )
     return dict(state["json"]) | {key: objects[key] for key in state["objects"]}

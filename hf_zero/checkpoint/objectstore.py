@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: a folder is what its objects' names begin with, and nothing is renamed (FORMAT.md section 10)."""
+"""Checkpoints in an object store: a folder is what its objects' names begin with, and nothing is
+renamed (FORMAT.md section 10).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ def put(where: Place, content: bytes) -> None:
 
 
 class Upload:
-    """A new object of ``size`` bytes, sent in parts from its start to its end; it is there once :meth:`flush` has returned."""
+    """A new object of ``size`` bytes, sent in parts from its start to its end; it is there once
+    :meth:`flush` has returned.
+    """
 
     def __init__(self, where: Place, size: int) -> None:
         self._where, self._sent = where, False
         with store_errors(where):
-            self._file: Any = where.fs.open(where.path, "wb", block_size=max(2 * PART, -(-size // PARTS)))
+            self._file: Any = where.fs.open(
+                where.path, "wb", block_size=max(2 * PART, -(-size // PARTS))
+            )
 
     def write(self, data: memoryview) -> None:
         with store_errors(self._where):
@@ -43,35 +49,57 @@ class Upload:
     def __enter__(self) -> Upload:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._sent:
             return
         try:
             self._file.discard()
-        except Exception as trouble:  # the upload has failed already, and that is what is to be told
-            logger.warning("the parts of %s that were sent may be left in the store: %s", self._where, trouble)
+        except Exception as trouble:
+            # the upload has failed already, and that is what is to be told
+            logger.warning(
+                "the parts of %s that were sent may be left in the store: %s", self._where, trouble
+            )
         with suppress(AttributeError):  # a file in memory has nothing to send
             self._file.closed = True  # or the collector would send what is left of it
 
 
 def begin(final: Place) -> None:
-    """Remove what interrupted saves left in ``final``. Raises CheckpointError if something lies there that is none of ours."""
+    """Remove what interrupted saves left in ``final``.
+
+    Raises CheckpointError if something lies there that is none of ours.
+    """
     held = _held(final)
     if held and not any(_is_own(item) for item in held):
         raise CheckpointError(
-            f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save under another tag, so that nothing is lost"
+            f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save "
+            "under another tag, so that nothing is lost"
         )
     remove_unlisted(final)
 
 
 def remove_unlisted(final: Place) -> None:
-    """Remove rank files and the like that the manifest in ``final`` does not list: all of them where there is none."""
+    """Remove rank files and the like that the manifest in ``final`` does not list: all of them
+    where there is none.
+    """
     manifest = final / MANIFEST_NAME
     try:
-        listed = {entry.name for entry in Manifest.read(manifest).all_files()} if manifest.is_file() else set()
+        listed = (
+            {entry.name for entry in Manifest.read(manifest).all_files()}
+            if manifest.is_file()
+            else set()
+        )
     except CheckpointError:
         return  # which files are its own is not known any more
-    remove(item for item in _held(final) if _is_own(item) and item.name != MANIFEST_NAME and item.name not in listed)
+    remove(
+        item
+        for item in _held(final)
+        if _is_own(item) and item.name != MANIFEST_NAME and item.name not in listed
+    )
 
 
 def abandon(final: Place, mark: str) -> None:
@@ -79,11 +107,18 @@ def abandon(final: Place, mark: str) -> None:
     try:
         remove(item for item in _held(final) if item.stem.endswith(f"-{mark}"))
     except Exception as error:
-        logger.warning("files of a save that failed are left in %s; the next save of this tag removes them (%s)", final, error)
+        logger.warning(
+            "files of a save that failed are left in %s; the next save of this "
+            "tag removes them (%s)",
+            final,
+            error,
+        )
 
 
 def drop(folder: Place) -> None:
-    """Remove the checkpoint in ``folder``, its manifest first: at no moment a half of it can be taken for one. Raises OSError."""
+    """Remove the checkpoint in ``folder``, its manifest first: at no moment a half of it can be
+    taken for one. Raises OSError.
+    """
     remove([folder / MANIFEST_NAME])
     remove(_held(folder))
 

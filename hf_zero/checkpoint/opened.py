@@ -1,4 +1,6 @@
-"""A checkpoint opened for reading: its manifest, its files checked against it, and ranges copied out of them."""
+"""A checkpoint opened for reading: its manifest, its files checked against it, and ranges copied
+out of them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ from hf_zero.errors import CheckpointError
 
 
 class Checkpoint:
-    """The folder of one tag. Files are opened, and their headers checked, when they are first needed.
+    """The folder of one tag. Files are opened, and their headers checked, when they are first
+    needed.
 
-    ``sizes`` compares those of all files at once. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
+    ``sizes`` compares those of all files at once. Raises CheckpointError for whatever FORMAT.md
+    section 7 rejects.
     """
 
     def __init__(self, folder: Place, sizes: bool = True) -> None:
@@ -56,25 +60,35 @@ class Checkpoint:
             with store_errors(path):
                 size = path.stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{path} is missing ({error.strerror}); restore it, or load another tag of this run") from error
+            raise CheckpointError(
+                f"{path} is missing ({error.strerror}); restore it, or load another tag of this run"
+            ) from error
         if size != entry.size:
             what = "cut short" if size < entry.size else "longer than it was"
             raise CheckpointError(
-                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or load another tag of this run"
+                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or "
+                "load another tag of this run"
             )
 
-    def verify(self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None) -> None:
-        """Compare the hashes of ``entries`` with the manifest. Raises CheckpointError for the first that differs or cannot be read."""
+    def verify(
+        self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None
+    ) -> None:
+        """Compare the hashes of ``entries`` with the manifest.
+
+        Raises CheckpointError for the first that differs or cannot be read.
+        """
         for entry in entries:
             try:
                 digest = hash_of_file(self.folder / entry.name, algorithm_of(entry.hash), tick)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.folder / entry.name} cannot be read ({error.strerror}); make it readable or restore it, or load another tag of this run"
+                    f"{self.folder / entry.name} cannot be read ({error.strerror}); make it "
+                    "readable or restore it, or load another tag of this run"
                 ) from error
             if digest != entry.hash:
                 raise CheckpointError(
-                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the manifest says {entry.hash}; "
+                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the "
+                    f"manifest says {entry.hash}; "
                     "restore it, or load another tag of this run"
                 )
 
@@ -93,40 +107,71 @@ class Checkpoint:
 
     def _check_header(self, index: int, file: TensorFile) -> None:
         manifest = self.manifest
-        if (file.metadata.get("format"), file.metadata.get("save_id")) != (FORMAT, manifest.save_id):
+        if (file.metadata.get("format"), file.metadata.get("save_id")) != (
+            FORMAT,
+            manifest.save_id,
+        ):
             raise CheckpointError(
-                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the file, or load another tag"
+                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
+                "file, or load another tag"
             )
         wanted: dict[str, tuple[int, torch.dtype | None]] = {}
         for flat in manifest.flats:
             for chunk in flat.chunks:
                 if chunk.file == index:
                     length = chunk.stop - chunk.start
-                    wanted |= {f"{flat.key}::{name}": (length, flat.weights_dtype(name)) for name in chunk.tensors}
+                    wanted |= {
+                        f"{flat.key}::{name}": (length, flat.weights_dtype(name))
+                        for name in chunk.tensors
+                    }
         if manifest.files[index].rank == 0:
-            wanted |= {BUFFER + name: (torch.Size(shape).numel(), dtype) for name, (dtype, shape) in manifest.buffers.items()}
+            wanted |= {
+                BUFFER + name: (torch.Size(shape).numel(), dtype)
+                for name, (dtype, shape) in manifest.buffers.items()
+            }
         for name, (numel, dtype) in wanted.items():
             entry = file.entries.get(name)
-            if entry is None or entry.numel != numel or (dtype is not None and entry.dtype != dtype):
-                found = "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
+            if (
+                entry is None
+                or entry.numel != numel
+                or (dtype is not None and entry.dtype != dtype)
+            ):
+                found = (
+                    "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
+                )
                 raise CheckpointError(
-                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {found}, expected {numel}"
-                    f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load another tag of this run"
+                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} "
+                    f"{found}, expected {numel}"
+                    f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load "
+                    "another tag of this run"
                 )
 
     def buffer_file(self) -> int:
-        """The index of the file that holds the buffers. Raises CheckpointError if rank 0's file is not listed."""
+        """The index of the file that holds the buffers.
+
+        Raises CheckpointError if rank 0's file is not listed.
+        """
         for index, entry in enumerate(self.manifest.files):
             if entry.rank == 0:
                 return index
-        raise CheckpointError(f"{self.folder / MANIFEST_NAME} is damaged: no file of rank 0 is listed; load another tag of this run")
+        raise CheckpointError(
+            f"{self.folder / MANIFEST_NAME} is damaged: no file of rank 0 is listed; load "
+            "another tag of this run"
+        )
 
     def fill(self, out: torch.Tensor, runs: Iterable[Run], tensor: str | None = None) -> None:
-        """Copy ``runs`` into ``out``, 1-D, of any dtype and device; ``tensor`` is a state's name, by default the weights."""
+        """Copy ``runs`` into ``out``, 1-D, of any dtype and device; ``tensor`` is a state's
+        name, by default the weights.
+        """
         for run in runs:
             name = tensor or run.flat.weights
             file = self.file(run.flat.chunks[run.chunk].file)
-            read_range(file, f"{run.flat.key}::{name}", run.source, out[run.target : run.target + run.length])
+            read_range(
+                file,
+                f"{run.flat.key}::{name}",
+                run.source,
+                out[run.target : run.target + run.length],
+            )
 
     def holds(self, run: Run, tensor: str) -> bool:
         """Whether the chunk that ``run`` reads has the state ``tensor``."""
@@ -145,21 +190,33 @@ class Checkpoint:
 
     @cached_property
     def objects(self) -> dict[str, dict[str, Any]]:
-        """What ``objects.pt`` holds; empty without one. Its hash is compared: it is small, and a wrong bit in it would not show."""
+        """What ``objects.pt`` holds; empty without one.
+
+        Its hash is compared: it is small, and a wrong bit in it would not show.
+        """
         if self.manifest.objects is None:
             return {}
         self.verify([self.manifest.objects])
         return objects.load_objects(self.folder / self.manifest.objects.name)
 
     def client_state(self) -> dict[str, Any]:
-        return objects.join("client_state", self.manifest.client_state, self.objects.get("client_state", {}), self._objects_path())
+        return objects.join(
+            "client_state",
+            self.manifest.client_state,
+            self.objects.get("client_state", {}),
+            self._objects_path(),
+        )
 
     def scheduler_state(self) -> dict[str, Any]:
         state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
-        return objects.join("the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path())
+        return objects.join(
+            "the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path()
+        )
 
     def _objects_path(self) -> Place:
-        return self.folder / (self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME)
+        return self.folder / (
+            self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME
+        )
 
     def close(self) -> None:
         for file in self._open.values():
@@ -169,12 +226,20 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
-def open_checkpoint(folder: Place, grouped: Callable[[], Sequence[Sequence[str]]] = tuple) -> Checkpoint:
-    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an optimizer groups names.
+def open_checkpoint(
+    folder: Place, grouped: Callable[[], Sequence[Sequence[str]]] = tuple
+) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
+    optimizer groups names.
 
     Raises CheckpointError.
     """
@@ -184,7 +249,9 @@ def open_checkpoint(folder: Place, grouped: Callable[[], Sequence[Sequence[str]]
 
 
 def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:
-    """Elements of ``name`` from ``start`` into ``out``: straight into its memory where that fits, else by blocks and cast."""
+    """Elements of ``name`` from ``start`` into ``out``: straight into its memory where that
+    fits, else by blocks and cast.
+    """
     dtype = file.entries[name].dtype
     if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
         file.read_into(name, start, out)

@@ -1,4 +1,6 @@
-"""The whole tensors that a checkpoint can give: parameters put together from chunks, and buffers, slice by slice."""
+"""The whole tensors that a checkpoint can give: parameters put together from chunks, and
+buffers, slice by slice.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Output:
-    """A whole tensor to be given out as ``name`` in ``dtype``; ``held`` is its name in the checkpoint."""
+    """A whole tensor to be given out as ``name`` in ``dtype``; ``held`` is its name in the
+    checkpoint.
+    """
 
     name: str
     held: str
@@ -55,14 +59,18 @@ class Output:
     def sources(self, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[Source]:
         """Where elements ``[start, stop)`` lie, in order."""
         if self.is_buffer:
-            yield Source(checkpoint.file(checkpoint.buffer_file()), BUFFER + self.held, start, stop - start)
+            yield Source(
+                checkpoint.file(checkpoint.buffer_file()), BUFFER + self.held, start, stop - start
+            )
             return
         for run in parameter_runs(checkpoint.manifest, self.held, start, stop):
             file = checkpoint.file(run.flat.chunks[run.chunk].file)
             yield Source(file, f"{run.flat.key}::{run.flat.weights}", run.source, run.length)
 
     def fill(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
-        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype, through a small buffer."""
+        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype,
+        through a small buffer.
+        """
         flat, at = out.detach().view(-1), 0
         for source in self.sources(checkpoint, 0, self.numel):
             read_cast(source, flat[at : at + source.length], Scratch())
@@ -84,7 +92,9 @@ class Scratch:
 
 
 def read_cast(source: Source, out: torch.Tensor, scratch: Scratch) -> None:
-    """Read ``source`` into ``out`` (1-D, as long as the source), casting where the dtypes differ."""
+    """Read ``source`` into ``out`` (1-D, as long as the source), casting where the dtypes
+    differ.
+    """
     if out.dtype == source.dtype and out.device.type == "cpu":
         source.file.read_into(source.tensor, source.start, out)
         return
@@ -99,16 +109,21 @@ def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in CONVERT_DTYPES:
         raise ConfigError(
-            f"dtype {dtype!r} is not one that a checkpoint can be converted to; pass {', '.join(CONVERT_DTYPES)}, or none at all"
+            f"dtype {dtype!r} is not one that a checkpoint can be converted to; pass "
+            f"{', '.join(CONVERT_DTYPES)}, or none at all"
         )
     return None if dtype is None else CONVERT_DTYPES[name]
 
 
-def outputs(manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Output]:
-    """Parameters in the model's order, then buffers, under the names by which the checkpoint holds them, less what wrappers put into them.
+def outputs(
+    manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+) -> list[Output]:
+    """Parameters in the model's order, then buffers, under the names by which the checkpoint holds
+    them, less what wrappers put into them.
 
-    ``dtype`` None gives each parameter the dtype it had when it was handed to training. Only floating-point parameters
-    that are not raw are cast; buffers keep theirs, as they do in training.
+    ``dtype`` None gives each parameter the dtype it had when it was handed to training. Only
+    floating-point parameters that are not raw are cast; buffers keep theirs, as they do in
+    training.
     """
     made = []
     for name, own in manifest.parameters.items():
@@ -117,4 +132,7 @@ def outputs(manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen
             continue
         given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
         made.append(Output(bare(name), name, given, slot.shape, raw=flat.raw))
-    return made + [Output(bare(name), name, own, shape, is_buffer=True) for name, (own, shape) in manifest.buffers.items()]
+    return made + [
+        Output(bare(name), name, own, shape, is_buffer=True)
+        for name, (own, shape) in manifest.buffers.items()
+    ]

@@ -1,4 +1,6 @@
-"""Where checkpoints lie: folders of this machine as paths, object stores by their URLs through fsspec; ranges read from either."""
+"""Where checkpoints lie: folders of this machine as paths, object stores by their URLs through
+fsspec; ranges read from either.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from typing import Any, Protocol
 from hf_zero.errors import CheckpointError
 
 Place = Any
-"""A ``pathlib.Path``, or a ``upath.UPath`` of an object store. Both have the methods of the former that read."""
+"""A ``pathlib.Path``, or a ``upath.UPath`` of an object store.
+
+Both have the methods of the former that read.
+"""
 
 BLOCK = 16 << 20  # bytes read at a time
 PART = 8 << 20  # bytes of one request to an object store
@@ -24,20 +29,28 @@ _CUT_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 def place(where: Any) -> Place:
-    """The place that a user names: a path, a URL that fsspec knows (``s3://bucket/run``, ``file:///…``), or a ``UPath``.
+    """The place that a user names: a path, a URL that fsspec knows (``s3://bucket/run``,
+    ``file:///…``), or a ``UPath``.
 
-    Raises CheckpointError for a URL that no installed package opens, and for one that was made a ``Path``.
+    Raises CheckpointError for a URL that no installed package opens, and for one that was made a
+    ``Path``.
     """
     if not isinstance(where, (str, os.PathLike)):
         if hasattr(where, "fs") and hasattr(where, "storage_options"):
             return where
-        raise CheckpointError(f"{where!r} of type {type(where).__name__} is no place for checkpoints; pass a path or a URL")
+        raise CheckpointError(
+            f"{where!r} of type {type(where).__name__} is no place for checkpoints; "
+            "pass a path or a URL"
+        )
     text = os.fspath(where)
     if isinstance(text, str) and _URL.match(text):
         return _of_url(text)
     path = Path(os.fsdecode(text))
     if _CUT_URL.match(str(path)) and not path.exists():
-        raise CheckpointError(f"{path} looks like a URL that was made a path, which lost a slash; pass the URL as a string")
+        raise CheckpointError(
+            f"{path} looks like a URL that was made a path, which lost a slash; "
+            "pass the URL as a string"
+        )
     return path
 
 
@@ -50,7 +63,10 @@ def _of_url(text: str) -> Place:
         local = found.protocol in ("file", "local")
         found.fs  # noqa: B018  the package that speaks to this store is imported here
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{text} cannot be opened: {error}; install the package of fsspec for it, or pass a path") from error
+        raise CheckpointError(
+            f"{text} cannot be opened: {error}; install the package of fsspec "
+            "for it, or pass a path"
+        ) from error
     return Path(found.path) if local else found
 
 
@@ -60,10 +76,16 @@ def is_remote(where: Place) -> bool:
 
 
 def on_this_machine(where: Any, what: str) -> Path:
-    """``where`` as a path. Raises CheckpointError, saying ``what`` has to be on a file system, if it is in an object store."""
+    """``where`` as a path.
+
+    Raises CheckpointError, saying ``what`` has to be on a file system, if it is in an object store.
+    """
     found = place(where)
     if is_remote(found):
-        raise CheckpointError(f"{found}: {what} must be a folder of a file system; write it there and copy it to the store")
+        raise CheckpointError(
+            f"{found}: {what} must be a folder of a file system; write it there and "
+            "copy it to the store"
+        )
     return found
 
 
@@ -77,7 +99,9 @@ def modified(where: Place) -> int:
 
 @contextmanager
 def store_errors(where: Place) -> Iterator[None]:
-    """What a store's package raises in it, whatever its class, is an OSError that names ``where``."""
+    """What a store's package raises in it, whatever its class, is an OSError that names
+    ``where``.
+    """
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -95,7 +119,9 @@ class Ranges(Protocol):
     size: int
 
     def read(self, view: memoryview, at: int) -> int:
-        """Fill ``view`` with what stands at byte ``at``; the bytes that were there, fewer if the file ends. Raises OSError."""
+        """Fill ``view`` with what stands at byte ``at``; the bytes that were there, fewer if the
+        file ends. Raises OSError.
+        """
         ...
 
     def close(self) -> None: ...
@@ -107,7 +133,9 @@ def open_ranges(where: Place) -> Ranges:
 
 
 def read_all(fd: int, data: memoryview, at: int) -> int:
-    """``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time; the bytes that were there, fewer if the file ends."""
+    """``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time; the bytes
+    that were there, fewer if the file ends.
+    """
     taken = 0
     while taken < len(data) and (count := os.preadv(fd, [data[taken : taken + BLOCK]], at + taken)):
         taken += count
@@ -145,7 +173,9 @@ class _Object:
             starts = range(at + taken, at + min(wanted, taken + PART * REQUESTS), PART)
             ends = [min(start + PART, at + wanted) for start in starts]
             with store_errors(self._where):
-                parts = self._where.fs.cat_ranges([self._where.path] * len(starts), list(starts), ends, on_error="raise")
+                parts = self._where.fs.cat_ranges(
+                    [self._where.path] * len(starts), list(starts), ends, on_error="raise"
+                )
             for part, start, end in zip(parts, starts, ends):
                 view[taken : taken + len(part)] = part
                 taken += len(part)

@@ -1,4 +1,6 @@
-"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the stage of the save."""
+"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the
+stage of the save.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,26 @@ def load(
     verify: bool = False,
     load_rng: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state. Collective.
+    """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
+    Collective.
 
     Args:
         tag: by default the one that ``latest`` names.
-        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too many; else load what
+        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too
+        many; else load what
             both have.
         load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
         load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
         load_module_only: weights and buffers, nothing else; counters stay too.
         verify: compute the hashes of all files first, shared out over the ranks.
-        load_rng: put back this rank's torch generators, if the number of ranks is the one of the save.
+        load_rng: put back this rank's torch generators, if the number of ranks is the one of the
+        save.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked before anything
-            changes; if a file fails in the middle of being read, the engine holds a mixture and must not go on training.
+        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked
+        before anything
+            changes; if a file fails in the middle of being read, the engine holds a mixture and
+            must not go on training.
     """
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
@@ -60,7 +67,12 @@ def load(
         try:
             found.append(
                 _Load(
-                    engine, checkpoint, load_module_strict, load_optimizer_states, load_lr_scheduler_states and not load_module_only, verify
+                    engine,
+                    checkpoint,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states and not load_module_only,
+                    verify,
                 )
             )
         except BaseException:
@@ -73,28 +85,47 @@ def load(
         _check_same(together(engine.comm, look, directory, "Nothing was loaded."), directory)
         plan = found[0]
         partly = "The engine is partly loaded: load again before training on."
-        with bar(None if engine.global_rank == 0 else False, plan.nbytes, f"loading {plan.checkpoint.folder}") as plan.tick:
-            together(engine.comm, lambda: plan.apply(load_module_only, load_rng), plan.checkpoint.folder, partly)
+        with bar(
+            None if engine.global_rank == 0 else False,
+            plan.nbytes,
+            f"loading {plan.checkpoint.folder}",
+        ) as plan.tick:
+            together(
+                engine.comm,
+                lambda: plan.apply(load_module_only, load_rng),
+                plan.checkpoint.folder,
+                partly,
+            )
     finally:
         for opened in found:
             opened.checkpoint.close()
     engine.refresh_params()
-    log_rank0(f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage {plan.checkpoint.manifest.stage})")
+    log_rank0(
+        f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage "
+        f"{plan.checkpoint.manifest.stage})"
+    )
     return str(plan.checkpoint.folder), plan.client_state
 
 
 def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name, save_id or "" where others wrote it)."""
+    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name,
+    save_id or "" where others wrote it).
+    """
     if len({save_id or folder for folder, save_id in seen}) > 1:
-        told = listed(f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen))
+        told = listed(
+            f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen)
+        )
         raise CheckpointError(
-            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and tag on every rank, on storage that "
+            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and "
+            "tag on every rank, on storage that "
             "all ranks share. Nothing was loaded."
         )
 
 
 def _grouped(engine: Engine) -> list[list[str]]:
-    """The names of the parameters in each group of the optimizer, in the model's order; none without one."""
+    """The names of the parameters in each group of the optimizer, in the model's order; none
+    without one.
+    """
     names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
     for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
         names[engine.bound.group_of[name]].append(name)
@@ -108,29 +139,59 @@ def _open(folder: Place, engine: Engine) -> Checkpoint:
         whole = whole_beside(folder)
         if not whole:
             raise
-        raise CheckpointError(f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}") from error
+        raise CheckpointError(
+            f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}"
+        ) from error
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two CPU tensors of one dtype hold the same; NaN is itself."""
-    return torch.equal(*(each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(
+        *(
+            each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            for each in (one, other)
+        )
+    )
 
 
 class _Load:
-    """One rank's part of a load: everything looked up and checked by the constructor, changed by :meth:`apply`."""
+    """One rank's part of a load: everything looked up and checked by the constructor, changed by
+    :meth:`apply`.
+    """
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, strict: bool, optimizer: bool, scheduler: bool, verify: bool) -> None:
-        self.engine, self.checkpoint, self.manifest, self.optimizer = engine, checkpoint, checkpoint.manifest, optimizer
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoint: Checkpoint,
+        strict: bool,
+        optimizer: bool,
+        scheduler: bool,
+        verify: bool,
+    ) -> None:
+        self.engine, self.checkpoint, self.manifest, self.optimizer = (
+            engine,
+            checkpoint,
+            checkpoint.manifest,
+            optimizer,
+        )
         where = str(checkpoint.folder)
         self.match: Match = match(engine, self.manifest, where, strict)
-        self.groups = check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
-        self.scheduler = checkpoint.scheduler_state() if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where) else None
+        self.groups = (
+            check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
+        )
+        self.scheduler = (
+            checkpoint.scheduler_state()
+            if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where)
+            else None
+        )
         if self.scheduler is not None and self.groups:
             self.scheduler = reordered(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
         self.runs: list[tuple[Flat, list[Run]]] = []
         for flat in engine.flats:
-            found = list(runs(self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held))
+            found = list(
+                runs(self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held)
+            )
             self.runs.append((flat, found))
             for run in found:
                 checkpoint.file(run.flat.chunks[run.chunk].file)
@@ -146,15 +207,25 @@ class _Load:
         """What this rank reads for its flats."""
         total = 0
         for flat, found in self.runs:
-            states = {name for run in found for name in run.flat.states} if self.optimizer and flat.trainable else set()
-            total += self._stored(found) + sum(self._stored([r for r in found if self.checkpoint.holds(r, name)], name) for name in states)
+            states = (
+                {name for run in found for name in run.flat.states}
+                if self.optimizer and flat.trainable
+                else set()
+            )
+            total += self._stored(found) + sum(
+                self._stored([r for r in found if self.checkpoint.holds(r, name)], name)
+                for name in states
+            )
         return total
 
     def _stored(self, found: list[Run], tensor: str | None = None) -> int:
         """Bytes that ``found`` takes in the files."""
         files = self.checkpoint.file
         keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
-        return sum(run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize for run, key in keys)
+        return sum(
+            run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize
+            for run, key in keys
+        )
 
     def _fill(self, out: torch.Tensor, found: list[Run], tensor: str | None = None) -> None:
         for run in found:
@@ -196,21 +267,29 @@ class _Load:
         for name, held in self.match.buffers.items():
             saved = self.checkpoint.buffer(held)
             value = saved.to(buffers[name].dtype)
-            if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(value.to(saved.dtype), saved):
+            if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
+                value.to(saved.dtype), saved
+            ):
                 kept.append(name)
             # An expanded constant cannot be written, and need not be.
             elif not _same_bits(buffers[name].cpu(), value):
                 buffers[name].copy_(value)
                 changed[name] = value
         after = persistent_buffers(self.engine.module) if changed else {}
-        kept += [name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)]
-        if kept:  # a module makes them anew for every state dict, or has integers where there were others
+        kept += [
+            name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
+        ]
+        # a module makes them anew for every state dict, or has integers where there were others
+        if kept:
             raise CheckpointError(
-                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model cannot take; build and quantise it as it was at the save"
+                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
+                "cannot take; build and quantise it as it was at the save"
             )
 
     def _forget_unsaved(self) -> None:
-        """An optimizer that had not stepped when it was saved has not stepped after the load either."""
+        """An optimizer that had not stepped when it was saved has not stepped after the load
+        either.
+        """
         saved = self.manifest.optimizer
         nothing = saved is not None and not any(group.scalars for group in saved.groups)
         if nothing and not any(flat.states for flat in self.manifest.flats):
@@ -219,7 +298,9 @@ class _Load:
     def _load_states(self, flat: Flat, found: list[Run]) -> None:
         bound = self.engine.bound
         live = {name: tensor for name, tensor in bound.tensors(flat).items() if name != "master"}
-        saved = {name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)}
+        saved = {
+            name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)
+        }
         for name in sorted(saved | set(live)):
             chosen = [run for run in found if self.checkpoint.holds(run, name)]
             out = live.get(name)
@@ -237,7 +318,9 @@ class _Load:
         groups = [saved.groups[at] for at in self.groups]
         bound.load_hyperparameters([group.hyperparameters for group in groups])
         if any(group.scalars or group.apart for group in groups):
-            saved_apart = {name: numbers for group in groups for name, numbers in group.apart.items()}
+            saved_apart = {
+                name: numbers for group in groups for name, numbers in group.apart.items()
+            }
             apart: list[dict[str, Any]] = [{} for _ in groups]
             for name, group in bound.group_of.items():
                 if self.match.held.get(name) in saved_apart:
@@ -248,14 +331,18 @@ class _Load:
             self.engine.scaler.load_state_dict(self.manifest.scaler)
         elif (self.manifest.precision == "fp16") != (precision == "fp16"):
             log_rank0(
-                f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in {precision}: the loss scale starts anew"
+                f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in "
+                f"{precision}: the loss scale starts anew"
             )
 
     def _load_rng(self) -> None:
         size, rank = self.manifest.world["size"], self.engine.global_rank
         index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
         if size != self.engine.world_size or index is None:
-            text = f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of {self.engine.world_size} ranks cannot be put back"
+            text = (
+                f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of "
+                f"{self.engine.world_size} ranks cannot be put back"
+            )
             log_rank0(text, logging.WARNING)
             return
         file = self.checkpoint.file(index)

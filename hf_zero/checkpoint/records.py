@@ -1,4 +1,6 @@
-"""What a manifest is made of (FORMAT.md sections 3 and 4): files, flats and their chunks, optimizer groups, names for others."""
+"""What a manifest is made of (FORMAT.md sections 3 and 4): files, flats and their chunks,
+optimizer groups, names for others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the checkpoint. ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``)."""
+    """A file of the checkpoint.
+
+    ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``).
+    """
 
     name: str
     rank: int
@@ -61,7 +66,9 @@ class FlatEntry:
         return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
 
     def weights_dtype(self, tensor: str) -> torch.dtype | None:
-        """The dtype the weights must be stored in; None for an optimizer state, which has the dtype of its header."""
+        """The dtype the weights must be stored in; None for an optimizer state, which has the
+        dtype of its header.
+        """
         if tensor == MASTER:
             return torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.dtype if tensor == SHARD else None
@@ -73,10 +80,15 @@ class FlatEntry:
     @cached_property
     def states(self) -> tuple[str, ...]:
         """Optimizer states that some chunk holds."""
-        return tuple(sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD}))
+        return tuple(
+            sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD})
+        )
 
     def to_json(self) -> dict[str, Any]:
-        chunks = [{"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)} for c in self.chunks]
+        chunks = [
+            {"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)}
+            for c in self.chunks
+        ]
         return {
             "key": self.key,
             "trainable": self.trainable,
@@ -89,9 +101,11 @@ class FlatEntry:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its parameters' names.
+    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its
+    parameters' names.
 
-    ``apart`` has the numbers of parameters that have made other steps than the group: those that went unused in some.
+    ``apart`` has the numbers of parameters that have made other steps than the group: those that
+    went unused in some.
     """
 
     hyperparameters: dict[str, Any]
@@ -100,7 +114,11 @@ class GroupEntry:
     apart: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        told = {"hyperparameters": self.hyperparameters, "scalars": self.scalars, "parameters": list(self.parameters)}
+        told = {
+            "hyperparameters": self.hyperparameters,
+            "scalars": self.scalars,
+            "parameters": list(self.parameters),
+        }
         return told | ({"apart": self.apart} if self.apart else {})
 
 
@@ -112,7 +130,9 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How PEFT writes one adapter: its configuration, and by name in its file the name under which a tensor is held."""
+    """How PEFT writes one adapter: its configuration, and by name in its file the name under
+    which a tensor is held.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, str]
@@ -120,7 +140,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Export:
-    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied weights, ``skip`` drops.
+    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied
+    weights, ``skip`` drops.
 
     ``adapters`` are those of a model of PEFT, by their names.
     """

@@ -1,4 +1,7 @@
-"""Which checkpoints go when a new one has come. Damaged ones are not counted and not removed: what is left of them may be all there is."""
+"""Which checkpoints go when a new one has come.
+
+Damaged ones are not counted and not removed: what is left of them may be all there is.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,27 @@ from hf_zero.logs import logger
 def check_keep(keep: int | None) -> None:
     """Raises CheckpointError for a number of checkpoints that cannot be kept."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all")
+        raise CheckpointError(
+            f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all"
+        )
 
 
 def retain(final: Place, keep: int) -> list[Place]:
-    """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all. Returns those that were removed.
+    """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all.
+    Returns those that were removed.
 
-    Only tags that differ from its own by their numbers alone are looked at (``global_step100`` beside ``global_step200``;
-    ``best`` stays), and the one that ``latest`` names stays too. What cannot be removed is a warning: the save itself is good.
+    Only tags that differ from its own by their numbers alone are looked at (``global_step100``
+    beside ``global_step200``; ``best`` stays), and the one that ``latest`` names stays too. What
+    cannot be removed is a warning: the save itself is good.
     """
-    family = [folder for folder in final.parent.iterdir() if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)]
-    newest_first = sorted(family, key=lambda folder: (folder == final, folders.written(folder)), reverse=True)
+    family = [
+        folder
+        for folder in final.parent.iterdir()
+        if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)
+    ]
+    newest_first = sorted(
+        family, key=lambda folder: (folder == final, folders.written(folder)), reverse=True
+    )
     protected = {final}
     if (final.parent / folders.LATEST).exists():
         try:
@@ -37,10 +50,14 @@ def retain(final: Place, keep: int) -> list[Place]:
     return remove(excess(newest_first, keep, protected, trouble))
 
 
-def excess(newest_first: Iterable[Place], keep: int, protected: set[Place], wrong: Callable[[Place], str]) -> list[Place]:
-    """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest first.
+def excess(
+    newest_first: Iterable[Place], keep: int, protected: set[Place], wrong: Callable[[Place], str]
+) -> list[Place]:
+    """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest
+    first.
 
-    ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something is the matter with the storage.
+    ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something
+    is the matter with the storage.
     """
     whole: list[Place] = []
     for at, folder in enumerate(newest_first):
@@ -55,20 +72,28 @@ def excess(newest_first: Iterable[Place], keep: int, protected: set[Place], wron
 
 
 def remove(chosen: Sequence[Place], aside: str = folders.DROPPED) -> list[Place]:
-    """Drop each of ``chosen``; one that cannot be removed is named in a warning. Returns those that went."""
+    """Drop each of ``chosen``; one that cannot be removed is named in a warning.
+
+    Returns those that went.
+    """
     gone = []
     for folder in chosen:
         try:
             drop(folder, aside)
         except OSError as error:
-            logger.warning("%s is to be removed, since newer checkpoints are kept, but cannot be: %s", folder, told(error, folder))
+            logger.warning(
+                "%s is to be removed, since newer checkpoints are kept, but cannot be: %s",
+                folder,
+                told(error, folder),
+            )
         else:
             gone.append(folder)
     return gone
 
 
 def drop(folder: Place, aside: str = folders.DROPPED) -> None:
-    """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name. Raises OSError.
+    """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name.
+    Raises OSError.
 
     ``aside`` goes before the name meanwhile, possibly with a folder in front.
     """
@@ -83,4 +108,8 @@ def drop(folder: Place, aside: str = folders.DROPPED) -> None:
 
 
 def _stem(folder: Place) -> str:
-    return "" if folder.name.startswith(".") or folder.is_symlink() else re.sub(r"\d+", "#", folder.name)
+    return (
+        ""
+        if folder.name.startswith(".") or folder.is_symlink()
+        else re.sub(r"\d+", "#", folder.name)
+    )

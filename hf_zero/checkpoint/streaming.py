@@ -1,4 +1,6 @@
-"""Files of tensors written as fast as the disk and the hash allow: past the page cache, a block on its way while the next is filled."""
+"""Files of tensors written as fast as the disk and the hash allow: past the page cache, a block
+on its way while the next is filled.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its s
 
 
 def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> None:
-    """Copy ``values``, 1-D on any device, to host memory ``place``: [bytes] of uint8. From a GPU it may be under way still unless ``wait``.
+    """Copy ``values``, 1-D on any device, to host memory ``place``: [bytes] of uint8. From a GPU it
+    may be under way still unless ``wait``.
 
-    Host memory is copied by this thread alone: torch's team of threads spins against the one that hashes, and slows both.
+    Host memory is copied by this thread alone: torch's team of threads spins against the one that
+    hashes, and slows both.
     """
     source = values.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     if source.device.type == "cpu":
@@ -43,9 +47,11 @@ def aligned(nbytes: int, pin: bool = False) -> torch.Tensor:
 
 
 class Output:
-    """A new file of ``size`` bytes, written from its start to its end; past the page cache where its file system allows that.
+    """A new file of ``size`` bytes, written from its start to its end; past the page cache where
+    its file system allows that.
 
-    What a save writes is not read soon, and pages that it left in the cache would drive out those that training needs.
+    What a save writes is not read soon, and pages that it left in the cache would drive out those
+    that training needs.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -59,7 +65,10 @@ class Output:
             self._direct, self._fd = False, os.open(path, flags, 0o666)
 
     def write(self, data: memoryview) -> None:
-        """Append ``data``. What is no whole page at its end goes through the cache, and so does all that follows."""
+        """Append ``data``.
+
+        What is no whole page at its end goes through the cache, and so does all that follows.
+        """
         while len(data):
             part = data[: len(data) - len(data) % DATA_ALIGNMENT] if self._direct else data
             if not len(part):
@@ -83,7 +92,12 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self._fd)
 
 
@@ -93,9 +107,17 @@ def open_output(where: Place, size: int) -> Output | Upload:
 
 
 class _Blocks:
-    """Two blocks of memory in turn: this thread fills one and hashes it, while a thread writes the other."""
+    """Two blocks of memory in turn: this thread fills one and hashes it, while a thread writes
+    the other.
+    """
 
-    def __init__(self, output: Output | Upload, size: int, writer: ThreadPoolExecutor, tick: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        output: Output | Upload,
+        size: int,
+        writer: ThreadPoolExecutor,
+        tick: Callable[[int], None] | None,
+    ) -> None:
         self._hash = Hash()
         self._output, self._writer, self._tick = output, writer, tick
         pin = kinds.in_use() is not None
@@ -111,13 +133,17 @@ class _Blocks:
             if count == 0:
                 self.flush()
                 continue
-            copy_bytes(self._blocks[0][self._used : self._used + count * item], flat[at : at + count])
+            copy_bytes(
+                self._blocks[0][self._used : self._used + count * item], flat[at : at + count]
+            )
             self._used, at = self._used + count * item, at + count
         if self._used == self._blocks[0].numel():
             self.flush()
 
     def flush(self) -> None:
-        """Hash what was taken and have it written; the block that comes next is free when this returns."""
+        """Hash what was taken and have it written; the block that comes next is free when this
+        returns.
+        """
         data = bytes_view(self._blocks[0][: self._used])
         self._hash.update(data)
         self.settle()
@@ -140,12 +166,17 @@ class _Blocks:
 
 
 def write_tensors(
-    path: Place, plan: Plan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]], tick: Callable[[int], None] | None = None
+    path: Place,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+    tick: Callable[[int], None] | None = None,
 ) -> str:
-    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return its hash.
+    """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return
+    its hash.
 
-    A tensor that has to be fetched first is given as what fetches it, and is let go before the next one. Tensors may be on
-    any device; they pass through two blocks of ``FILLED`` bytes, so that no tensor is held twice.
+    A tensor that has to be fetched first is given as what fetches it, and is let go before the next
+    one. Tensors may be on any device; they pass through two blocks of ``FILLED`` bytes, so that no
+    tensor is held twice.
     """
     with open_output(path, plan.size) as output:
         with ThreadPoolExecutor(1) as writer:
@@ -162,7 +193,9 @@ def write_tensors(
 
 
 def write_image(path: Place, image: memoryview) -> str:
-    """Write ``image``, a whole file that stands on a page, to ``path``, flush it to the device and return its hash."""
+    """Write ``image``, a whole file that stands on a page, to ``path``, flush it to the device
+    and return its hash.
+    """
     made = Hash()
     with open_output(path, len(image)) as output:
         for start in range(0, len(image), BLOCK):

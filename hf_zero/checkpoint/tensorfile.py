@@ -1,7 +1,8 @@
-"""The safetensors container: headers planned before a byte is written, ranges read back; streaming.py writes it.
+"""The safetensors container: headers planned before a byte is written, ranges read back;
+streaming.py writes it.
 
-The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data. Offsets in the
-header count from the start of the data.
+The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data.
+Offsets in the header count from the start of the data.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: ``begin`` and ``end`` are bytes counted from the start of the file's data."""
+    """A tensor in a file: ``begin`` and ``end`` are bytes counted from the start of the file's
+    data.
+    """
 
     name: str
     dtype: torch.dtype
@@ -81,8 +84,13 @@ class Plan:
         return len(self.header) + (self.entries[-1].end if self.entries else 0)
 
 
-def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str], alignment: int = 8) -> Plan:
-    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each stands aligned.
+def plan_file(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str],
+    alignment: int = 8,
+) -> Plan:
+    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each
+    stands aligned.
 
     Raises CheckpointError for a dtype that the format does not have.
     """
@@ -92,12 +100,17 @@ def plan_file(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
         if dtype not in CODES:
             raise CheckpointError(
-                f"{name!r} is of {dtype}, which safetensors files cannot hold; keep it as another dtype (a view of its bytes, say), or "
+                f"{name!r} is of {dtype}, which safetensors files cannot hold; keep it as another "
+                "dtype (a view of its bytes, say), or "
                 "register it with persistent=False"
             )
         entries.append(Entry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize))
         at = entries[-1].end
-        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [entries[-1].begin, at]}
+        header[name] = {
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [entries[-1].begin, at],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return Plan(tuple(entries), struct.pack("<Q", len(text)) + text)
@@ -111,7 +124,9 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
         at = None if at is None else at + taken
 
 
-def hash_of_file(path: Place, algorithm: str = hashes.DEFAULT, tick: Callable[[int], None] | None = None) -> str:
+def hash_of_file(
+    path: Place, algorithm: str = hashes.DEFAULT, tick: Callable[[int], None] | None = None
+) -> str:
     """The hash of a file, read through a buffer of ``BLOCK`` bytes."""
     digest = hashes.Hash(algorithm)
     buffer = memoryview(bytearray(BLOCK))
@@ -126,7 +141,8 @@ def hash_of_file(path: Place, algorithm: str = hashes.DEFAULT, tick: Callable[[i
 
 
 class TensorFile:
-    """A safetensors file opened for reading ranges. Every number in its header is checked before it is used.
+    """A safetensors file opened for reading ranges. Every number in its header is checked before it
+    is used.
 
     Raises CheckpointError for a file that cannot be read or whose header breaks the format.
     """
@@ -137,20 +153,26 @@ class TensorFile:
             self._file = open_ranges(path)
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be opened ({error.strerror}); restore the file, or load another tag of this run"
+                f"{path} cannot be opened ({error.strerror}); restore the file, or load "
+                "another tag of this run"
             ) from error
         try:
             self.size = self._file.size
             self.metadata, self.entries, self._data = self._read_header()
         except OSError as error:
             self._file.close()
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore the file, or load another tag of this run") from error
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}); restore the file, or load "
+                "another tag of this run"
+            ) from error
         except BaseException:
             self._file.close()
             raise
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged: {what}; restore the file, or load another tag of this run")
+        return CheckpointError(
+            f"{self.path} is damaged: {what}; restore the file, or load another tag of this run"
+        )
 
     def _bytes(self, count: int, at: int) -> bytes:
         held = bytearray(count)
@@ -167,27 +189,42 @@ class TensorFile:
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is no object")
             entries = [
-                Entry(name, DTYPES[spec["dtype"]], tuple(map(_natural, spec["shape"])), *map(_natural, spec["data_offsets"]))
+                Entry(
+                    name,
+                    DTYPES[spec["dtype"]],
+                    tuple(map(_natural, spec["shape"])),
+                    *map(_natural, spec["data_offsets"]),
+                )
                 for name, spec in header.items()
             ]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._damaged(f"its header is not readable ({type(error).__name__}: {error})") from error
+            raise self._damaged(
+                f"its header is not readable ({type(error).__name__}: {error})"
+            ) from error
         at = 0
         for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
             if entry.begin != at or entry.end - entry.begin != entry.numel * entry.dtype.itemsize:
-                raise self._damaged(f"tensor {entry.name!r} stands at bytes {entry.begin} to {entry.end}, expected a start at {at}")
+                raise self._damaged(
+                    f"tensor {entry.name!r} stands at bytes {entry.begin} to {entry.end}, "
+                    f"expected a start at {at}"
+                )
             at = entry.end
         if 8 + length + at != self.size:
-            raise self._damaged(f"its tensors end at byte {8 + length + at}, the file at {self.size}")
+            raise self._damaged(
+                f"its tensors end at byte {8 + length + at}, the file at {self.size}"
+            )
         return metadata, {entry.name: entry for entry in entries}, 8 + length
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from ``start`` on."""
+        """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from
+        ``start`` on.
+        """
         entry = self.entries[name]
         view, at = bytes_view(out), self._data + entry.begin + start * entry.dtype.itemsize
         if out.dtype != entry.dtype or start < 0 or start + out.numel() > entry.numel:
             raise ValueError(
-                f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range of them, not {start} +{out.numel()}"
+                f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range "
+                f"of them, not {start} +{out.numel()}"
             )
         if (count := self._file.read(view, at)) < len(view):
             raise self._damaged(f"it was cut short to {at + count} bytes while it was read")
@@ -198,7 +235,12 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 

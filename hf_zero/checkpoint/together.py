@@ -1,4 +1,6 @@
-"""Work that must succeed on all ranks or fail on all: nobody is left waiting for a rank that raised."""
+"""Work that must succeed on all ranks or fail on all: nobody is left waiting for a rank that
+raised.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _REMEDIES = {
     errno.EACCES: "make the folder writable for this user or choose another one",
     errno.EPERM: "make the folder writable for this user or choose another one",
     errno.EROFS: "the file system is read-only: choose another folder",
-    errno.ENOENT: "the folder must be on storage that all ranks share, and nobody may remove it meanwhile",
+    errno.ENOENT: "the folder must be on storage that all ranks share, and nobody "
+    "may remove it meanwhile",
     errno.EEXIST: "a file stands where a folder is needed: choose another folder",
     errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
     errno.EISDIR: "a folder stands where a file is needed: choose another folder",
@@ -35,7 +38,9 @@ def told(error: BaseException, path: Any = None) -> str:
 
 
 def told_of_all(failed: Mapping[int, str], world: int) -> str:
-    """One line for what was wrong on the ranks that failed, of ``world``; said once if all say the same."""
+    """One line for what was wrong on the ranks that failed, of ``world``; said once if all say
+    the same.
+    """
     texts = list(dict.fromkeys(failed.values()))
     if len(failed) == world and len(texts) == 1:
         return texts[0]
@@ -45,10 +50,12 @@ def told_of_all(failed: Mapping[int, str], world: int) -> str:
 
 
 def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = "") -> list[T]:
-    """Run ``action`` on every rank, exchange the outcomes, and return the results by rank. Collective.
+    """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
+    Collective.
 
-    If it raised anywhere, all ranks raise one CheckpointError that names the ranks and what was wrong there. ``path`` is
-    the file to name where the error itself does not know it; ``after`` is added to the message: what still holds.
+    If it raised anywhere, all ranks raise one CheckpointError that names the ranks and what was
+    wrong there. ``path`` is the file to name where the error itself does not know it; ``after`` is
+    added to the message: what still holds.
     """
     cause: BaseException | None = None
     try:

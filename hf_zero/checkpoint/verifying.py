@@ -1,4 +1,6 @@
-"""Whether a checkpoint is whole: sizes, headers, hashes, and every element of every parameter exactly once."""
+"""Whether a checkpoint is whole: sizes, headers, hashes, and every element of every parameter
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in one checkpoint. ``problems`` is empty if it is whole; each names its file and the remedy.
+    """What was found in one checkpoint. ``problems`` is empty if it is whole; each names its file
+    and the remedy.
 
-    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises, each held once. ``kind`` is
-    "checkpoint", or "model" for a folder of ``save_pretrained`` or of a conversion, which has no hashes.
+    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises,
+    each held once. ``kind`` is "checkpoint", or "model" for a folder of ``save_pretrained`` or of a
+    conversion, which has no hashes.
     """
 
     folder: Place
@@ -42,37 +46,60 @@ class Verdict:
         return not self.problems
 
 
-def verify_checkpoint(src: str | os.PathLike[str], tag: str | None = None, progress: bool | None = None) -> Verdict:
-    """Check one checkpoint: everything FORMAT.md section 7 names, the hash of every file included. Changes nothing.
+def verify_checkpoint(
+    src: str | os.PathLike[str], tag: str | None = None, progress: bool | None = None
+) -> Verdict:
+    """Check one checkpoint: everything FORMAT.md section 7 names, the hash of every file included.
+    Changes nothing.
 
     Args:
-        src: a checkpoint, or a folder with checkpoints in it at any depth: the newest is checked. Of a model folder, which has no
+        src: a checkpoint, or a folder with checkpoints in it at any depth: the newest is checked.
+        Of a model folder, which has no
             hashes, the headers, the sizes and the index are checked.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
 
     Raises:
-        CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all that is wrong with it.
+        CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all
+        that is wrong with it.
     """
     return _check_folder(find(src, tag, whole=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
-    """A verdict on each checkpoint and each model folder in ``src``, at any depth, oldest first. Raises CheckpointError if there is none.
+    """A verdict on each checkpoint and each model folder in ``src``, at any depth, oldest first.
+    Raises CheckpointError if there is none.
 
-    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage too and come last.
+    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage
+    too and come last.
     """
     root = place(src)
     # What lies in a store is found by its manifests; its lost ones are seen in the folder itself.
     seen = [*walk(root)] if root.is_dir() else []
-    held = [folder for folder in seen if folders.is_checkpoint(folder) or recognise(folder) == folders.MODEL]
+    held = [
+        folder
+        for folder in seen
+        if folders.is_checkpoint(folder) or recognise(folder) == folders.MODEL
+    ]
     if not held:
         return [verify_checkpoint(root, progress=progress)]
     verdicts = [_check_folder(folder, progress) for folder in sorted(held, key=folders.written)]
-    around = sorted({*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str)
+    around = sorted(
+        {*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str
+    )
     for folder in around:
-        if not folder.name.startswith(".") and not folders.is_checkpoint(folder) and next(iter(folder.glob(folders.RANK_PATTERN)), None):
-            verdicts.append(_nothing(folder, f"{folder / MANIFEST_NAME} is missing; restore it, or load another tag of this run"))
+        if (
+            not folder.name.startswith(".")
+            and not folders.is_checkpoint(folder)
+            and next(iter(folder.glob(folders.RANK_PATTERN)), None)
+        ):
+            verdicts.append(
+                _nothing(
+                    folder,
+                    f"{folder / MANIFEST_NAME} is missing; restore it, or load "
+                    "another tag of this run",
+                )
+            )
     for folder in around:
         if (folder / folders.LATEST).exists() or (folder / folders.LATEST).is_symlink():
             problems: list[str] = []
@@ -87,12 +114,15 @@ def _check_folder(folder: Place, progress: bool | None) -> Verdict:
     if recognise(folder) == folders.MODEL:
         return _check_model(folder)
     raise CheckpointError(
-        f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and load_checkpoint check what it holds"
+        f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and "
+        "load_checkpoint check what it holds"
     )
 
 
 def _check_model(folder: Place) -> Verdict:
-    """Whether the safetensors of a model folder are what their headers and the index say: it has no hashes."""
+    """Whether the safetensors of a model folder are what their headers and the index say: it has
+    no hashes.
+    """
     problems: list[str] = []
     held: list[Entry] = []
     try:
@@ -109,9 +139,18 @@ def _check_model(folder: Place) -> Verdict:
             continue
         if lost:
             problems.append(
-                f"{folder / name} lacks {listed(lost)}, which {huggingface.INDEX} places in it; convert or save the model again"
+                f"{folder / name} lacks {listed(lost)}, which {huggingface.INDEX} places in it; "
+                "convert or save the model again"
             )
-    return Verdict(folder, len(promised), 0, len(held), sum(entry.numel for entry in held), tuple(problems), "model")
+    return Verdict(
+        folder,
+        len(promised),
+        0,
+        len(held),
+        sum(entry.numel for entry in held),
+        tuple(problems),
+        "model",
+    )
 
 
 def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
@@ -121,21 +160,32 @@ def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
         return _nothing(folder, str(error))
     problems: list[str] = []
     files = checkpoint.listed()
-    with checkpoint, bar(progress, sum(_there(folder, entry) for entry in files), f"verifying {folder}") as tick:
-        read = sum(_check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(files))
+    with (
+        checkpoint,
+        bar(progress, sum(_there(folder, entry) for entry in files), f"verifying {folder}") as tick,
+    ):
+        read = sum(
+            _check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(files)
+        )
         if not problems:
             _note(problems, checkpoint.client_state)
             _note(problems, checkpoint.scheduler_state)
     slots = [slot for flat in checkpoint.manifest.flats for slot in flat.layout.slots]
-    return Verdict(folder, len(files), read, len(slots), sum(slot.numel for slot in slots), tuple(problems))
+    return Verdict(
+        folder, len(files), read, len(slots), sum(slot.numel for slot in slots), tuple(problems)
+    )
 
 
 def _nothing(path: Place, problem: str) -> Verdict:
     return Verdict(path, 0, 0, 0, 0, (problem,))
 
 
-def _check(checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]) -> int:
-    """All that can be wrong with one file goes to ``problems``; the bytes that were hashed are returned."""
+def _check(
+    checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]
+) -> int:
+    """All that can be wrong with one file goes to ``problems``; the bytes that were hashed are
+    returned.
+    """
     before = len(problems)
     _note(problems, lambda: checkpoint.check_size(entry))
     if len(problems) > before:

@@ -1,4 +1,6 @@
-"""The whole model in its working precision, straight from the engine into one file, tensor by tensor."""
+"""The whole model in its working precision, straight from the engine into one file, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,17 @@ from hf_zero.checkpoint.together import together
 
 
 def save_whole(
-    engine: Engine, directory: str | os.PathLike[str], filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    filename: str = "model.safetensors",
+    exclude_frozen_parameters: bool = False,
 ) -> Path:
-    """Write parameters and buffers to ``directory/filename`` from rank 0, and return that path. Collective.
+    """Write parameters and buffers to ``directory/filename`` from rank 0, and return that path.
+    Collective.
 
-    A name that ends in ``.safetensors`` is written a tensor at a time, tied weights once, under the names that Hugging
-    Face keeps. Any other is written by ``torch.save`` as a state dict, for which rank 0 holds the whole model.
+    A name that ends in ``.safetensors`` is written a tensor at a time, tied weights once, under the
+    names that Hugging Face keeps. Any other is written by ``torch.save`` as a state dict, for which
+    rank 0 holds the whole model.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 could not write. A file that stood there stays.
@@ -52,7 +59,9 @@ def save_whole(
 
 
 def _stream(engine: Engine, temporary: Path, exclude_frozen: bool, failed: list[Exception]) -> None:
-    """Write on rank 0 while every rank takes part in the gathers; an error there is kept for after the last of them."""
+    """Write on rank 0 while every rank takes part in the gathers; an error there is kept for
+    after the last of them.
+    """
     plan, saved_as = _plan(engine, exclude_frozen)
     places = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
     fd = -1
@@ -84,10 +93,20 @@ def _plan(engine: Engine, exclude_frozen: bool) -> tuple[Plan, dict[str, str]]:
     """The file, and under which name each parameter stands in it."""
     export = contents.export_of(engine.module, engine.aliases)
     held = {
-        slot.name: (flat.dtype, slot.shape) for flat in engine.flats if flat.trainable or not exclude_frozen for slot in flat.layout.slots
+        slot.name: (flat.dtype, slot.shape)
+        for flat in engine.flats
+        if flat.trainable or not exclude_frozen
+        for slot in flat.layout.slots
     }
-    saved_as = {name: export.names.get(name, name) for name in contents.model_order(engine.module, engine.aliases, held)}
+    saved_as = {
+        name: export.names.get(name, name)
+        for name in contents.model_order(engine.module, engine.aliases, held)
+    }
     tensors = [(saved_as[name], *held[name]) for name in saved_as]
-    buffers = contents.persistent_buffers(engine.module, contents.frozen(engine) if exclude_frozen else ())
+    buffers = contents.persistent_buffers(
+        engine.module, contents.frozen(engine) if exclude_frozen else ()
+    )
     tensors += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
-    return plan_file([tensor for tensor in tensors if tensor[0] not in export.skip], {"format": "pt"}), saved_as
+    return plan_file(
+        [tensor for tensor in tensors if tensor[0] not in export.skip], {"format": "pt"}
+    ), saved_as

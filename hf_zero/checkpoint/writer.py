@@ -1,4 +1,6 @@
-"""Saving: every rank writes its own file into a temporary folder, which then becomes the checkpoint by a rename."""
+"""Saving: every rank writes its own file into a temporary folder, which then becomes the
+checkpoint by a rename.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,22 @@ def save(
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
     Args:
-        directory: a folder that all ranks see, made if it does not exist; or the URL of one in an object store (``s3://bucket/run``).
-        tag: name of the checkpoint, the same on all ranks; ``global_step<N>`` by default.
-        client_state: what to hand back at the load; rank 0's is saved (FORMAT.md section 5 says what it may hold).
-        exclude_frozen_parameters: leave out parameters that are not trained.
-        save_latest: whether ``latest`` is to name this tag.
-        keep: how many whole checkpoints stay whose tags differ from this one by their numbers alone, this one included; older
+        directory: a folder that all ranks see, made if it does not exist; or the URL of one in an
+        object store (``s3://bucket/run``). tag: name of the checkpoint, the same on all ranks;
+        ``global_step<N>`` by default. client_state: what to hand back at the load; rank 0's is
+        saved (FORMAT.md section 5 says what it may hold). exclude_frozen_parameters: leave out
+        parameters that are not trained. save_latest: whether ``latest`` is to name this tag. keep:
+        how many whole checkpoints stay whose tags differ from this one by their numbers alone, this
+        one included; older
             ones are removed once it is whole. None keeps all.
-        behind: return once everything is copied to staging memory, and let a thread write it. Where that memory is not to
-            be had, a warning says so and everything is written before this returns. A save that is still being written
-            is waited for.
+        behind: return once everything is copied to staging memory, and let a thread write it. Where
+        that memory is not to
+            be had, a warning says so and everything is written before this returns. A save that is
+            still being written is waited for.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is touched then. What
+        CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is
+        touched then. What
             fails behind the training is raised by ``behind.wait()``.
     """
     rank, comm = engine.global_rank, engine.comm
@@ -67,7 +72,10 @@ def save(
     told = together(comm, check, directory)
     names = {each for each, _ in told}
     if len(names) > 1:
-        raise CheckpointError(f"the ranks want to save under different tags {sorted(names)}; pass the same tag on every rank")
+        raise CheckpointError(
+            f"the ranks want to save under different tags {sorted(names)}; pass the "
+            "same tag on every rank"
+        )
     to = landing(roots[0], name, save_id=told[0][1])
     path = to.file(to.named(folders.rank_file(rank, engine.world_size)))
     extra: list[Extra] = []
@@ -75,26 +83,47 @@ def save(
 
     def begin() -> None:
         if rank == 0:
-            extra.append(extra_of(engine, client_state or {}))  # first: what cannot be saved is found out before anything is written
+            # first: what cannot be saved is found out before anything is written
+            extra.append(extra_of(engine, client_state or {}))
             to.begin()
 
     def complete(written: list[Written]) -> None:
         if rank == 0:
-            rests.append(rest_of(engine, to, written, extra[0], exclude_frozen_parameters, save_latest))
+            rests.append(
+                rest_of(engine, to, written, extra[0], exclude_frozen_parameters, save_latest)
+            )
 
     try:
         together(comm, begin, path.parent, untouched)
         if behind is not None:
-            staged = together(comm, lambda: behind.stage(draft(engine, path.name, to.save_id, exclude_frozen_parameters)), path, untouched)
+            staged = together(
+                comm,
+                lambda: behind.stage(
+                    draft(engine, path.name, to.save_id, exclude_frozen_parameters)
+                ),
+                path,
+                untouched,
+            )
             copied = [each for each in staged if isinstance(each, Written)]
             if len(copied) == len(staged):
                 together(comm, lambda: complete(copied), path.parent, untouched)
                 behind.start(Job(to, path, rests[0] if rests else None, keep))
                 return to.final
-            why = next(f"rank {index}: {each}" for index, each in enumerate(staged) if not isinstance(each, Written))
+            why = next(
+                f"rank {index}: {each}"
+                for index, each in enumerate(staged)
+                if not isinstance(each, Written)
+            )
             if rank == 0:
-                logger.warning("%s is written while training waits, because it cannot be copied to host memory first: %s", name, why)
-        written = together(comm, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched)
+                logger.warning(
+                    "%s is written while training waits, because it cannot be copied to "
+                    "host memory first: %s",
+                    name,
+                    why,
+                )
+        written = together(
+            comm, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched
+        )
 
         def finish() -> None:
             complete(written)
@@ -114,5 +143,11 @@ def save(
 def _write_rank(engine: Engine, to: Landing, path: Place, exclude_frozen: bool) -> Written:
     """Write this rank's file; rank 0 shows how far it is with its own."""
     mine = draft(engine, path.name, to.save_id, exclude_frozen)
-    with bar(None if engine.global_rank == 0 else False, mine.plan.size, f"saving {to.directory}") as tick:
-        return mine.hashed(write_tensors(path, mine.plan, {name: each.values for name, each in mine.tensors.items()}, tick))
+    with bar(
+        None if engine.global_rank == 0 else False, mine.plan.size, f"saving {to.directory}"
+    ) as tick:
+        return mine.hashed(
+            write_tensors(
+                path, mine.plan, {name: each.values for name, each in mine.tensors.items()}, tick
+            )
+        )

@@ -1,4 +1,6 @@
-"""The commands put together, and what happens to their errors: the message on stderr and exit code 2."""
+"""The commands put together, and what happens to their errors: the message on stderr and exit
+code 2.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ BAD_INPUT = 2
 
 app = typer.Typer(
     name="hf-zero",
-    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start runs; verify and convert checkpoints.",
+    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; "
+    "start runs; verify and convert checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,7 +37,10 @@ app.command("launch", context_settings={"allow_interspersed_args": False})(launc
 
 
 def main() -> None:
-    """Run the command line. Errors that name what the user has to change end it with code 2, without a traceback."""
+    """Run the command line.
+
+    Errors that name what the user has to change end it with code 2, without a traceback.
+    """
     try:
         app()
     except HfZeroError as error:

@@ -1,4 +1,6 @@
-"""``hf-zero convert-checkpoint``: a sharded checkpoint into a folder that ``from_pretrained`` loads."""
+"""``hf-zero convert-checkpoint``: a sharded checkpoint into a folder that ``from_pretrained``
+loads.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +15,83 @@ from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 
 def convert_checkpoint(
     src: Annotated[
-        str, typer.Argument(help="A checkpoint, or a folder or URL with checkpoints in it at any depth: the newest whole one is taken.")
+        str,
+        typer.Argument(
+            help="A checkpoint, or a folder or URL with checkpoints in it at any depth: the "
+            "newest whole one is taken."
+        ),
     ],
     dst: Annotated[str, typer.Argument(help="The model folder to write.")],
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: what each parameter had before training.")
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16; default: what each parameter had before training."
+        ),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")] = "5GB",
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare the hashes of the checkpoint's files first.")] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")
+    ] = "5GB",
+    tag: Annotated[
+        str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the hashes of the checkpoint's files first.")
+    ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Tensors to write, by a pattern over their names such as '*.embed_tokens.*'; repeat it for several."),
+        typer.Option(
+            help="Tensors to write, by a pattern over their names such as '*.embed_tokens.*'; "
+            "repeat it for several."
+        ),
     ] = None,
     adapters: Annotated[
         bool | None,
-        typer.Option("--adapters/--whole", help="Of a PEFT model the adapters alone (the default), or the wrapped model whole."),
+        typer.Option(
+            "--adapters/--whole",
+            help="Of a PEFT model the adapters alone (the default), or the wrapped model whole.",
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config, tokenizer and model card.
+    """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,
+    tokenizer and model card.
 
-    Of a PEFT model it writes the adapters, in the files that PeftModel.from_pretrained loads. An interrupted conversion goes on
-    where it was when the command is given again.
+    Of a PEFT model it writes the adapters, in the files that PeftModel.from_pretrained loads. An
+    interrupted conversion goes on where it was when the command is given again.
 
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """
     from hf_zero import convert_checkpoint as convert
 
     done = convert(
-        src, dst, dtype, max_shard_size, tag, False if as_json else None, verify=verify, only=only, adapters=adapters, workers=workers
+        src,
+        dst,
+        dtype,
+        max_shard_size,
+        tag,
+        False if as_json else None,
+        verify=verify,
+        only=only,
+        adapters=adapters,
+        workers=workers,
     )
     if as_json:
         print_json(dataclasses.asdict(done))
         return
     table = Table(title=f"{done.source} -> {done.folder}", show_header=False)
-    table.add_row("weights", f"{done.tensors} tensors, {done.parameters:,} parameters, {in_units(done.nbytes)}: {', '.join(done.files)}")
-    table.add_row("carried along", ", ".join(done.carried) or "nothing: no config.json or tokenizer lies beside the checkpoint")
+    table.add_row(
+        "weights",
+        f"{done.tensors} tensors, {done.parameters:,} parameters, {in_units(done.nbytes)}: "
+        f"{', '.join(done.files)}",
+    )
+    table.add_row(
+        "carried along",
+        ", ".join(done.carried)
+        or "nothing: no config.json or tokenizer lies beside the checkpoint",
+    )
     if done.kept:
-        table.add_row("kept", f"{in_units(done.kept)} had been written by a conversion that was interrupted")
+        table.add_row(
+            "kept", f"{in_units(done.kept)} had been written by a conversion that was interrupted"
+        )
     print_table(table)

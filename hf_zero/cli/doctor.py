@@ -23,7 +23,9 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. "off" is a choice or a missing option, "broken" keeps hf-zero from working."""
+    """One line of the report. "off" is a choice or a missing option, "broken" keeps hf-zero from
+    working.
+    """
 
     part: str
     name: str
@@ -32,7 +34,8 @@ class Finding:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Versions, devices, the slot in Accelerate and the kernels: what is live here, and why not. Exit code 1 if something is broken.
+    """Versions, devices, the slot in Accelerate and the kernels: what is live here, and why not.
+    Exit code 1 if something is broken.
 
     Example: hf-zero doctor --json
     """
@@ -42,7 +45,12 @@ def doctor(as_json: AsJson = False) -> None:
     else:
         table = Table("part", "", "status", "detail", title="hf-zero doctor")
         for finding in findings:
-            table.add_row(finding.part, finding.name, Text(finding.status, style=COLOURS[finding.status]), finding.detail)
+            table.add_row(
+                finding.part,
+                finding.name,
+                Text(finding.status, style=COLOURS[finding.status]),
+                finding.detail,
+            )
         print_table(table)
     if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(BROKEN)
@@ -53,12 +61,19 @@ def examine() -> list[Finding]:
 
 
 def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of ``part``; an error that ends it is a finding, too, so that the other parts are still reported."""
+    """The findings of ``part``; an error that ends it is a finding, too, so that the other parts
+    are still reported.
+    """
     try:
         yield from part()
     except Exception as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
-        yield Finding(part.__name__.lstrip("_"), "examination", "broken", f"ended early: {type(error).__name__}: {reason}")
+        yield Finding(
+            part.__name__.lstrip("_"),
+            "examination",
+            "broken",
+            f"ended early: {type(error).__name__}: {reason}",
+        )
 
 
 def _versions() -> Iterator[Finding]:
@@ -69,25 +84,41 @@ def _versions() -> Iterator[Finding]:
     import hf_zero
 
     yield Finding("versions", "python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    yield Finding("versions", "hf-zero", "ok", f"{hf_zero.__version__} at {os.path.dirname(hf_zero.__file__)}")
+    yield Finding(
+        "versions", "hf-zero", "ok", f"{hf_zero.__version__} at {os.path.dirname(hf_zero.__file__)}"
+    )
     try:
         needed = [Requirement(line) for line in requires("hf-zero") or ()]
     except PackageNotFoundError:
         yield Finding(
-            "versions", "requirements", "off", "hf-zero is imported from a folder and not installed, so they are not known; pip install it"
+            "versions",
+            "requirements",
+            "off",
+            "hf-zero is imported from a folder and not installed, so they are not "
+            "known; pip install it",
         )
         return
-    for requirement in (each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})):
+    for requirement in (
+        each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
+    ):
         try:
             found = version(requirement.name)
         except PackageNotFoundError:
-            yield Finding("versions", requirement.name, "broken", f"not installed; pip install '{requirement}'")
+            yield Finding(
+                "versions",
+                requirement.name,
+                "broken",
+                f"not installed; pip install '{requirement}'",
+            )
             continue
         if requirement.specifier.contains(found, prereleases=True):
             yield Finding("versions", requirement.name, "ok", found)
         else:
             yield Finding(
-                "versions", requirement.name, "broken", f"{found}, but hf-zero needs {requirement.specifier}; pip install '{requirement}'"
+                "versions",
+                requirement.name,
+                "broken",
+                f"{found}, but hf-zero needs {requirement.specifier}; pip install '{requirement}'",
             )
 
 
@@ -98,23 +129,44 @@ def _devices() -> Iterator[Finding]:
     from hf_zero.device import kinds
 
     cores, memory = (
-        len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count(),
         psutil.virtual_memory(),
     )
-    yield Finding("devices", "cpu", "ok", f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free")
+    yield Finding(
+        "devices",
+        "cpu",
+        "ok",
+        f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free",
+    )
     kind = kinds.accelerator()
     if kind is not None:
         for index in range(kinds.device_count()):
             properties = kinds.properties(torch.device(kind, index))
-            yield Finding("devices", f"{kind}:{index}", "ok", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
+            yield Finding(
+                "devices",
+                f"{kind}:{index}",
+                "ok",
+                f"{properties.name}, {properties.total_memory / 1e9:.0f} GB",
+            )
     else:
-        why = "this torch is built for CPUs alone" if torch.accelerator.current_accelerator() is None else "no driver or no visible GPU"
+        why = (
+            "this torch is built for CPUs alone"
+            if torch.accelerator.current_accelerator() is None
+            else "no driver or no visible GPU"
+        )
         yield Finding("devices", "accelerator", "off", f"{why}; training runs on CPU ranks")
     for name, here, use in (
         ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),
         ("nccl", torch.distributed.is_nccl_available(), "GPU ranks"),
     ):
-        yield Finding("devices", name, "ok" if here else "off", f"for {use}" if here else f"this torch is built without it: no {use}")
+        yield Finding(
+            "devices",
+            name,
+            "ok" if here else "off",
+            f"for {use}" if here else f"this torch is built without it: no {use}",
+        )
 
 
 def _slot() -> Iterator[Finding]:
@@ -122,17 +174,34 @@ def _slot() -> Iterator[Finding]:
 
     from hf_zero import _autoload
 
-    registered = any(point.value == "hf_zero._autoload:register" for point in entry_points(group="torch.backends"))
+    registered = any(
+        point.value == "hf_zero._autoload:register"
+        for point in entry_points(group="torch.backends")
+    )
     yield (
         Finding("slot", "entry point", "ok", "torch.backends: runs at every `import torch`")
         if registered
-        else Finding("slot", "entry point", "broken", "not in torch.backends: the installation is incomplete; pip install hf-zero again")
+        else Finding(
+            "slot",
+            "entry point",
+            "broken",
+            "not in torch.backends: the installation is incomplete; pip install hf-zero again",
+        )
     )
-    pth = next((path for path in sys.path if os.path.isfile(os.path.join(path, "hf_zero.pth"))), None)
+    pth = next(
+        (path for path in sys.path if os.path.isfile(os.path.join(path, "hf_zero.pth"))), None
+    )
     yield (
-        Finding("slot", ".pth", "ok", f"in {pth}: `import deepspeed` works before torch is imported")
+        Finding(
+            "slot", ".pth", "ok", f"in {pth}: `import deepspeed` works before torch is imported"
+        )
         if pth
-        else Finding("slot", ".pth", "off", "an editable install has none: `import deepspeed` works once torch is imported")
+        else Finding(
+            "slot",
+            ".pth",
+            "off",
+            "an editable install has none: `import deepspeed` works once torch is imported",
+        )
     )
     for variable, off in (
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "torch runs no entry points"),
@@ -140,9 +209,16 @@ def _slot() -> Iterator[Finding]:
     ):
         value = os.environ.get(variable)
         disabled = value is not None and value.strip().lower() in {"0", "false", "off", "no"}
-        yield Finding("slot", variable, "off" if disabled else "ok", f"{value}: {off}; unset it" if disabled else value or "unset: on")
+        yield Finding(
+            "slot",
+            variable,
+            "off" if disabled else "ok",
+            f"{value}: {off}; unset it" if disabled else value or "unset: on",
+        )
     if _autoload.failure is not None:
-        yield Finding("slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}")
+        yield Finding(
+            "slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}"
+        )
     yield _owner_of_deepspeed()
 
 
@@ -156,11 +232,20 @@ def _owner_of_deepspeed() -> Finding:
     spec = find_spec(facade.NAME)
     if spec is None:
         return Finding(
-            "slot", "deepspeed", "off", "nothing answers `import deepspeed`: Accelerate and the Trainer cannot shard; see the lines above"
+            "slot",
+            "deepspeed",
+            "off",
+            "nothing answers `import deepspeed`: Accelerate and the Trainer cannot "
+            "shard; see the lines above",
         )
     if finder.chosen():
         return Finding("slot", "deepspeed", "ok", f"hf-zero's facade, as {facade.VERSION}")
-    return Finding("slot", "deepspeed", "off", f"an installed DeepSpeed answers ({spec.origin}); HF_ZERO_BACKEND=hf_zero chooses ours")
+    return Finding(
+        "slot",
+        "deepspeed",
+        "off",
+        f"an installed DeepSpeed answers ({spec.origin}); HF_ZERO_BACKEND=hf_zero chooses ours",
+    )
 
 
 def _kernels() -> Iterator[Finding]:
@@ -183,17 +268,29 @@ def _triton() -> Finding:
     from hf_zero.ops import dispatch
 
     if not dispatch.installed():
-        return Finding("kernels", "triton", "off", "not installed: kernels run their references in plain torch; pip install triton")
+        return Finding(
+            "kernels",
+            "triton",
+            "off",
+            "not installed: kernels run their references in plain torch; pip install triton",
+        )
     try:
         import triton
     except Exception as error:
-        return Finding("kernels", "triton", "broken", f"cannot be imported: {type(error).__name__}: {error}")
+        return Finding(
+            "kernels", "triton", "broken", f"cannot be imported: {type(error).__name__}: {error}"
+        )
     try:
         found = version("triton")
     except PackageNotFoundError:  # installed under another name
         found = triton.__version__
     if dispatch.interpreted():
-        return Finding("kernels", "triton", "off", f"{found}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it")
+        return Finding(
+            "kernels",
+            "triton",
+            "off",
+            f"{found}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it",
+        )
     return Finding("kernels", "triton", "ok", found)
 
 
@@ -218,13 +315,23 @@ def _gpu_kernels() -> Iterator[Finding]:
         else ""
     )
     if why_not or kind is None:
-        yield Finding("kernels", "GPU kernels", "off", f"{len(kernels)} kernels run their references: {why_not}")
+        yield Finding(
+            "kernels",
+            "GPU kernels",
+            "off",
+            f"{len(kernels)} kernels run their references: {why_not}",
+        )
         return
     device = torch.device(kind, kinds.current_index(kind))
     for name, kernel in sorted(kernels.items()):
         wrong = trial.try_out(kernel, device)
         yield (
-            Finding("kernels", name, "broken", f"{wrong}; its reference runs in its place, or HF_ZERO_TRITON=0 makes all do")
+            Finding(
+                "kernels",
+                name,
+                "broken",
+                f"{wrong}; its reference runs in its place, or HF_ZERO_TRITON=0 makes all do",
+            )
             if wrong
             else Finding("kernels", name, "ok", "runs, and agrees with its reference")
         )
@@ -239,8 +346,15 @@ def _transfers() -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("kernels", "file transfers", "broken", str(error))
         return
-    refused = f"; the kernel refuses io_uring ({queue.backend.refusal})" if queue.backend.refusal else ""
-    yield Finding("kernels", "file transfers", "off" if refused or queue.kind == "python" else "ok", f"by {queue.kind}{refused}")
+    refused = (
+        f"; the kernel refuses io_uring ({queue.backend.refusal})" if queue.backend.refusal else ""
+    )
+    yield Finding(
+        "kernels",
+        "file transfers",
+        "off" if refused or queue.kind == "python" else "ok",
+        f"by {queue.kind}{refused}",
+    )
     queue.close()
 
 
@@ -254,10 +368,20 @@ def _native_core() -> Iterator[Finding]:
         yield Finding("kernels", "native core", "broken", str(error))
         return
     if not here:
-        yield Finding("kernels", "native core", "off", f"{native.why_not()}; the torch reference runs in its place")
+        yield Finding(
+            "kernels",
+            "native core",
+            "off",
+            f"{native.why_not()}; the torch reference runs in its place",
+        )
         return
     yield Finding("kernels", "native core", "ok", "built: optimizers, norms and casts on the CPU")
     yield Finding(
-        "kernels", "instruction set", "ok", f"{native.instruction_set()}; this machine has {', '.join(native.instruction_sets())}"
+        "kernels",
+        "instruction set",
+        "ok",
+        f"{native.instruction_set()}; this machine has {', '.join(native.instruction_sets())}",
     )
-    yield Finding("kernels", "threads", "ok", f"{native.threads()}: {native.default_share().source}")
+    yield Finding(
+        "kernels", "threads", "ok", f"{native.threads()}: {native.default_share().source}"
+    )

@@ -1,4 +1,6 @@
-"""``hf-zero estimate``: bytes of training state per rank and stage, where they lie, and which configuration fits a machine."""
+"""``hf-zero estimate``: bytes of training state per rank and stage, where they lie, and which
+configuration fits a machine.
+"""
 
 from __future__ import annotations
 
@@ -21,46 +23,97 @@ NOTHING_FITS = 1
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A model folder, a config.json, or the name of a model in the local cache or on the hub.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model folder, a config.json, or the name of a model in the local "
+            "cache or on the hub."
+        ),
+    ],
     ranks: Annotated[int, typer.Option(help="Number of ranks, one per GPU.")],
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")] = "AdamW",
+    optimizer: Annotated[
+        str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")
+    ] = "AdamW",
     stage: Annotated[int | None, typer.Option(help="Only this stage, 0 to 3.")] = None,
     config: Annotated[
-        str | None, typer.Option(help="Take precision, optimizer, replicas and offload from this DeepSpeed JSON or Accelerate YAML.")
+        str | None,
+        typer.Option(
+            help="Take precision, optimizer, replicas and offload from this DeepSpeed "
+            "JSON or Accelerate YAML."
+        ),
     ] = None,
-    offload_optimizer: Annotated[str | None, typer.Option(help="Where the optimizer's state lives: none, cpu or nvme.")] = None,
-    offload_param: Annotated[str | None, typer.Option(help="Where the parameters live at stage 3: none, cpu or nvme.")] = None,
+    offload_optimizer: Annotated[
+        str | None, typer.Option(help="Where the optimizer's state lives: none, cpu or nvme.")
+    ] = None,
+    offload_param: Annotated[
+        str | None, typer.Option(help="Where the parameters live at stage 3: none, cpu or nvme.")
+    ] = None,
     moments: Annotated[
-        str | None, typer.Option(help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8.")
+        str | None,
+        typer.Option(
+            help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8."
+        ),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Propose the fastest configuration that fits this machine, or the one described.")
+        bool,
+        typer.Option(
+            "--fit",
+            help="Propose the fastest configuration that fits this machine, or the one described.",
+        ),
     ] = False,
-    device_memory: Annotated[str | None, typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's.")] = None,
-    ram: Annotated[str | None, typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's.")] = None,
-    disk: Annotated[list[str] | None, typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable.")] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's."),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's."),
+    ] = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
+    ] = None,
     ranks_per_host: Annotated[
-        int | None, typer.Option(min=1, help="For --fit: ranks that share a host. Default: as many as it has GPUs, else all.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="For --fit: ranks that share a host. Default: as many as it has GPUs, else all.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a configuration that fits.
+    """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a
+    configuration that fits.
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
     from hf_zero.estimate import estimate as compute
     from hf_zero.estimate import propose
 
-    described = {"--device-memory": device_memory, "--ram": ram, "--disk": disk, "--ranks-per-host": ranks_per_host}
-    placed = {"--offload-optimizer": offload_optimizer, "--offload-param": offload_param, "--moments": moments}
+    described = {
+        "--device-memory": device_memory,
+        "--ram": ram,
+        "--disk": disk,
+        "--ranks-per-host": ranks_per_host,
+    }
+    placed = {
+        "--offload-optimizer": offload_optimizer,
+        "--offload-param": offload_param,
+        "--moments": moments,
+    }
     if fit:
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
-        _print_proposal(propose(model, ranks, free, precision, optimizer, stage, config=config), as_json)
+        _print_proposal(
+            propose(model, ranks, free, precision, optimizer, stage, config=config), as_json
+        )
         return
     _refuse(described, "it describes a machine for --fit; add --fit")
-    sections = {"offload_optimizer": _section(offload_optimizer, moments), "offload_param": _section(offload_param, None)}
+    sections = {
+        "offload_optimizer": _section(offload_optimizer, moments),
+        "offload_param": _section(offload_param, None),
+    }
     result = compute(model, ranks, precision, optimizer, stage, config=config, **sections)
     if as_json:
         print_json(result.to_dict())
@@ -85,7 +138,13 @@ def _section(device: str | None, moments: str | None) -> dict[str, Any] | None:
     return {name: value for name, value in section.items() if value is not None}
 
 
-def _free(device_memory: str | None, ram: str | None, folders: list[str], ranks: int, ranks_per_host: int | None) -> Free:
+def _free(
+    device_memory: str | None,
+    ram: str | None,
+    folders: list[str],
+    ranks: int,
+    ranks_per_host: int | None,
+) -> Free:
     from dataclasses import replace
 
     import torch
@@ -96,7 +155,11 @@ def _free(device_memory: str | None, ram: str | None, folders: list[str], ranks:
 
     gpus = kinds.device_count()
     here = ranks_per_host or min(ranks, gpus or ranks)
-    free = measure(torch.device(kinds.accelerator() or "cpu"), [os.path.abspath(folder) for folder in folders], here)
+    free = measure(
+        torch.device(kinds.accelerator() or "cpu"),
+        [os.path.abspath(folder) for folder in folders],
+        here,
+    )
     if device_memory is not None:
         free = replace(free, device=parse_size(device_memory), host_device=False)
     if ram is not None:
@@ -107,37 +170,57 @@ def _free(device_memory: str | None, ram: str | None, folders: list[str], ranks:
 def _table(result: MemoryEstimate) -> Table:
     frozen = result.total_parameters - result.trainable_parameters
     count = f"{result.total_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
-    over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (f" in {result.replicas} replicas" if result.replicas > 1 else "")
+    over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
+        f" in {result.replicas} replicas" if result.replicas > 1 else ""
+    )
     without = ", without offload" if result.offload_optimizer.on or result.offload_param.on else ""
     table = Table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
-        caption="Per rank, without activations. Largest unit: whole while it computes, with a neighbour or two ahead of it.",
+        caption="Per rank, without activations. Largest unit: whole while it computes, with a "
+        "neighbour or two ahead of it.",
     )
     table.add_column("stage", justify="right")
-    for name in ("parameters", "gradients", "optimizer", "state", "gradient buffers", "largest unit"):
+    for name in (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "state",
+        "gradient buffers",
+        "largest unit",
+    ):
         table.add_column(name, justify="right")
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
-        table.add_row(str(row.stage), *map(in_units, sizes), f"{in_units(row.largest_unit)}: {row.largest_unit_name}")
+        table.add_row(
+            str(row.stage),
+            *map(in_units, sizes),
+            f"{in_units(row.largest_unit)}: {row.largest_unit_name}",
+        )
     return table
 
 
 def _tiers(result: MemoryEstimate) -> Table:
     table = Table(
         title=f"with offload: {', '.join(_places(result))}",
-        caption="Per rank, without activations. Pinned is part of RAM. Parameters are offloaded at stage 3 alone.",
+        caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
+        "offloaded at stage 3 alone.",
     )
     for name in ("stage", "device", "RAM", "pinned", "disk"):
         table.add_column(name, justify="right")
     for row in result.stages:
         tiers = row.tiers
-        table.add_row(str(row.stage), *map(in_units, (tiers.device, tiers.ram, tiers.pinned, tiers.disk)))
+        table.add_row(
+            str(row.stage), *map(in_units, (tiers.device, tiers.ram, tiers.pinned, tiers.disk))
+        )
     return table
 
 
 def _places(result: MemoryEstimate) -> Iterator[str]:
     if result.offload_optimizer.on:
-        yield f"optimizer on {result.offload_optimizer.device}, {result.offload_optimizer.moments} moments"
+        yield (
+            f"optimizer on {result.offload_optimizer.device}, "
+            f"{result.offload_optimizer.moments} moments"
+        )
     if result.offload_param.on:
         yield f"parameters on {result.offload_param.device}"
 
@@ -148,7 +231,10 @@ def _print_proposal(found: Proposal, as_json: bool) -> None:
     else:
         print_table(_tried(found))
         if found.config is None:
-            print("nothing that was tried fits; use more ranks, or name a folder for files with --disk")
+            print(
+                "nothing that was tried fits; use more ranks, or name a folder "
+                "for files with --disk"
+            )
         else:
             print(json.dumps(found.config, indent=2))
     if found.config is None:
@@ -160,12 +246,18 @@ def _tried(found: Proposal) -> Table:
     device = "in RAM" if free.host_device else in_units(free.device)
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)
     table = Table(
-        title=f"{found.model}: what fits one rank, from the fastest; free: device {device}, RAM {in_units(free.ram)}{disks}",
-        caption=f"Activations are not known: {found.fit.margin:.0%} of the device is left to them. A larger batch may need more.",
+        title=f"{found.model}: what fits one rank, from the fastest; free: device {device}, RAM "
+        f"{in_units(free.ram)}{disks}",
+        caption=f"Activations are not known: {found.fit.margin:.0%} of the device is left to them. "
+        "A larger batch may need more.",
     )
     for name in ("configuration", "device", "RAM", "disk", "fits"):
         table.add_column(name, justify="left" if name in ("configuration", "fits") else "right")
     for trial in found.fit.trials:
         own = trial.needs
-        table.add_row(trial.name, *map(in_units, (own.device_bytes, own.ram_bytes, own.disk_bytes)), trial.why or "yes")
+        table.add_row(
+            trial.name,
+            *map(in_units, (own.device_bytes, own.ram_bytes, own.disk_bytes)),
+            trial.why or "yes",
+        )
     return table

@@ -11,13 +11,22 @@ from hf_zero.cli.printing import AsJson, print_json, print_table
 
 
 def explain(
-    file: Annotated[str, typer.Argument(help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3."
+        ),
+    ],
     ranks: Annotated[
-        int | None, typer.Option(help="Also resolve the batch sizes for this number of ranks; no value may then be auto.")
+        int | None,
+        typer.Option(
+            help="Also resolve the batch sizes for this number of ranks; no value may then be auto."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The configuration as hf-zero reads it: every value, where it came from, and what has no effect.
+    """The configuration as hf-zero reads it: every value, where it came from, and what has no
+    effect.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """

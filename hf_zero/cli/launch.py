@@ -1,4 +1,6 @@
-"""``hf-zero launch``: one command that starts a script's ranks, on this machine or on the hosts of a hostfile."""
+"""``hf-zero launch``: one command that starts a script's ranks, on this machine or on the hosts
+of a hostfile.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,19 @@ CPU_RANKS = 2
 
 
 def launch(
-    command: Annotated[list[str], typer.Argument(help="The script and its arguments.", metavar="SCRIPT [ARGS]...")],
-    preset: Annotated[str | None, typer.Option(help="Start with accelerate launch at zero0, zero1, zero2 or zero3.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Start with accelerate launch and this YAML.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")] = None,
+    command: Annotated[
+        list[str], typer.Argument(help="The script and its arguments.", metavar="SCRIPT [ARGS]...")
+    ],
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Start with accelerate launch at zero0, zero1, zero2 or zero3."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Start with accelerate launch and this YAML.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")] = None,
     num_procs: Annotated[
         int | None,
@@ -28,48 +39,91 @@ def launch(
             "--num-procs",
             "--num-gpus",
             "--num_gpus",
-            help="Ranks on each host; default: its slots, or the GPUs of this machine, else 2 on the CPU.",
+            help="Ranks on each host; default: its slots, or the GPUs of this "
+            "machine, else 2 on the CPU.",
         ),
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option("--num-nodes", "--num_nodes", help="Only so many hosts, the first of the hostfile.")
+        int | None,
+        typer.Option(
+            "--num-nodes", "--num_nodes", help="Only so many hosts, the first of the hostfile."
+        ),
     ] = None,
-    hostfile: Annotated[Path | None, typer.Option("--hostfile", "-H", help="Lines of `host slots=N`; # begins a comment.")] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="Lines of `host slots=N`; # begins a comment."),
+    ] = None,
     include: Annotated[
-        str, typer.Option("--include", "-i", help="Only these: worker-0@worker-1:0,2 is all of one and two slots of another.")
+        str,
+        typer.Option(
+            "--include",
+            "-i",
+            help="Only these: worker-0@worker-1:0,2 is all of one and two slots of another.",
+        ),
     ] = "",
     exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these.")] = "",
     master_addr: Annotated[
-        str | None, typer.Option("--master-addr", "--master_addr", help="Where the ranks meet; default: the first host's address.")
+        str | None,
+        typer.Option(
+            "--master-addr",
+            "--master_addr",
+            help="Where the ranks meet; default: the first host's address.",
+        ),
     ] = None,
     master_port: Annotated[
         int | None,
-        typer.Option("--master-port", "--master_port", help="At which port; default: a free one, or on another host one by chance."),
+        typer.Option(
+            "--master-port",
+            "--master_port",
+            help="At which port; default: a free one, or on another host one by chance.",
+        ),
     ] = None,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", "--node_rank", help="No ssh: start the part of this host alone; on each host with its number."),
+        typer.Option(
+            "--node-rank",
+            "--node_rank",
+            help="No ssh: start the part of this host alone; on each host with its number.",
+        ),
     ] = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface of gloo and NCCL, on all hosts.")] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", "--no_python", help="SCRIPT is a program, not run by python.")] = False,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface of gloo and NCCL, on all hosts.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    no_python: Annotated[
+        bool,
+        typer.Option("--no-python", "--no_python", help="SCRIPT is a program, not run by python."),
+    ] = False,
     export: Annotated[
         list[str] | None,
-        typer.Option(help="NAME or NAME=VALUE of a variable for other hosts. NCCL_, HF_, PYTHON and the like go along anyway."),
+        typer.Option(
+            help="NAME or NAME=VALUE of a variable for other hosts. NCCL_, HF_, PYTHON and the "
+            "like go along anyway."
+        ),
     ] = None,
     env_file: Annotated[
-        list[Path] | None, typer.Option("--env-file", help="NAME=VALUE lines for all hosts, such as .deepspeed_env.")
+        list[Path] | None,
+        typer.Option("--env-file", help="NAME=VALUE lines for all hosts, such as .deepspeed_env."),
     ] = None,
     ssh: Annotated[
-        str | None, typer.Option(help="The program called as PROGRAM HOST LINE in place of ssh; default: HF_ZERO_SSH, else ssh.")
+        str | None,
+        typer.Option(
+            help="The program called as PROGRAM HOST LINE in place of ssh; default: "
+            "HF_ZERO_SSH, else ssh."
+        ),
     ] = None,
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", "--ssh_port", help="Port of ssh.")] = None,
+    ssh_port: Annotated[
+        int | None, typer.Option("--ssh-port", "--ssh_port", help="Port of ssh.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a script's ranks: with torchrun, or with --preset or --config under accelerate launch. With --json, print what would run.
+    """Start a script's ranks: with torchrun, or with --preset or --config under accelerate launch.
+    With --json, print what would run.
 
-    The hosts of --hostfile are reached through ssh without a password and need the same folder and the same Python. If one fails, and
-    at Ctrl-C, all are ended.
+    The hosts of --hostfile are reached through ssh without a password and need the same folder and
+    the same Python. If one fails, and at Ctrl-C, all are ended.
 
     Example: hf-zero launch --hostfile hosts --include worker-0@worker-1:0,1 train.py --lr 1e-4
     """
@@ -77,7 +131,8 @@ def launch(
         raise ConfigError(f"--ranks {ranks} is not a number of ranks; pass at least 1")
     if ranks is not None and (num_procs is not None or hostfile is not None):
         raise LaunchError(
-            f"--ranks counts the ranks of this machine alone; {'with --hostfile' if hostfile else 'beside it'} use --num-procs"
+            "--ranks counts the ranks of this machine alone; "
+            f"{'with --hostfile' if hostfile else 'beside it'} use --num-procs"
         )
     script, *arguments = command
     procs = ranks if ranks is not None else num_procs
@@ -95,8 +150,13 @@ def launch(
         master_port=master_port,
         node_rank=node_rank,
         interface=interface,
-        accelerate=_accelerate(preset, config, precision, procs, many=hostfile is not None or node_rank is not None),
-        export=(*(export or ()), *([f"HF_ZERO_LAUNCHED_BY=hf-zero launch --preset {preset}"] if preset else [])),
+        accelerate=_accelerate(
+            preset, config, precision, procs, many=hostfile is not None or node_rank is not None
+        ),
+        export=(
+            *(export or ()),
+            *([f"HF_ZERO_LAUNCHED_BY=hf-zero launch --preset {preset}"] if preset else []),
+        ),
         env_files=tuple(env_file or ()),
         ssh=ssh,
         ssh_port=ssh_port,
@@ -111,7 +171,10 @@ def launch(
 def _told(planned: Plan) -> dict[str, object]:
     """What would run. Of the variables the names: a token among them is nobody's business."""
     if planned.alone:
-        return {"command": planned.starts[0].command, "environment": sorted(planned.starts[0].environment)}
+        return {
+            "command": planned.starts[0].command,
+            "environment": sorted(planned.starts[0].environment),
+        }
     return {
         "meeting": planned.meeting,
         "hosts": [
@@ -127,32 +190,63 @@ def _told(planned: Plan) -> dict[str, object]:
     }
 
 
-def _accelerate(preset: str | None, config: Path | None, precision: str | None, procs: int | None, many: bool) -> tuple[str, ...] | None:
-    """Options of ``accelerate launch``; None where torchrun is meant. The number of ranks on several hosts is added where they are known."""
+def _accelerate(
+    preset: str | None, config: Path | None, precision: str | None, procs: int | None, many: bool
+) -> tuple[str, ...] | None:
+    """Options of ``accelerate launch``; None where torchrun is meant.
+
+    The number of ranks on several hosts is added where they are known.
+    """
     from hf_zero.config import PRESETS, ZeroConfig
 
     if preset is not None and config is not None:
-        raise ConfigError(f"--preset {preset} and --config {config} cannot be given together; keep one")
+        raise ConfigError(
+            f"--preset {preset} and --config {config} cannot be given together; keep one"
+        )
     if precision is not None and preset is None:
-        raise ConfigError(f"--precision {precision} goes with --preset; a file says its own, and with torchrun the script does")
+        raise ConfigError(
+            f"--precision {precision} goes with --preset; a file says its own, and with "
+            "torchrun the script does"
+        )
     if config is not None:
-        ZeroConfig.from_file(config, allow_auto=True)  # says what is wrong with it before any process starts
-        return ("--config_file", str(config.resolve()), *(("--num_processes", str(procs)) if procs and not many else ()))
+        # says what is wrong with it before any process starts
+        ZeroConfig.from_file(config, allow_auto=True)
+        return (
+            "--config_file",
+            str(config.resolve()),
+            *(("--num_processes", str(procs)) if procs and not many else ()),
+        )
     if preset is None:
         return None
     if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset!r} is unknown; choose one of {', '.join(PRESETS)}, or pass --config with an Accelerate YAML")
+        raise ConfigError(
+            f"--preset {preset!r} is unknown; choose one of {', '.join(PRESETS)}, or pass --config "
+            "with an Accelerate YAML"
+        )
     if (precision or "fp32") not in MIXED_PRECISION:
-        raise ConfigError(f"--precision {precision!r} is unknown; choose one of {', '.join(MIXED_PRECISION)}")
+        raise ConfigError(
+            f"--precision {precision!r} is unknown; choose one of {', '.join(MIXED_PRECISION)}"
+        )
     stage = PRESETS[preset]
     options = {
         "zero_stage": stage,
         "gradient_clipping": 1.0,
         "mixed_precision": MIXED_PRECISION[precision or "fp32"],
-        **({} if many else {"num_processes": procs or _default_ranks(), "num_machines": 1, "main_process_port": 0}),
+        **(
+            {}
+            if many
+            else {
+                "num_processes": procs or _default_ranks(),
+                "num_machines": 1,
+                "main_process_port": 0,
+            }
+        ),
         **({"zero3_init_flag": "true", "zero3_save_16bit_model": "true"} if stage == 3 else {}),
     }
-    return ("--use_deepspeed", *(text for name, value in options.items() for text in (f"--{name}", str(value))))
+    return (
+        "--use_deepspeed",
+        *(text for name, value in options.items() for text in (f"--{name}", str(value))),
+    )
 
 
 def _default_ranks() -> int:

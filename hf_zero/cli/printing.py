@@ -24,5 +24,7 @@ def print_json(value: Any) -> None:
 
 def print_table(table: Table) -> None:
     # A pipe has no width: nothing is worth cutting off there. Paths and values are no markup.
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False
+    )
     console.print(table)

@@ -15,14 +15,27 @@ DAMAGED = 1
 
 
 def verify(
-    src: Annotated[str, typer.Argument(help="A checkpoint, a model folder, or a folder or URL with checkpoints in it at any depth.")],
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest, or the newest.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every checkpoint and model folder in SRC.")] = False,
+    src: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint, a model folder, or a folder or URL with "
+            "checkpoints in it at any depth."
+        ),
+    ],
+    tag: Annotated[
+        str | None,
+        typer.Option(help="Which checkpoint in SRC; default: the latest, or the newest."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint and model folder in SRC.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit code 1 if something is damaged.
+    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit
+    code 1 if something is damaged.
 
-    Model folders have no hashes: of their safetensors the headers, the sizes and the index are checked.
+    Model folders have no hashes: of their safetensors the headers, the sizes and the index are
+    checked.
 
     Example: hf-zero verify runs/bert-mlm --all
     """
@@ -30,7 +43,10 @@ def verify(
     from hf_zero.errors import ConfigError
 
     if every and tag is not None:
-        raise ConfigError(f"--all and --tag {tag}: one asks for every checkpoint, the other for one; leave one of them out")
+        raise ConfigError(
+            f"--all and --tag {tag}: one asks for every checkpoint, the other for one; "
+            "leave one of them out"
+        )
     progress = False if as_json else None
     verdicts = verify_all(src, progress) if every else [verify_checkpoint(src, tag, progress)]
     if as_json:

@@ -1,4 +1,6 @@
-"""Accelerate's YAML: which of its keys concern the engine, what they mean in the DeepSpeed dialect, and which are its own."""
+"""Accelerate's YAML: which of its keys concern the engine, what they mean in the DeepSpeed
+dialect, and which are its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ TRANSLATED: dict[str, str] = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 
-# Keys of the DeepSpeed dialect, and ours in it, that the section may hold as they are; hf-zero brings them to the ranks, not Accelerate.
+# Keys of the DeepSpeed dialect, and ours in it, that the section may hold as they are; hf-zero
+# brings them to the ranks, not Accelerate.
 PASSED_ON = (
     "kernels",
     "sparse_attention",
@@ -47,22 +50,42 @@ def _launch(path: str, kind: Kind, note: str = _LAUNCHER, keep: bool = False) ->
 
 
 _THEIR_OWN = (
-    "additional_args base_job_name command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16 "
-    "dynamo_backend dynamo_config ec2_instance_type enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids iam_role_name image_uri "
-    "machine_rank main_process_ip main_process_port main_training_function megatron_lm_config mpirun_config num_machines "
-    "parallelism_config profile py_version pytorch_version rdzv_backend region sagemaker_inputs_file sagemaker_metrics_file "
-    "same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone transformers_version"
+    "additional_args base_job_name command_file commands compute_environment debug "
+    "deepspeed_config distributed_type downcast_bf16 "
+    "dynamo_backend dynamo_config ec2_instance_type enable_cpu_affinity fp16 fp8_config "
+    "fsdp_config gpu_ids iam_role_name image_uri "
+    "machine_rank main_process_ip main_process_port main_training_function megatron_lm_config "
+    "mpirun_config num_machines "
+    "parallelism_config profile py_version pytorch_version rdzv_backend region "
+    "sagemaker_inputs_file sagemaker_metrics_file "
+    "same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone "
+    "transformers_version"
 )
 
-# Keys that Accelerate itself acts on. The ones without a kind of their own are its business, whatever they hold.
+# Keys that Accelerate itself acts on. The ones without a kind of their own are its business,
+# whatever they hold.
 ACCELERATE_KEYS: dict[str, Key] = {
     key.path: key
     for key in (
-        _launch("num_processes", integer(-1), "the number of ranks that accelerate launch starts", keep=True),
+        _launch(
+            "num_processes",
+            integer(-1),
+            "the number of ranks that accelerate launch starts",
+            keep=True,
+        ),
         _launch("use_cpu", BOOLEAN, "ranks on CPUs, over gloo", keep=True),
-        _launch("mixed_precision", choice("no", "fp16", "bf16", "fp8"), "switches fp16 or bf16 on", keep=True),
+        _launch(
+            "mixed_precision",
+            choice("no", "fp16", "bf16", "fp8"),
+            "switches fp16 or bf16 on",
+            keep=True,
+        ),
         _launch(f"{_SECTION}.deepspeed_config_file", PATH, "the file that the values come from"),
-        _launch(f"{_SECTION}.zero3_init_flag", BOOLEAN, "Accelerate passes it to from_pretrained, which then loads into shards"),
+        _launch(
+            f"{_SECTION}.zero3_init_flag",
+            BOOLEAN,
+            "Accelerate passes it to from_pretrained, which then loads into shards",
+        ),
         _launch(f"{_SECTION}.deepspeed_multinode_launcher", TEXT),
         _launch(f"{_SECTION}.deepspeed_hostfile", PATH),
         _launch(f"{_SECTION}.deepspeed_exclusion_filter", TEXT),
@@ -73,7 +96,11 @@ ACCELERATE_KEYS: dict[str, Key] = {
 }
 
 # Sections of the YAML that ask for another engine or for a feature of it.
-_FOREIGN = {"fsdp_config": "FSDP", "megatron_lm_config": "Megatron-LM", "fp8_config": "fp8 training"}
+_FOREIGN = {
+    "fsdp_config": "FSDP",
+    "megatron_lm_config": "Megatron-LM",
+    "fp8_config": "fp8 training",
+}
 _MARKS = ("deepspeed_config", "distributed_type", "compute_environment")
 
 
@@ -91,14 +118,25 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
             mistakes.append(_unknown(str(name), name, label))
     kind = str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
     if kind != "DEEPSPEED":
-        mistakes.append(ConfigError(f"{label}: distributed_type = {kind!r} does not train with ZeRO; write distributed_type: DEEPSPEED"))
+        mistakes.append(
+            ConfigError(
+                f"{label}: distributed_type = {kind!r} does not train with ZeRO; write "
+                "distributed_type: DEEPSPEED"
+            )
+        )
     for name, what in _FOREIGN.items():
         if mapping.get(name):
-            said = f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; remove the section {name}"
+            said = (
+                f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; "
+                f"remove the section {name}"
+            )
             mistakes.append(NotBuiltError(said))
     for name, size in (mapping.get("parallelism_config") or {}).items():
         if isinstance(size, int) and size > 1:
-            said = f"{label}: parallelism_config.{name} = {size} asks for a parallelism that hf-zero does not provide; write 1 or remove it"
+            said = (
+                f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
+                "hf-zero does not provide; write 1 or remove it"
+            )
             mistakes.append(NotBuiltError(said))
 
     for name, value in mapping.items():
@@ -111,7 +149,10 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
         section = {}
     with mistakes.noted():
         if not isinstance(section, Mapping):
-            raise ConfigError(f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write {_SECTION}: {{zero_stage: 3}}")
+            raise ConfigError(
+                f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write "
+                f"{_SECTION}: {{zero_stage: 3}}"
+            )
         _read_section(section, reading, label)
     with mistakes.noted():
         _apply_mixed_precision(reading, label)
@@ -123,7 +164,8 @@ def _unknown(name: str, key: Any, label: str) -> ConfigError:
     inside = closest(name, TRANSLATED) or closest(name, KEYS)
     if inside and not closest(name, siblings):
         return ConfigError(
-            f"{label}: unknown key {key!r} beside Accelerate's own; put {inside[0]!r} under {_SECTION}, or into the file that "
+            f"{label}: unknown key {key!r} beside Accelerate's own; put {inside[0]!r} under "
+            f"{_SECTION}, or into the file that "
             f"{_SECTION}.deepspeed_config_file names"
         )
     return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, siblings)}")
@@ -134,31 +176,54 @@ def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> N
     for name in section:
         if name not in TRANSLATED and name not in own and name not in PASSED_ON:
             hint = did_you_mean(str(name), [*TRANSLATED, *PASSED_ON, *own])
-            reading.mistakes.append(ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}"))
+            reading.mistakes.append(
+                ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
+            )
     for name in own:
         if name in section:
-            reading.put(f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS)
+            reading.put(
+                f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS
+            )
     path = reading.values.get(f"{_SECTION}.deepspeed_config_file", "none")
     if path != "none":
-        beside = sorted(set(section) & {*TRANSLATED, *PASSED_ON}) + (["mixed_precision"] if "mixed_precision" in reading.values else [])
+        beside = sorted(set(section) & {*TRANSLATED, *PASSED_ON}) + (
+            ["mixed_precision"] if "mixed_precision" in reading.values else []
+        )
         if beside:
-            said = f"{', '.join(beside)} {'stand' if len(beside) > 1 else 'stands'} beside {_SECTION}.deepspeed_config_file = {path!r}"
+            said = (
+                f"{', '.join(beside)} {'stand' if len(beside) > 1 else 'stands'} beside "
+                f"{_SECTION}.deepspeed_config_file = {path!r}"
+            )
             them = "them" if len(beside) > 1 else "it"
-            reading.mistakes.append(ConfigError(f"{label}: {said}, and Accelerate reads the file alone; move {them} into {path}"))
+            reading.mistakes.append(
+                ConfigError(
+                    f"{label}: {said}, and Accelerate reads the file alone; move {them} into {path}"
+                )
+            )
         reading.update(Reading().read(load_file(path), f"config file {path}"))
     for name in TRANSLATED:
         if name in section and not (name.endswith("nvme_path") and section[name] == "none"):
             reading.put(TRANSLATED[name], section[name], f"{_SECTION}.{name}", label)
-    reading.update(Reading().read({name: section[name] for name in PASSED_ON if name in section}, f"{label}: {_SECTION}"))
+    reading.update(
+        Reading().read(
+            {name: section[name] for name in PASSED_ON if name in section}, f"{label}: {_SECTION}"
+        )
+    )
     if "zero_optimization.stage" not in reading.values and not reading.mistakes:
-        reading.put("zero_optimization.stage", 2, "zero_stage, which Accelerate takes to be 2 when it is not written", label)
+        reading.put(
+            "zero_optimization.stage",
+            2,
+            "zero_stage, which Accelerate takes to be 2 when it is not written",
+            label,
+        )
 
 
 def _apply_mixed_precision(reading: Reading, label: str) -> None:
     precision = reading.values.get("mixed_precision")
     if precision == "fp8":
         raise NotBuiltError(
-            f"{label}: mixed_precision = 'fp8' asks for fp8 training, which hf-zero does not provide; write bf16, fp16 or no"
+            f"{label}: mixed_precision = 'fp8' asks for fp8 training, which hf-zero does not "
+            "provide; write bf16, fp16 or no"
         )
     if precision in ("bf16", "fp16"):
         reading.put(f"{precision}.enabled", True, "mixed_precision", label)

@@ -41,28 +41,65 @@ ACTIVATIONS = (
             "blocks",
             Kind("true, false, a number of blocks, or 'selective'", _blocks),
             None,
-            note="blocks that recompute their activations; selective: all but products and attention; null: as the model does",
+            note="blocks that recompute their activations; selective: all but products and "
+            "attention; null: as the model does",
         ),
-        active("number_checkpoints", COUNT, None, note="how many blocks, from the first on, are checkpointed", idle=_idle_number),
-        active("cpu_checkpointing", BOOLEAN, False, note="what checkpoints keep waits in host memory"),
         active(
-            "synchronize_checkpoint_boundary", BOOLEAN, False, f"{CHECKPOINTING}.synchronize", "wait for the device around each checkpoint"
+            "number_checkpoints",
+            COUNT,
+            None,
+            note="how many blocks, from the first on, are checkpointed",
+            idle=_idle_number,
         ),
-        active("profile", BOOLEAN, False, note="log the time of checkpointed forwards and of recomputations"),
-        inert("partition_activations", BOOLEAN, "divides activations among tensor-parallel ranks, of which there is one"),
+        active(
+            "cpu_checkpointing", BOOLEAN, False, note="what checkpoints keep waits in host memory"
+        ),
+        active(
+            "synchronize_checkpoint_boundary",
+            BOOLEAN,
+            False,
+            f"{CHECKPOINTING}.synchronize",
+            "wait for the device around each checkpoint",
+        ),
+        active(
+            "profile",
+            BOOLEAN,
+            False,
+            note="log the time of checkpointed forwards and of recomputations",
+        ),
+        inert(
+            "partition_activations",
+            BOOLEAN,
+            "divides activations among tensor-parallel ranks, of which there is one",
+        ),
         inert(
             "contiguous_memory_optimization",
             BOOLEAN,
-            "no buffer is set aside; expandable_segments:True in PYTORCH_ALLOC_CONF keeps the device's memory whole",
+            "no buffer is set aside; expandable_segments:True in PYTORCH_ALLOC_CONF keeps the "
+            "device's memory whole",
         ),
     ),
     *under(
         OFFLOAD,
-        active("enabled", BOOLEAN, False, note="tensors saved for the backward wait in host memory"),
-        active("min_bytes", COUNT, 1 << 20, note="smaller ones stay on the device", idle=_idle_offload),
         active(
-            "in_flight_bytes", integer(1), None, note="device memory that waits for copies; null: two blocks' worth", idle=_idle_offload
+            "enabled", BOOLEAN, False, note="tensors saved for the backward wait in host memory"
         ),
-        active("pin_memory", BOOLEAN, None, note="page-locked memory; null: where there is a GPU", idle=_idle_offload),
+        active(
+            "min_bytes", COUNT, 1 << 20, note="smaller ones stay on the device", idle=_idle_offload
+        ),
+        active(
+            "in_flight_bytes",
+            integer(1),
+            None,
+            note="device memory that waits for copies; null: two blocks' worth",
+            idle=_idle_offload,
+        ),
+        active(
+            "pin_memory",
+            BOOLEAN,
+            None,
+            note="page-locked memory; null: where there is a GPU",
+            idle=_idle_offload,
+        ),
     ),
 )

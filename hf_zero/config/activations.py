@@ -1,7 +1,9 @@
-"""Activations: which blocks recompute them in the backward, and which of them wait for it in host memory.
+"""Activations: which blocks recompute them in the backward, and which of them wait for it in host
+memory.
 
-The sections are small frozen dataclasses whose fields are rows of :mod:`hf_zero.config.activation_keys`. :func:`settle` and :func:`check`
-hold what one key of theirs means for another.
+The sections are small frozen dataclasses whose fields are rows of
+:mod:`hf_zero.config.activation_keys`. :func:`settle` and :func:`check` hold what one key of theirs
+means for another.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from hf_zero.errors import ConfigError
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Blocks whose activations are recomputed in the backward (arXiv 1604.06174), without a change of the script.
+    """Blocks whose activations are recomputed in the backward (arXiv 1604.06174), without a change
+    of the script.
 
-    ``blocks`` True takes all of the model's repeated blocks, a number the first so many of them, and "selective" keeps the results of
-    matrix products and attention and recomputes the rest (torch refuses blocks that change those results in place). ``number_checkpoints``, DeepSpeed's word, is a number of blocks, too. None
-    leaves it to the model and the script, and False says so. ``cpu_checkpointing`` keeps what checkpoints keep in host memory.
-    ``profile`` logs the time of forwards and recomputations, for which it waits for the device at each one's end; so does
+    ``blocks`` True takes all of the model's repeated blocks, a number the first so many of them,
+    and "selective" keeps the results of matrix products and attention and recomputes the rest
+    (torch refuses blocks that change those results in place). ``number_checkpoints``, DeepSpeed's
+    word, is a number of blocks, too. None leaves it to the model and the script, and False says so.
+    ``cpu_checkpointing`` keeps what checkpoints keep in host memory. ``profile`` logs the time of
+    forwards and recomputations, for which it waits for the device at each one's end; so does
     ``synchronize`` without the log.
     """
 
@@ -49,8 +54,10 @@ class ActivationCheckpointing:
 class ActivationOffload:
     """Tensors that a forward saves for its backward, in memory of the host until then.
 
-    Those below ``min_bytes`` stay. ``in_flight_bytes`` of device memory may wait for copies to the host, and as much may be brought
-    back ahead of its use; None is as much as two blocks save, 512 MiB at least; what is still on the device when the forward ends stays there. ``pin_memory`` None pins where there is a GPU.
+    Those below ``min_bytes`` stay. ``in_flight_bytes`` of device memory may wait for copies to the
+    host, and as much may be brought back ahead of its use; None is as much as two blocks save, 512
+    MiB at least; what is still on the device when the forward ends stays there. ``pin_memory`` None
+    pins where there is a GPU.
     """
 
     enabled: bool = False
@@ -60,7 +67,9 @@ class ActivationOffload:
 
 
 def settle(reading: Reading) -> None:
-    """Fill in, in place, that a section which is written is meant, unless it says ``enabled: false``."""
+    """Fill in, in place, that a section which is written is meant, unless it says ``enabled:
+    false``.
+    """
     if ENABLED in reading.filled:
         reading.discard(ENABLED)
     written = next((path for path in reading.values if path.startswith(f"{OFFLOAD}.")), None)
@@ -75,7 +84,8 @@ def check(reading: Reading) -> None:
     if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
         reading.mistakes.append(
             ConfigError(
-                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} ({sources[NUMBER]}): both say how many blocks are "
+                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
+                f"({sources[NUMBER]}): both say how many blocks are "
                 "checkpointed; remove one of them"
             )
         )

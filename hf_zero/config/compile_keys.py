@@ -1,4 +1,6 @@
-"""The rows of the key table about compiled blocks and the kernels of attention; DeepSpeed's section ``compile`` is about DeepCompile."""
+"""The rows of the key table about compiled blocks and the kernels of attention; DeepSpeed's
+section ``compile`` is about DeepCompile.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,28 @@ COMPILE = (
     *under(
         "compile",
         active(
-            "blocks", BOOLEAN, False, "compile.blocks", "compile each block's forward with torch.compile; compile: blocks is short for it"
+            "blocks",
+            BOOLEAN,
+            False,
+            "compile.blocks",
+            "compile each block's forward with torch.compile; compile: blocks is short for it",
         ),
         # CUDA graphs fix the addresses of weights, which gathers at stage 3 and checkpoints do not.
-        active("mode", choice("default", "max-autotune-no-cudagraphs"), "default", "compile.mode", "mode of torch.compile", _idle),
+        active(
+            "mode",
+            choice("default", "max-autotune-no-cudagraphs"),
+            "default",
+            "compile.mode",
+            "mode of torch.compile",
+            _idle,
+        ),
         active(
             "dynamic",
             BOOLEAN,
             None,
             "compile.dynamic",
-            "null: the first shapes get a graph of their own, all others one that fits any; false: a graph for all shapes; true: one for any",
+            "null: the first shapes get a graph of their own, all others one that fits any; false: "
+            "a graph for all shapes; true: one for any",
             _idle,
         ),
         active("backend", TEXT, "inductor", "compile.backend", "backend of torch.compile", _idle),
@@ -59,6 +73,7 @@ COMPILE = (
         "attention_backend",
         choice(*ATTENTION_BACKENDS),
         "auto",
-        note="kernels that scaled_dot_product_attention tries first, in the whole process; auto: what was measured faster on such a GPU, else torch's own order",
+        note="kernels that scaled_dot_product_attention tries first, in the whole process; auto: "
+        "what was measured faster on such a GPU, else torch's own order",
     ),
 )

@@ -1,4 +1,6 @@
-"""How a configuration shows itself: as a mapping of the dialect, as rows with sources, and as text for rank 0's log."""
+"""How a configuration shows itself: as a mapping of the dialect, as rows with sources, and as
+text for rank 0's log.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Unset = Literal["omit", "default"]
 
 
 class ExplainRow(NamedTuple):
-    """One line of ``ZeroConfig.explain()``: what a key is set to, by whom, and what that means here."""
+    """One line of ``ZeroConfig.explain()``: what a key is set to, by whom, and what that means
+    here.
+    """
 
     key: str
     value: Any
@@ -24,11 +28,20 @@ class ExplainRow(NamedTuple):
 
 
 def as_dialect(reading: Reading, unset: Unset) -> SourcedDict:
-    """The values of a reading as a nested mapping in DeepSpeed's dialect, which remembers where they stood."""
-    flat = {path: value for path, value in reading.values.items() if path in KEYS and value is not None}
+    """The values of a reading as a nested mapping in DeepSpeed's dialect, which remembers where
+    they stood.
+    """
+    flat = {
+        path: value for path, value in reading.values.items() if path in KEYS and value is not None
+    }
     if unset == "default":
         for path, key in KEYS.items():
-            if key.field and key.status is Status.ACTIVE and key.default is not None and not key.idle(reading.values):
+            if (
+                key.field
+                and key.status is Status.ACTIVE
+                and key.default is not None
+                and not key.idle(reading.values)
+            ):
                 flat.setdefault(path, key.default)
     flat.setdefault("zero_optimization.stage", KEYS["zero_optimization.stage"].default)
     flat.update(dict.fromkeys(reading.autos, AUTO))
@@ -42,13 +55,19 @@ def as_dialect(reading: Reading, unset: Unset) -> SourcedDict:
             place = place.setdefault(section, {})
         value = flat[path]
         place[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
-    remembered = {path: (value, reading.sources[path]) for path, value in flattened(nested) if path in reading.sources}
+    remembered = {
+        path: (value, reading.sources[path])
+        for path, value in flattened(nested)
+        if path in reading.sources
+    }
     return SourcedDict(nested).remember(remembered)
 
 
 def sources(reading: Reading) -> dict[str, str]:
     """Where the value of each key that acts, and of each other key that was written, came from."""
-    return {path: reading.sources.get(path, "default") for path, key in KEYS.items() if _acts(path)} | reading.sources
+    return {
+        path: reading.sources.get(path, "default") for path, key in KEYS.items() if _acts(path)
+    } | reading.sources
 
 
 def explain(reading: Reading) -> list[ExplainRow]:
@@ -70,7 +89,9 @@ def explain(reading: Reading) -> list[ExplainRow]:
         rows.append(ExplainRow(path, value, reading.sources.get(path, "default"), note))
     known = {row.key for row in rows}
     rows += [
-        ExplainRow(path, AUTO, reading.sources[path], "to be filled in by Accelerate or the Trainer")
+        ExplainRow(
+            path, AUTO, reading.sources[path], "to be filled in by Accelerate or the Trainer"
+        )
         for path in sorted(reading.autos - known)
     ]
     return rows
@@ -85,7 +106,10 @@ def as_text(rows: list[ExplainRow]) -> str:
     """Aligned lines: key, value, source, and the note where there is one."""
     cells = [(row.key, _show(row.value), row.source, row.note) for row in rows]
     widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
-    lines = ["  ".join([*(text.ljust(width) for text, width in zip(cell, widths)), cell[3]]).rstrip() for cell in cells]
+    lines = [
+        "  ".join([*(text.ljust(width) for text, width in zip(cell, widths)), cell[3]]).rstrip()
+        for cell in cells
+    ]
     return "\n".join(lines)
 
 

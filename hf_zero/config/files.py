@@ -1,4 +1,7 @@
-"""Configuration text: JSON and YAML files, and JSON in a string. What is read is a mapping, or an error says where it is not."""
+"""Configuration text: JSON and YAML files, and JSON in a string.
+
+What is read is a mapping, or an error says where it is not.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,25 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     name = os.fspath(path)
     if not os.path.isfile(name):
         what = "is a directory, not a file" if os.path.isdir(name) else "does not exist"
-        raise ConfigError(f"config file {name} {what} (looked in {os.path.abspath(name)}); pass the path of a JSON or YAML file")
+        raise ConfigError(
+            f"config file {name} {what} (looked in {os.path.abspath(name)}); pass the path "
+            "of a JSON or YAML file"
+        )
     with open(name, encoding="utf-8") as file:
         try:
             text = file.read()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file") from error
-    as_json = name.endswith(".json") or (not name.endswith((".yaml", ".yml")) and text.lstrip()[:1] == "{")
-    return load_json(text, f"config file {name}") if as_json else load_yaml(text, f"config file {name}")
+            raise ConfigError(
+                f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file"
+            ) from error
+    as_json = name.endswith(".json") or (
+        not name.endswith((".yaml", ".yml")) and text.lstrip()[:1] == "{"
+    )
+    return (
+        load_json(text, f"config file {name}")
+        if as_json
+        else load_yaml(text, f"config file {name}")
+    )
 
 
 def load_json(text: str, label: str) -> dict[str, Any]:
@@ -37,13 +51,18 @@ def load_json(text: str, label: str) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
-            raise ConfigError(f"{label}: the key {twice[0]!r} stands twice in one section; remove one of them")
+            raise ConfigError(
+                f"{label}: the key {twice[0]!r} stands twice in one section; remove one of them"
+            )
         return dict(pairs)
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}; mend that line") from error
+        raise ConfigError(
+            f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
+            f"{error.colno}; mend that line"
+        ) from error
     return _mapping(value, label)
 
 
@@ -57,7 +76,9 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
 
 
 def load_text(text: str) -> dict[str, Any] | None:
-    """The mapping in a string that holds JSON, plain or in base64 as launchers pass it on; None if it holds neither."""
+    """The mapping in a string that holds JSON, plain or in base64 as launchers pass it on; None
+    if it holds neither.
+    """
     if text.lstrip()[:1] == "{":
         return load_json(text, "config string")
     try:
@@ -70,23 +91,32 @@ def load_text(text: str) -> dict[str, Any] | None:
 def _mapping(value: Any, label: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         held = "is empty" if value is None else f"holds a {type(value).__name__}"
-        raise ConfigError(f"{label} {held}, not keys and values; write a mapping such as zero_optimization: {{stage: 3}}")
+        raise ConfigError(
+            f"{label} {held}, not keys and values; write a mapping such as "
+            "zero_optimization: {stage: 3}"
+        )
     return dict(value)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and reads ``5e8`` and ``1e-5``, which YAML 1.1 takes for strings, as numbers."""
+    """SafeLoader that refuses a key given twice and reads ``5e8`` and ``1e-5``, which YAML 1.1
+    takes for strings, as numbers.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice in one section", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice in one section", key_node.start_mark
+                )
             seen.add(key if isinstance(key, str) else repr(key))
         return super().construct_mapping(node, deep=deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )

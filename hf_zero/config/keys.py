@@ -1,35 +1,93 @@
-"""Every configuration key hf-zero knows, in one table: what it may hold, and whether it acts, is inert or is not built.
+"""Every configuration key hf-zero knows, in one table: what it may hold, and whether it acts, is
+inert or is not built.
 
-The keys are those of DeepSpeed's JSON dialect, which Accelerate and the Trainer write, and our own. Nothing else is
-accepted: a key that is not here is a mistake of the writer, and the error says which one was likely meant.
+The keys are those of DeepSpeed's JSON dialect, which Accelerate and the Trainer write, and our own.
+Nothing else is accepted: a key that is not here is a mistake of the writer, and the error says
+which one was likely meant.
 """
 
 from __future__ import annotations
 
 from hf_zero.config.activation_keys import ACTIVATIONS
 from hf_zero.config.compile_keys import COMPILE
-from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, INTERVAL, KERNELS, NAMES, SECTION, SIZE, TEXT, choice, integer, number
+from hf_zero.config.kinds import (
+    BOOLEAN,
+    COUNT,
+    DTYPE,
+    INTERVAL,
+    KERNELS,
+    NAMES,
+    SECTION,
+    SIZE,
+    TEXT,
+    choice,
+    integer,
+    number,
+)
 from hf_zero.config.offload_keys import AIO, FORMER, OFFLOAD, OFFLOAD_ALIASES
-from hf_zero.config.rows import Key, Status, active, inert, larger_than_one, switched, unbuilt, under
+from hf_zero.config.rows import (
+    Key,
+    Status,
+    active,
+    inert,
+    larger_than_one,
+    switched,
+    unbuilt,
+    under,
+)
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"
 
-_STAGE = active("zero_optimization.stage", integer(0, 3), 0, "stage", "shards 1: optimizer state, 2: gradients too, 3: parameters too")
+_STAGE = active(
+    "zero_optimization.stage",
+    integer(0, 3),
+    0,
+    "stage",
+    "shards 1: optimizer state, 2: gradients too, 3: parameters too",
+)
 
 _ZERO = under(
     "zero_optimization",
-    active("stage3_prefetch_bucket_size", SIZE, 50_000_000, "zero.prefetch_bucket_size", "elements gathered ahead of their use"),
-    active("stage3_gather_16bit_weights_on_model_save", BOOLEAN, False, "zero.gather_16bit_weights_on_model_save", "save whole weights"),
-    active("mics_shard_size", integer(-1), -1, "zero.mics_shard_size", "ranks that share one copy (MiCS); -1: all"),
-    inert("overlap_comm", BOOLEAN, "gathers and reductions are always asynchronous", "zero.overlap_comm"),
+    active(
+        "stage3_prefetch_bucket_size",
+        SIZE,
+        50_000_000,
+        "zero.prefetch_bucket_size",
+        "elements gathered ahead of their use",
+    ),
+    active(
+        "stage3_gather_16bit_weights_on_model_save",
+        BOOLEAN,
+        False,
+        "zero.gather_16bit_weights_on_model_save",
+        "save whole weights",
+    ),
+    active(
+        "mics_shard_size",
+        integer(-1),
+        -1,
+        "zero.mics_shard_size",
+        "ranks that share one copy (MiCS); -1: all",
+    ),
+    inert(
+        "overlap_comm",
+        BOOLEAN,
+        "gathers and reductions are always asynchronous",
+        "zero.overlap_comm",
+    ),
     inert("contiguous_gradients", BOOLEAN, "the gradients of a unit always lie in one flat buffer"),
     inert("reduce_scatter", BOOLEAN, "the stage decides between reduce-scatter and all-reduce"),
     inert("reduce_bucket_size", SIZE, _MESSAGE, "zero.reduce_bucket_size"),
     inert("allgather_bucket_size", SIZE, _MESSAGE, "zero.allgather_bucket_size"),
     inert("allgather_partitions", BOOLEAN, "updated parameters are always all-gathered"),
     inert("use_multi_rank_bucket_allreduce", BOOLEAN, _MESSAGE),
-    inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU", "zero.round_robin_gradients"),
+    inert(
+        "round_robin_gradients",
+        BOOLEAN,
+        "concerns copies of gradients to the CPU",
+        "zero.round_robin_gradients",
+    ),
     inert("sub_group_size", SIZE, "a chunk is updated as one segment for each optimizer group"),
     active(
         "stage3_max_live_parameters",
@@ -39,40 +97,79 @@ _ZERO = under(
         "most parameters that generate keeps whole; null: half the free memory",
     ),
     inert("stage3_max_reuse_distance", SIZE, _UNIT),
-    inert("stage3_param_persistence_threshold", SIZE, "small parameters travel with their unit and cost no message"),
-    inert("stage3_model_persistence_threshold", SIZE, "small parameters travel with their unit and cost no message"),
+    inert(
+        "stage3_param_persistence_threshold",
+        SIZE,
+        "small parameters travel with their unit and cost no message",
+    ),
+    inert(
+        "stage3_model_persistence_threshold",
+        SIZE,
+        "small parameters travel with their unit and cost no message",
+    ),
     active(
         "stage3_module_granularity_threshold",
         SIZE,
         None,
         "zero.module_granularity_threshold",
-        "consecutive blocks with so few elements together are one unit, at every stage; 0: never; null: 65536",
+        "consecutive blocks with so few elements together are one unit, at every stage; "
+        "0: never; null: 65536",
     ),
     inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
     inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
     inert("leaf_module", SECTION, f"{_UNIT}, and holds whole leaf modules"),
-    inert("ignore_unused_parameters", BOOLEAN, "what no rank has used stays as it is; what some have used counts as zero on the others"),
+    inert(
+        "ignore_unused_parameters",
+        BOOLEAN,
+        "what no rank has used stays as it is; what some have used counts as zero on the others",
+    ),
     inert("elastic_checkpoint", BOOLEAN, "every checkpoint resumes on any number of ranks"),
     inert("grad_hooks", BOOLEAN, "gradients are reduced when their unit ends its backward"),
     inert("memory_efficient_linear", BOOLEAN, "linear layers are not replaced"),
     inert("pipeline_loading_checkpoint", BOOLEAN, "each rank reads its own byte ranges"),
     inert("override_module_apply", BOOLEAN, "Module.apply is left alone"),
-    inert("log_trace_cache_warnings", BOOLEAN, "the order of gathers is recorded once per mode; there is no trace cache"),
-    inert("enable_sanity_checks", BOOLEAN, "ranks always agree on a collective that is new to the recorded order"),
+    inert(
+        "log_trace_cache_warnings",
+        BOOLEAN,
+        "the order of gathers is recorded once per mode; there is no trace cache",
+    ),
+    inert(
+        "enable_sanity_checks",
+        BOOLEAN,
+        "ranks always agree on a collective that is new to the recorded order",
+    ),
     inert("save_muon_momentum_buffer_in_memory", BOOLEAN, "concerns the Muon optimizer"),
-    unbuilt("load_from_fp32_weights", BOOLEAN, "16-bit weights as the source of a checkpoint's fp32 masters", True),
+    unbuilt(
+        "load_from_fp32_weights",
+        BOOLEAN,
+        "16-bit weights as the source of a checkpoint's fp32 masters",
+        True,
+    ),
     unbuilt("legacy_stage1", BOOLEAN, "the former stage 1"),
     switched("zenflow", "ZenFlow", asks=bool, off="null"),
-    unbuilt("zero_hpz_partition_size", integer(0), "a second copy of the shards (ZeRO++ hpZ)", 1, 0, field="zero.hpz_partition_size"),
+    unbuilt(
+        "zero_hpz_partition_size",
+        integer(0),
+        "a second copy of the shards (ZeRO++ hpZ)",
+        1,
+        0,
+        field="zero.hpz_partition_size",
+    ),
     unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
     unbuilt("zero_quantized_nontrainable_weights", BOOLEAN, "quantized frozen weights"),
     unbuilt("zero_quantized_gradients", BOOLEAN, "quantized reductions (ZeRO++ qgZ)"),
-    switched("zeropp_loco_param", "error feedback for quantized reductions (LoCo)", asks=bool, off="null"),
+    switched(
+        "zeropp_loco_param", "error feedback for quantized reductions (LoCo)", asks=bool, off="null"
+    ),
     unbuilt("mics_hierarchical_params_gather", BOOLEAN, "hierarchical all-gathers (MiCS)"),
 )
 
 _BATCH = (
-    active("train_batch_size", integer(1), note="samples of one optimizer step: micro × accumulation × ranks"),
+    active(
+        "train_batch_size",
+        integer(1),
+        note="samples of one optimizer step: micro × accumulation × ranks",
+    ),
     active("train_micro_batch_size_per_gpu", integer(1), note="samples of one forward on one rank"),
     active("gradient_accumulation_steps", integer(1), note="micro-batches of one optimizer step"),
 )
@@ -95,27 +192,66 @@ _FP16 = under(
 _BF16 = under(
     "bf16",
     active("enabled", BOOLEAN, False, note="train in bfloat16 with fp32 master weights"),
-    inert("immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"),
+    inert(
+        "immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"
+    ),
     unbuilt("check_grad_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
     unbuilt("check_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
     unbuilt("bf16_master_weights_and_grads", BOOLEAN, "master weights in bf16"),
-    Key("bf16_optimizer_states", BOOLEAN, Status.ACTIVE, "moments in bf16 where the optimizer is offloaded"),
+    Key(
+        "bf16_optimizer_states",
+        BOOLEAN,
+        Status.ACTIVE,
+        "moments in bf16 where the optimizer is offloaded",
+    ),
     unbuilt("ddp_bf16", BOOLEAN, "DeepSpeed's DDP mode for bf16"),
 )
 
 _GRADIENTS = (
-    active("gradient_clipping", number(0), 0.0, note="the global norm is clipped to this; 0: never"),
-    active("prescale_gradients", BOOLEAN, False, note="divide gradients before they are summed over ranks"),
-    active("gradient_predivide_factor", number(above=0), 1.0, note="what prescale_gradients divides by beforehand"),
-    active("communication_data_type", DTYPE, note="dtype of reductions; none: that of the gradients"),
-    active("data_types.grad_accum_dtype", DTYPE, None, "gradient_accumulation_dtype", "dtype in which micro-batches are summed"),
-    unbuilt("data_types.param_dtype", DTYPE, "parameters in a dtype other than that of fp16 or bf16", None),
+    active(
+        "gradient_clipping", number(0), 0.0, note="the global norm is clipped to this; 0: never"
+    ),
+    active(
+        "prescale_gradients",
+        BOOLEAN,
+        False,
+        note="divide gradients before they are summed over ranks",
+    ),
+    active(
+        "gradient_predivide_factor",
+        number(above=0),
+        1.0,
+        note="what prescale_gradients divides by beforehand",
+    ),
+    active(
+        "communication_data_type", DTYPE, note="dtype of reductions; none: that of the gradients"
+    ),
+    active(
+        "data_types.grad_accum_dtype",
+        DTYPE,
+        None,
+        "gradient_accumulation_dtype",
+        "dtype in which micro-batches are summed",
+    ),
+    unbuilt(
+        "data_types.param_dtype",
+        DTYPE,
+        "parameters in a dtype other than that of fp16 or bf16",
+        None,
+    ),
     unbuilt("data_types.buffer_dtype", DTYPE, "casting buffers, which keep their dtype", None),
     inert("seq_parallel_communication_data_type", DTYPE, "concerns sequence parallelism"),
     unbuilt("gradient_allreduce_op", choice("mean", "sum"), "gradients summed over ranks", "mean"),
-    unbuilt("fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"),
+    unbuilt(
+        "fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"
+    ),
     unbuilt("sparse_gradients", BOOLEAN, "sparse gradients of embeddings"),
-    unbuilt("managed_gradient_accumulation", BOOLEAN, "accumulation that the engine does not manage", True),
+    unbuilt(
+        "managed_gradient_accumulation",
+        BOOLEAN,
+        "accumulation that the engine does not manage",
+        True,
+    ),
     unbuilt("disable_allgather", BOOLEAN, "broadcasts in place of all-gathers"),
 )
 
@@ -125,43 +261,112 @@ _OPTIMIZER = (
     inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
     active("scheduler.type", TEXT),
     active("scheduler.params", SECTION),
-    active("elementwise_optimizers", NAMES, (), note="classes of optimizers that you vouch update each element by itself"),
-    inert("zero_allow_untested_optimizer", BOOLEAN, "Accelerate always sets it, so it authorises nothing; use elementwise_optimizers"),
-    inert("zero_force_ds_cpu_optimizer", BOOLEAN, "under offload the optimizer keeps its class, and is updated on the CPU all the same"),
+    active(
+        "elementwise_optimizers",
+        NAMES,
+        (),
+        note="classes of optimizers that you vouch update each element by itself",
+    ),
+    inert(
+        "zero_allow_untested_optimizer",
+        BOOLEAN,
+        "Accelerate always sets it, so it authorises nothing; use elementwise_optimizers",
+    ),
+    inert(
+        "zero_force_ds_cpu_optimizer",
+        BOOLEAN,
+        "under offload the optimizer keeps its class, and is updated on the CPU all the same",
+    ),
 )
 
 _RANKS = (
-    active("replicate_size", integer(1), 1, note="copies of the shards: ranks / replicate_size share one"),
+    active(
+        "replicate_size",
+        integer(1),
+        1,
+        note="copies of the shards: ranks / replicate_size share one",
+    ),
     active("timeout", number(above=0), 1800.0, note="seconds until a silent wait is an error"),
-    active("distributed_backend", choice("gloo", "nccl"), note="what collectives run on; none: nccl for GPUs, gloo for CPUs"),
-    active("distributed_port", integer(1, 65535), note="where ranks meet if the launcher sets no MASTER_PORT"),
+    active(
+        "distributed_backend",
+        choice("gloo", "nccl"),
+        note="what collectives run on; none: nccl for GPUs, gloo for CPUs",
+    ),
+    active(
+        "distributed_port",
+        integer(1, 65535),
+        note="where ranks meet if the launcher sets no MASTER_PORT",
+    ),
     active("distributed_interface", TEXT, note="network device of gloo and NCCL, such as eth0"),
     active("seed", COUNT, note="seed of what the engine itself draws"),
-    active("dataloader_drop_last", BOOLEAN, False, note="drop an incomplete last batch of training_data"),
-    active("kernels", KERNELS, "off", note="fused kernels: off, auto (what helps on the device of the training), or names"),
-    active("sparse_attention", SECTION, note="block-sparse attention: mode, block and what the mode takes; none: attention is dense"),
-    active("pre_layer_norm", BOOLEAN, False, note="BERT-like models: norms before attention and MLP, for training from scratch"),
+    active(
+        "dataloader_drop_last",
+        BOOLEAN,
+        False,
+        note="drop an incomplete last batch of training_data",
+    ),
+    active(
+        "kernels",
+        KERNELS,
+        "off",
+        note="fused kernels: off, auto (what helps on the device of the training), or names",
+    ),
+    active(
+        "sparse_attention",
+        SECTION,
+        note="block-sparse attention: mode, block and what the mode takes; "
+        "none: attention is dense",
+    ),
+    active(
+        "pre_layer_norm",
+        BOOLEAN,
+        False,
+        note="BERT-like models: norms before attention and MLP, for training from scratch",
+    ),
 )
 
 _CHECKPOINT = under(
     "checkpoint",
-    active("use_node_local_storage", BOOLEAN, False, note="no shared file system; on one machine it changes nothing"),
-    active("async_save", BOOLEAN, False, note="checkpoints are copied to host memory and written while training goes on"),
+    active(
+        "use_node_local_storage",
+        BOOLEAN,
+        False,
+        note="no shared file system; on one machine it changes nothing",
+    ),
+    active(
+        "async_save",
+        BOOLEAN,
+        False,
+        note="checkpoints are copied to host memory and written while training goes on",
+    ),
     active(
         "keep",
         integer(1),
-        note="checkpoints that stay in a folder, of those named global_step<N>; none: all. With tags of your own: save_checkpoint(keep=…)",
+        note="checkpoints that stay in a folder, of those named global_step<N>; none: all. With "
+        "tags of your own: save_checkpoint(keep=…)",
     ),
-    inert("load_universal", BOOLEAN, "every checkpoint resumes on any number of ranks and at any stage"),
-    inert("tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"),
+    inert(
+        "load_universal",
+        BOOLEAN,
+        "every checkpoint resumes on any number of ranks and at any stage",
+    ),
+    inert(
+        "tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"
+    ),
     inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),
     inert("checkpoint_serialization", BOOLEAN, "checkpoints are safetensors and JSON"),
     inert("writer.type", choice("fast", "python"), "rank files are always streamed by direct I/O"),
     inert("writer.io_buffer_size", SIZE, "blocks are of 16 MiB"),
     inert("writer.io_buffer_double", BOOLEAN, "one block is hashed while another is written"),
     inert("writer.io_multiplier", COUNT, "each rank writes one stream"),
-    inert("writer.show_statistics", BOOLEAN, "the log says how long a save beside the training took"),
-    inert("writer.data_parallel", choice("replica", "socket", "machine"), "all ranks always write, each byte once"),
+    inert(
+        "writer.show_statistics", BOOLEAN, "the log says how long a save beside the training took"
+    ),
+    inert(
+        "writer.data_parallel",
+        choice("replica", "socket", "machine"),
+        "all ranks always write, each byte once",
+    ),
 )
 
 _MONITOR = "monitoring by the engine; use the Trainer's report_to"
@@ -175,21 +380,44 @@ _REPORTS = (
     unbuilt("wall_clock_breakdown", BOOLEAN, "a breakdown of wall-clock time"),
     unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
     switched("comms_logger", "a log of every collective", "verbose prof_all prof_ops debug"),
-    switched("flops_profiler", "a profile of FLOPS", "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    switched(
+        "flops_profiler",
+        "a profile of FLOPS",
+        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+    ),
     switched("tensorboard", _MONITOR, "output_path job_name"),
     switched("wandb", _MONITOR, "group team project"),
-    switched("comet", _MONITOR, "samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+    switched(
+        "comet",
+        _MONITOR,
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+    ),
     switched("csv_monitor", _MONITOR, "output_path job_name"),
     switched("monitor", _MONITOR, "tensorboard wandb comet csv_monitor"),
 )
 
-# Sections that are taken as a whole: off, they are accepted; on, they ask for a feature that is not built.
+# Sections that are taken as a whole: off, they are accepted; on, they ask for a feature that is not
+# built.
 _FEATURES = (
     switched("amp", "Apex AMP; use bf16 or fp16"),
-    switched("torch_autocast", "autocast by the engine; use bf16, fp16 or torch.autocast", "dtype lower_precision_safe_modules"),
+    switched(
+        "torch_autocast",
+        "autocast by the engine; use bf16, fp16 or torch.autocast",
+        "dtype lower_precision_safe_modules",
+    ),
     switched("msamp", "MS-AMP (fp8)", "opt_level"),
-    switched("tensor_parallel", "tensor parallelism", asks=larger_than_one("autotp_size", "tp.tp_size"), off='{"autotp_size": 1}'),
-    switched("inference", "the inference engine", asks=larger_than_one("tensor_parallel.tp_size"), off="{}"),
+    switched(
+        "tensor_parallel",
+        "tensor parallelism",
+        asks=larger_than_one("autotp_size", "tp.tp_size"),
+        off='{"autotp_size": 1}',
+    ),
+    switched(
+        "inference",
+        "the inference engine",
+        asks=larger_than_one("tensor_parallel.tp_size"),
+        off="{}",
+    ),
     unbuilt("sequence_parallel_size", COUNT, "sequence parallelism (Ulysses)", 1, 0),
     switched("pipeline", "pipeline parallelism", asks=bool, off="{}"),
     switched("expert_parallel", "expert parallelism"),
@@ -206,7 +434,12 @@ _FEATURES = (
     switched("eigenvalue", "eigenvalues of the Hessian"),
     switched("progressive_layer_drop", "progressive layer dropping", "theta gamma"),
     switched("nebula", "Nebula checkpoints; use checkpoint.async_save"),
-    switched("datastates_ckpt", "DataStates checkpoints; use checkpoint.async_save", asks=bool, off="null"),
+    switched(
+        "datastates_ckpt",
+        "DataStates checkpoints; use checkpoint.async_save",
+        asks=bool,
+        off="null",
+    ),
 )
 
 _GROUPS = (
@@ -231,21 +464,33 @@ _GROUPS = (
 KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
 
 # Keys for which "auto" is a value of their own, not a hole that Accelerate or the Trainer fills.
-OWN_AUTOS: frozenset[str] = frozenset(("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio"))
-
-SECTIONS: frozenset[str] = frozenset(path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == ".")
-
-_STAGE3_FIELDS = (
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
-    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential gather_16bit_weights_on_model_save"
+OWN_AUTOS: frozenset[str] = frozenset(
+    ("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio")
 )
 
-# Spellings that mean another key: DeepSpeed's former names, the names of its Python fields, and our own keywords.
+SECTIONS: frozenset[str] = frozenset(
+    path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == "."
+)
+
+_STAGE3_FIELDS = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
+    "max_live_parameters max_reuse_distance "
+    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential "
+    "gather_16bit_weights_on_model_save"
+)
+
+# Spellings that mean another key: DeepSpeed's former names, the names of its Python fields, and our
+# own keywords.
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
     "zero_optimization.hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3_FIELDS.split()},
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in _STAGE3_FIELDS.split()
+    },
     "stage": "zero_optimization.stage",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     **OFFLOAD_ALIASES,

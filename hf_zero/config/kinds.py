@@ -1,7 +1,9 @@
-"""What a configuration value may be: each :class:`Kind` checks a raw JSON or YAML value and brings it to one form.
+"""What a configuration value may be: each :class:`Kind` checks a raw JSON or YAML value and brings
+it to one form.
 
-A kind never guesses: ``"8"`` is not a number and ``1`` is not a boolean. It accepts what the Hugging Face libraries
-write, which is why ``5e8`` counts as an integer and ``torch.bfloat16`` as a name of a dtype.
+A kind never guesses: ``"8"`` is not a number and ``1`` is not a boolean. It accepts what the
+Hugging Face libraries write, which is why ``5e8`` counts as an integer and ``torch.bfloat16`` as a
+name of a dtype.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ from hf_zero.config import kernels
 
 @dataclass(frozen=True)
 class Kind:
-    """``expected`` completes the sentence "… is not …"; ``convert`` returns the value's one form or raises ValueError."""
+    """``expected`` completes the sentence "… is not …"; ``convert`` returns the value's one form
+    or raises ValueError.
+    """
 
     expected: str
     convert: Callable[[Any], Any]
 
 
 def integer(low: int | None = None, high: int | None = None) -> Kind:
-    """A whole number in ``[low, high]``; floats without a fraction (``5e8``) are whole numbers too."""
+    """A whole number in ``[low, high]``; floats without a fraction (``5e8``) are whole numbers
+    too.
+    """
 
     def convert(value: Any) -> int:
-        if (isinstance(value, numbers.Integral) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer()):
+        if (isinstance(value, numbers.Integral) and not isinstance(value, bool)) or (
+            isinstance(value, float) and value.is_integer()
+        ):
             whole = int(value)
         else:
             raise ValueError(value)
@@ -46,11 +54,18 @@ def number(low: float | None = None, *, above: float | None = None) -> Kind:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(value)
         real = float(value)
-        if not math.isfinite(real) or (low is not None and real < low) or (above is not None and real <= above):
+        if (
+            not math.isfinite(real)
+            or (low is not None and real < low)
+            or (above is not None and real <= above)
+        ):
             raise ValueError(value)
         return real
 
-    return Kind("a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)), convert)
+    return Kind(
+        "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)),
+        convert,
+    )
 
 
 def _block(value: Any) -> int:
@@ -124,7 +139,10 @@ def _path(value: Any) -> str:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """One absolute path, or several. A comma cannot part them, and is not taken for part of one: ``/a,/b`` is a slip."""
+    """One absolute path, or several.
+
+    A comma cannot part them, and is not taken for part of one: ``/a,/b`` is a slip.
+    """
     if isinstance(value, (list, tuple)):
         paths = tuple(os.path.abspath(os.path.expanduser(_path(path))) for path in value)
         if len(set(paths)) < len(paths):
@@ -172,7 +190,9 @@ def _section(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in the types of JSON, so that a configuration is the same before and after it is written."""
+    """A copy in the types of JSON, so that a configuration is the same before and after it is
+    written.
+    """
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(value)

@@ -1,4 +1,6 @@
-"""Everything that is wrong with a configuration, in one error: the next run must not find the next mistake."""
+"""Everything that is wrong with a configuration, in one error: the next run must not find the
+next mistake.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ class Mistakes(list[HfZeroError]):
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """What is raised inside about the configuration is noted, and the reading goes on behind it."""
+        """What is raised inside about the configuration is noted, and the reading goes on behind
+        it.
+        """
         try:
             yield
         except (ConfigError, NotBuiltError) as error:
@@ -25,5 +29,12 @@ class Mistakes(list[HfZeroError]):
         if len(errors) == 1:
             raise next(iter(errors.values()))
         if errors:
-            kind = NotBuiltError if all(isinstance(error, NotBuiltError) for error in self) else ConfigError
-            raise kind(f"{len(errors)} mistakes in the configuration:" + "".join(f"\n- {said}" for said in errors))
+            kind = (
+                NotBuiltError
+                if all(isinstance(error, NotBuiltError) for error in self)
+                else ConfigError
+            )
+            raise kind(
+                f"{len(errors)} mistakes in the configuration:"
+                + "".join(f"\n- {said}" for said in errors)
+            )

@@ -1,4 +1,6 @@
-"""Where values stood, through the hands of libraries that take a configuration as a dict, copy it and fill in values of their own."""
+"""Where values stood, through the hands of libraries that take a configuration as a dict, copy
+it and fill in values of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ DEFAULT = "default"
 
 
 class SourcedDict(dict[str, Any]):
-    """A configuration in DeepSpeed's dialect that remembers ``written``: by dotted path, each value and where it stood.
+    """A configuration in DeepSpeed's dialect that remembers ``written``: by dotted path, each value
+    and where it stood.
 
-    A value that is not there any more as it was written, or never was, is that of ``filler``. Copies remember, too.
+    A value that is not there any more as it was written, or never was, is that of ``filler``.
+    Copies remember, too.
     """
 
     written: Mapping[str, tuple[Any, str]] = MappingProxyType({})
@@ -21,10 +25,14 @@ class SourcedDict(dict[str, Any]):
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
-        """``mapping``, every value of which stands in ``label``; as it is, if it remembers already."""
+        """``mapping``, every value of which stands in ``label``; as it is, if it remembers
+        already.
+        """
         if isinstance(mapping, cls):
             return mapping
-        return cls(mapping).remember({path: (value, f"{label}: {path}") for path, value in flattened(mapping)})
+        return cls(mapping).remember(
+            {path: (value, f"{label}: {path}") for path, value in flattened(mapping)}
+        )
 
     def remember(self, written: Mapping[str, tuple[Any, str]], filler: str = DICT) -> SourcedDict:
         """This dict, with other memories."""
@@ -32,7 +40,10 @@ class SourcedDict(dict[str, Any]):
         return self
 
     def source_of(self, path: str, value: Any, usual: bool) -> str:
-        """Where ``value`` at ``path`` comes from. ``usual``: it changes nothing, so that a filler may have written it by habit."""
+        """Where ``value`` at ``path`` comes from.
+
+        ``usual``: it changes nothing, so that a filler may have written it by habit.
+        """
         before, source = self.written.get(path, (None, ""))
         if source and (before is value or before == value):
             return source

@@ -1,4 +1,6 @@
-"""From raw mappings to checked values: each key is looked up in the table, converted, judged, and remembers where it stood."""
+"""From raw mappings to checked values: each key is looked up in the table, converted, judged,
+and remembers where it stood.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ AUTO = "auto"
 class Reading:
     """Values by their path in the table.
 
-    ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and ``filled`` are those
-    that were not written: a resolve for some number of ranks computed them. ``mistakes`` are all that was found wrong on the way;
-    a value in which something is wrong is left out.
+    ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and
+    ``filled`` are those that were not written: a resolve for some number of ranks computed them.
+    ``mistakes`` are all that was found wrong on the way; a value in which something is wrong is
+    left out.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -33,10 +36,15 @@ class Reading:
     origins: SourcedDict | None = None
 
     def read(self, mapping: Mapping[str, Any], label: str) -> Reading:
-        """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings replace earlier ones."""
+        """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings
+        replace earlier ones.
+        """
         own = Reading(origins=mapping if isinstance(mapping, SourcedDict) else None)
-        own._walk({key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label)
-        # TRL adds dotted keys to a config that may hold the same key in its section: the added one is meant
+        own._walk(
+            {key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label
+        )
+        # TRL adds dotted keys to a config that may hold the same key in its section: the added one
+        # is meant
         for key, value in mapping.items():
             if "." in str(key):
                 dotted = Reading(origins=own.origins)
@@ -48,7 +56,9 @@ class Reading:
         self.update(own)
         return self
 
-    def put(self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS) -> None:
+    def put(
+        self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS
+    ) -> None:
         """Take in one value that stands under another name, ``written``, in its file."""
         with self.mistakes.noted():
             self._judge(keys[path], value, written, label)
@@ -77,11 +87,15 @@ class Reading:
         self.filled.add(path)
         return value
 
-    def _walk(self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str) -> None:
+    def _walk(
+        self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str
+    ) -> None:
         for key, value in mapping.items():
             with self.mistakes.noted():
                 if not isinstance(key, str):
-                    raise ConfigError(f"{label}: {written_prefix}{key!r} is not a name; keys are strings")
+                    raise ConfigError(
+                        f"{label}: {written_prefix}{key!r} is not a name; keys are strings"
+                    )
                 self._take(_canonical(prefix + key), written_prefix + key, value, label)
 
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
@@ -93,14 +107,16 @@ class Reading:
             self._walk(value, path + ".", written + ".", label)
         elif isinstance(value, str) and written in ("offload_optimizer", "offload_param"):
             self._judge(KEYS[path + ".device"], value, written, label)
-        elif written == "compile" and (value is False or value == "blocks"):  # YAML reads a bare off as false
+        elif written == "compile" and (value is False or value == "blocks"):
+            # YAML reads a bare off as false
             self._judge(KEYS["compile.blocks"], value == "blocks", written, label)
         elif isinstance(value, bool) and written == "activation_offload":
             self._judge(KEYS[path + ".enabled"], value, written, label)
         elif value is not None:
             example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
             raise ConfigError(
-                f"{label}: {written} = {value!r} is not a section of keys and values; write {{{written!r}: {{{example!r}: …}}}}"
+                f"{label}: {written} = {value!r} is not a section of keys and values; write "
+                f"{{{written!r}: {{{example!r}: …}}}}"
             )
 
     def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
@@ -115,7 +131,8 @@ class Reading:
             converted = key.kind.convert(value)
         except ValueError:
             raise ConfigError(
-                f"{label}: {written} = {value!r} ({type(value).__name__}) is not {key.kind.expected}; write {key.kind.expected}"
+                f"{label}: {written} = {value!r} ({type(value).__name__}) is not "
+                f"{key.kind.expected}; write {key.kind.expected}"
             ) from None
         if isinstance(converted, dict):
             self._check_members(key, converted, written, label)
@@ -126,12 +143,14 @@ class Reading:
         if key.asks(converted):
             feature, _, advice = key.note.partition("; ")
             raise NotBuiltError(
-                f"{label}: {written} = {value!r} asks for {feature}, which this version of hf-zero does not provide; "
+                f"{label}: {written} = {value!r} asks for {feature}, which this version of "
+                "hf-zero does not provide; "
                 f"{advice + ', and ' if advice else ''}remove the key or write {key.off}"
             )
         if path in self.values and self.values[path] != converted:
             raise ConfigError(
-                f"{label}: {written} = {value!r} contradicts {self.sources[path]} = {self.values[path]!r}: both mean {path}; remove one of them"
+                f"{label}: {written} = {value!r} contradicts {self.sources[path]} = "
+                f"{self.values[path]!r}: both mean {path}; remove one of them"
             )
         self.values[path] = converted
         self.sources[path] = source
@@ -140,40 +159,80 @@ class Reading:
         if label == "keyword":
             return label
         usual = key.status is not Status.ACTIVE or value in (key.default, None, "auto")
-        return self.origins.source_of(written, value, usual) if self.origins is not None else f"{label}: {written}"
+        return (
+            self.origins.source_of(written, value, usual)
+            if self.origins is not None
+            else f"{label}: {written}"
+        )
 
     def _check_members(self, key: Key, section: dict[str, Any], written: str, label: str) -> None:
         for name, value in section.items():
             with self.mistakes.noted():
                 if key.members is not None and name not in key.members:
+                    hint = did_you_mean(name, [f"{written}.{member}" for member in key.members])
+                    raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}{hint}")
+                # a section that is off is not looked into, so a misspelt switch must not pass for
+                # "off"
+                if (
+                    key.status is Status.NOT_BUILT
+                    and isinstance(value, bool)
+                    and name != "enabled"
+                    and closest(name, ["enabled"])
+                ):
                     raise ConfigError(
-                        f"{label}: unknown key {f'{written}.{name}'!r}{did_you_mean(name, [f'{written}.{member}' for member in key.members])}"
+                        f"{label}: unknown key {f'{written}.{name}'!r}; did you mean "
+                        f"'{written}.enabled'?"
                     )
-                # a section that is off is not looked into, so a misspelt switch must not pass for "off"
-                if key.status is Status.NOT_BUILT and isinstance(value, bool) and name != "enabled" and closest(name, ["enabled"]):
-                    raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}; did you mean '{written}.enabled'?")
 
     def _settle(self, mapping: Mapping[str, Any], label: str) -> None:
         for section in ("optimizer", "scheduler"):
             # TRL writes {"type": None} to say that there is none
-            if f"{section}.params" in self.values and "type" not in mapping.get(section, {"type": None}):
-                raise ConfigError(f"{label}: {section} names no type; write {section}: {{type: …, params: {{…}}}} or remove the section")
+            if f"{section}.params" in self.values and "type" not in mapping.get(
+                section, {"type": None}
+            ):
+                raise ConfigError(
+                    f"{label}: {section} names no type; write {section}: {{type: …, params: "
+                    "{…}} or remove the section"
+                )
         if str(self.values.get("fp16.type", "")).startswith("b"):
             self._rename("fp16.enabled", "bf16.enabled")
         self.discard("fp16.type")
         self._translate_former_offload(label)
 
     def _translate_former_offload(self, label: str) -> None:
-        """DeepSpeed's former booleans: a device, and pinned memory for each section that has one."""
+        """DeepSpeed's former booleans: a device, and pinned memory for each section that has
+        one.
+        """
         zero = "zero_optimization"
-        for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            self._move(f"{zero}.{old}", (f"{zero}.{section}.device",), lambda on: "cpu" if on else "none", label)
+        for old, section in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+        ):
+            self._move(
+                f"{zero}.{old}",
+                (f"{zero}.{section}.device",),
+                lambda on: "cpu" if on else "none",
+                label,
+            )
         places = (f"{zero}.offload_optimizer", f"{zero}.offload_param")
-        chosen = [f"{place}.pin_memory" for place in places if self.values.get(f"{place}.device", "none") != "none"]
-        self._move(f"{zero}.cpu_offload_use_pin_memory", chosen or [f"{place}.pin_memory" for place in places], bool, label)
+        chosen = [
+            f"{place}.pin_memory"
+            for place in places
+            if self.values.get(f"{place}.device", "none") != "none"
+        ]
+        self._move(
+            f"{zero}.cpu_offload_use_pin_memory",
+            chosen or [f"{place}.pin_memory" for place in places],
+            bool,
+            label,
+        )
 
-    def _move(self, old: str, targets: Iterable[str], convert: Callable[[Any], Any], label: str) -> None:
-        """Take the value of ``old`` for ``targets``, unless one of them is "auto" or says otherwise."""
+    def _move(
+        self, old: str, targets: Iterable[str], convert: Callable[[Any], Any], label: str
+    ) -> None:
+        """Take the value of ``old`` for ``targets``, unless one of them is "auto" or says
+        otherwise.
+        """
         if old not in self.values and old not in self.autos:
             return
         value, source, auto = self.values.get(old), self.sources[old], old in self.autos
@@ -183,7 +242,8 @@ class Reading:
                 self.autos.add(path)
             elif path in self.values and self.values[path] != convert(value):
                 raise ConfigError(
-                    f"{label}: {old} = {value!r} contradicts {self.sources[path]} = {self.values[path]!r}: both mean {path}; remove one of them"
+                    f"{label}: {old} = {value!r} contradicts {self.sources[path]} = "
+                    f"{self.values[path]!r}: both mean {path}; remove one of them"
                 )
             else:
                 self.values[path] = convert(value)
@@ -199,7 +259,9 @@ class Reading:
             self.sources[new] = self.sources.pop(old)
 
     def forget_autos(self, source: str) -> None:
-        """Let what is still "auto" take its default, except a precision: a model cannot be evaluated in an unknown one."""
+        """Let what is still "auto" take its default, except a precision: a model cannot be
+        evaluated in an unknown one.
+        """
         for path in self.autos - {"fp16.enabled", "bf16.enabled"}:
             self.autos.discard(path)
             self.sources[path] = source
@@ -207,9 +269,13 @@ class Reading:
     def refuse_autos(self) -> None:
         """Raise if a value is still "auto", naming each key and what to write."""
         if self.autos:
-            lines = [f"  {path} ({self.sources[path]}): write {_expected(path)}" for path in sorted(self.autos)]
+            lines = [
+                f"  {path} ({self.sources[path]}): write {_expected(path)}"
+                for path in sorted(self.autos)
+            ]
             raise ConfigError(
-                "these keys are still 'auto', which only Accelerate or the Trainer can fill in, from the arguments and the model:\n"
+                "these keys are still 'auto', which only Accelerate or the Trainer can fill in, "
+                "from the arguments and the model:\n"
                 + "\n".join(lines)
                 + "\nor remove them to take the default"
             )

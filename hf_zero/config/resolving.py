@@ -1,4 +1,6 @@
-"""What a configuration means for a number of ranks: batch sizes that agree, a mesh that divides them, no value left open."""
+"""What a configuration means for a number of ranks: batch sizes that agree, a mesh that divides
+them, no value left open.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
     for path in list(reading.filled):
         reading.discard(path)
     if not training:
-        reading.forget_autos("default: 'auto', which nothing fills in for an engine that only evaluates")
+        reading.forget_autos(
+            "default: 'auto', which nothing fills in for an engine that only evaluates"
+        )
     for settle in (
         reading.refuse_autos,
         partial(_resolve_batch, reading, ranks, require_batch_size),
@@ -41,23 +45,38 @@ def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:
         if micro is None:
             if required:
                 raise ConfigError(
-                    f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write {MICRO}: 8, for instance ({EQUATION})"
+                    f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write "
+                    f"{MICRO}: 8, for instance ({EQUATION})"
                 )
             micro = reading.fill(MICRO, 1, NO_BATCH_SIZE)
         if accumulation is None:
             accumulation = reading.fill(ACCUMULATION, 1, "default")
         known = reading.sources[MICRO] != NO_BATCH_SIZE
-        reading.fill(TOTAL, micro * accumulation * ranks, f"computed: {EQUATION.partition(' = ')[2]}" if known else NO_BATCH_SIZE)
+        reading.fill(
+            TOTAL,
+            micro * accumulation * ranks,
+            f"computed: {EQUATION.partition(' = ')[2]}" if known else NO_BATCH_SIZE,
+        )
     elif micro is None:
         if accumulation is None:
             accumulation = reading.fill(ACCUMULATION, 1, "default")
-        reading.fill(MICRO, _share(reading, ACCUMULATION, accumulation, ranks), f"computed: {TOTAL} / ({ACCUMULATION} × ranks)")
+        reading.fill(
+            MICRO,
+            _share(reading, ACCUMULATION, accumulation, ranks),
+            f"computed: {TOTAL} / ({ACCUMULATION} × ranks)",
+        )
     elif accumulation is None:
-        reading.fill(ACCUMULATION, _share(reading, MICRO, micro, ranks), f"computed: {TOTAL} / ({MICRO} × ranks)")
+        reading.fill(
+            ACCUMULATION,
+            _share(reading, MICRO, micro, ranks),
+            f"computed: {TOTAL} / ({MICRO} × ranks)",
+        )
     elif total != micro * accumulation * ranks:
         raise ConfigError(
-            f"{TOTAL} = {total} ({reading.sources[TOTAL]}) contradicts {MICRO} × {ACCUMULATION} × ranks = {micro} × {accumulation} × {ranks} = "
-            f"{micro * accumulation * ranks} ({reading.sources[MICRO]}; {reading.sources[ACCUMULATION]}): {EQUATION}; change one of them, or "
+            f"{TOTAL} = {total} ({reading.sources[TOTAL]}) contradicts {MICRO} × {ACCUMULATION} × "
+            f"ranks = {micro} × {accumulation} × {ranks} = "
+            f"{micro * accumulation * ranks} ({reading.sources[MICRO]}; "
+            f"{reading.sources[ACCUMULATION]}): {EQUATION}; change one of them, or "
             f"remove {TOTAL}, which is then computed"
         )
 
@@ -66,29 +85,38 @@ def _share(reading: Reading, other: str, factor: int, ranks: int) -> int:
     total = reading.values[TOTAL]
     if total % (factor * ranks):
         raise ConfigError(
-            f"{TOTAL} = {total} ({reading.sources[TOTAL]}) is not a multiple of {other} × ranks = {factor} × {ranks} = {factor * ranks} "
+            f"{TOTAL} = {total} ({reading.sources[TOTAL]}) is not a multiple of {other} × ranks = "
+            f"{factor} × {ranks} = {factor * ranks} "
             f"({reading.sources[other]}): {EQUATION}; change one of them"
         )
     return int(total // (factor * ranks))
 
 
 def _resolve_mesh(reading: Reading, ranks: int) -> None:
-    """MiCS names the size of a shard group, replicate_size their number: one follows from the other."""
+    """MiCS names the size of a shard group, replicate_size their number: one follows from the
+    other.
+    """
     shard, replicas = reading.values.get(MICS, -1), reading.values.get("replicate_size")
     if shard > 0:
         if ranks % shard:
             raise ConfigError(
-                f"{MICS} = {shard} ({reading.sources[MICS]}) does not divide {ranks} ranks into equal groups; choose a divisor"
+                f"{MICS} = {shard} ({reading.sources[MICS]}) does not divide {ranks} ranks into "
+                "equal groups; choose a divisor"
             )
         if replicas not in (None, ranks // shard):
             raise ConfigError(
-                f"replicate_size = {replicas} ({reading.sources['replicate_size']}) contradicts {MICS} = {shard} ({reading.sources[MICS]}): "
-                f"replicate_size = ranks / mics_shard_size = {ranks} / {shard} = {ranks // shard}; remove one of them"
+                f"replicate_size = {replicas} ({reading.sources['replicate_size']}) contradicts "
+                f"{MICS} = {shard} ({reading.sources[MICS]}): "
+                f"replicate_size = ranks / mics_shard_size = {ranks} / {shard} = "
+                f"{ranks // shard}; remove one of them"
             )
-        replicas = reading.fill("replicate_size", ranks // shard, "computed: ranks / mics_shard_size")
+        replicas = reading.fill(
+            "replicate_size", ranks // shard, "computed: ranks / mics_shard_size"
+        )
     if replicas and ranks % replicas:
         raise ConfigError(
-            f"replicate_size = {replicas} ({reading.sources['replicate_size']}) does not divide {ranks} ranks: a shard group has ranks / "
+            f"replicate_size = {replicas} ({reading.sources['replicate_size']}) does not divide "
+            f"{ranks} ranks: a shard group has ranks / "
             "replicate_size members; choose a divisor of the number of ranks"
         )
 
@@ -99,6 +127,8 @@ def _check_storage(reading: Reading, ranks: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if here < ranks:
         raise NotBuiltError(
-            f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {here} of {ranks} ranks on this one, is not provided: the ranks "
-            "of a checkpoint write into one folder; set it to false (Trainer: save_on_each_node=False) and save to a shared file system"
+            f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {here} of "
+            f"{ranks} ranks on this one, is not provided: the ranks "
+            "of a checkpoint write into one folder; set it to false (Trainer: "
+            "save_on_each_node=False) and save to a shared file system"
         )

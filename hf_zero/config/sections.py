@@ -1,4 +1,6 @@
-"""The parts of a ZeroConfig, each a small frozen dataclass; their fields are rows of the table in :mod:`hf_zero.config.keys`."""
+"""The parts of a ZeroConfig, each a small frozen dataclass; their fields are rows of the table
+in :mod:`hf_zero.config.keys`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class ZeroSection:
 
 @dataclass(frozen=True)
 class Fp16Section:
-    """Training in float16 with a loss scale: dynamic when ``loss_scale`` is 0, else that constant."""
+    """Training in float16 with a loss scale: dynamic when ``loss_scale`` is 0, else that
+    constant.
+    """
 
     enabled: bool = False
     auto_cast: bool = False
@@ -64,8 +68,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes on; ``keep``: how many of those that
-    the engine names itself stay in a folder, None: all."""
+    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes
+    on; ``keep``: how many of those that the engine names itself stay in a folder, None: all.
+    """
 
     use_node_local_storage: bool = False
     async_save: bool = False

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Names of ``known`` that resemble ``name``, the likeliest first; dotted names are compared by their last part too."""
+    """Names of ``known`` that resemble ``name``, the likeliest first; dotted names are compared
+    by their last part too.
+    """
     bare = _bare(name)
     scored = []
     for candidate in known:

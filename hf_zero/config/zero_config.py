@@ -1,7 +1,9 @@
-"""ZeroConfig: the strict, frozen configuration of a ZeRO engine, and where each of its values came from.
+"""ZeroConfig: the strict, frozen configuration of a ZeRO engine, and where each of its values came
+from.
 
-One configuration reads three dialects: DeepSpeed's JSON, an Accelerate YAML, and our own keyword arguments. A key is
-acted on, or accepted with the reason why it has no effect, or refused: see :mod:`hf_zero.config.keys`.
+One configuration reads three dialects: DeepSpeed's JSON, an Accelerate YAML, and our own keyword
+arguments. A key is acted on, or accepted with the reason why it has no effect, or refused: see
+:mod:`hf_zero.config.keys`.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 class ZeroConfig:
     """Configuration of a ZeRO engine.
 
-    Batch sizes are None until :meth:`resolve` has seen the number of ranks. ``timeout`` is in seconds, sizes are in
-    elements. Raises :class:`ConfigError` for a key or value that cannot be used, and :class:`NotBuiltError` for one
-    that asks for a feature this version lacks.
+    Batch sizes are None until :meth:`resolve` has seen the number of ranks. ``timeout`` is in
+    seconds, sizes are in elements. Raises :class:`ConfigError` for a key or value that cannot be
+    used, and :class:`NotBuiltError` for one that asks for a feature this version lacks.
     """
 
     stage: int
@@ -123,26 +125,42 @@ class ZeroConfig:
         dataloader_drop_last: bool | None = None,
         **unknown: Any,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown") and value is not None}
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "unknown") and value is not None
+        }
         reading = Reading().read(_as_dialect(given | {"stage": stage}), "keyword")
         code = ZeroConfig.__init__.__code__
         known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
-            hint = "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict" if dialect else did_you_mean(name, known)
+            hint = (
+                "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"
+                if dialect
+                else did_you_mean(name, known)
+            )
             reading.mistakes.append(ConfigError(f"keyword: unknown key {name!r}{hint}"))
         self._fill(reading, None)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, source: str = "config dict", allow_auto: bool = False) -> ZeroConfig:
+    def from_dict(
+        cls, values: Mapping[str, Any], *, source: str = "config dict", allow_auto: bool = False
+    ) -> ZeroConfig:
         """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
 
-        With ``allow_auto`` values may be "auto": they count as their defaults until :meth:`override` sets them, and
-        :meth:`resolve` refuses those that are left.
+        With ``allow_auto`` values may be "auto": they count as their defaults until
+        :meth:`override` sets them, and :meth:`resolve` refuses those that are left.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{source} is {type(values).__name__}, not keys and values; pass a dict")
-        reading = read_accelerate(values, source) if is_accelerate(values) else Reading().read(values, source)
+            raise ConfigError(
+                f"{source} is {type(values).__name__}, not keys and values; pass a dict"
+            )
+        reading = (
+            read_accelerate(values, source)
+            if is_accelerate(values)
+            else Reading().read(values, source)
+        )
         if not allow_auto:
             with reading.mistakes.noted():
                 reading.refuse_autos()
@@ -151,50 +169,71 @@ class ZeroConfig:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, allow_auto: bool = False) -> ZeroConfig:
         """Read a JSON or YAML file in any of the dialects of :meth:`from_dict`."""
-        return cls.from_dict(load_file(path), source=f"config file {os.fspath(path)}", allow_auto=allow_auto)
+        return cls.from_dict(
+            load_file(path), source=f"config file {os.fspath(path)}", allow_auto=allow_auto
+        )
 
     @classmethod
     def coerce(cls, value: Any, *, allow_auto: bool = False) -> ZeroConfig:
-        """Read what a caller may hold: a ZeroConfig, a dict, a path, a JSON string or a preset ("zero0" … "zero3")."""
+        """Read what a caller may hold: a ZeroConfig, a dict, a path, a JSON string or a preset
+        ("zero0" … "zero3").
+        """
         if isinstance(value, ZeroConfig):
             return value
         if isinstance(value, Mapping):
             return cls.from_dict(value, allow_auto=allow_auto)
         if isinstance(value, str) and value in PRESETS:
-            stage = SourcedDict(stage=PRESETS[value]).remember({"stage": (PRESETS[value], f"preset {value}")})
+            stage = SourcedDict(stage=PRESETS[value]).remember(
+                {"stage": (PRESETS[value], f"preset {value}")}
+            )
             return cls._of(Reading().read(stage, f"preset {value}"))
         if isinstance(value, str) and not os.path.exists(value):
             text = load_text(value)
             if text is not None:
                 return cls.from_dict(text, source="config string", allow_auto=allow_auto)
             if os.sep not in value and "." not in value:
-                raise ConfigError(f"{value!r} is no file, no JSON and no preset; pass a path, or one of the presets {', '.join(PRESETS)}")
+                raise ConfigError(
+                    f"{value!r} is no file, no JSON and no preset; pass a path, or one of the "
+                    f"presets {', '.join(PRESETS)}"
+                )
         if isinstance(value, (str, os.PathLike)):
             return cls.from_file(value, allow_auto=allow_auto)
         raise ConfigError(
-            f"a configuration cannot be a {type(value).__name__}; pass a ZeroConfig, a dict, a path, a JSON string or one of the presets "
+            f"a configuration cannot be a {type(value).__name__}; pass a ZeroConfig, a dict, a "
+            "path, a JSON string or one of the presets "
             f"{', '.join(PRESETS)}"
         )
 
     def override(self, values: Mapping[str, Any], source: str) -> ZeroConfig:
-        """This configuration with ``values``, keys of the dialect, in place of its own; ``source`` says who set them."""
+        """This configuration with ``values``, keys of the dialect, in place of its own;
+        ``source`` says who set them.
+        """
         return self._of(self._copy().read(values, source), self.world_size)
 
-    def resolve(self, world_size: int, *, require_batch_size: bool = False, training: bool = True) -> ZeroConfig:
-        """The configuration for ``world_size`` ranks: batch sizes are integers that agree, and nothing is "auto".
+    def resolve(
+        self, world_size: int, *, require_batch_size: bool = False, training: bool = True
+    ) -> ZeroConfig:
+        """The configuration for ``world_size`` ranks: batch sizes are integers that agree, and
+        nothing is "auto".
 
-        Without any batch size a micro-batch counts as 1 sample, since a loop that brings its own batches needs none;
-        ``require_batch_size`` makes that an error. An engine without an optimizer (``training`` false: TRL's reference
-        models) may be given a configuration that the Trainer has not finished: what is "auto" there takes its default.
+        Without any batch size a micro-batch counts as 1 sample, since a loop that brings its own
+        batches needs none; ``require_batch_size`` makes that an error. An engine without an
+        optimizer (``training`` false: TRL's reference models) may be given a configuration that the
+        Trainer has not finished: what is "auto" there takes its default.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(f"world_size = {world_size!r} is not a number of ranks; pass an integer of at least 1")
+            raise ConfigError(
+                f"world_size = {world_size!r} is not a number of ranks; pass an "
+                "integer of at least 1"
+            )
         reading = self._copy()
         resolving.resolve(reading, world_size, require_batch_size, training)
         return self._of(reading, world_size)
 
     def on_device(self, device: str) -> ZeroConfig:
-        """This configuration with what ``kernels: auto`` means on ``device``, a key of ``hf_zero.config.kernels.AUTO``."""
+        """This configuration with what ``kernels: auto`` means on ``device``, a key of
+        ``hf_zero.config.kernels.AUTO``.
+        """
         if self.kernels != "auto":
             return self
         reading = self._copy()
@@ -203,7 +242,9 @@ class ZeroConfig:
         return self._of(reading, self.world_size)
 
     def uses(self, kernel: str) -> bool:
-        """Whether the fused kernel of this name is on; "auto" is settled by :meth:`on_device` first."""
+        """Whether the fused kernel of this name is on; "auto" is settled by :meth:`on_device`
+        first.
+        """
         return self.kernels != "off" and kernel in self.kernels
 
     @property
@@ -218,19 +259,24 @@ class ZeroConfig:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each value came from, by its key in the dialect: "default", "keyword", a file and key, or "computed: …"."""
+        """Where each value came from, by its key in the dialect: "default", "keyword", a file
+        and key, or "computed: …".
+        """
         return explaining.sources(self._reading)
 
     def to_dict(self, unset: Unset = "omit") -> SourcedDict:
-        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`, which finds the sources again.
+        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`, which
+        finds the sources again.
 
-        Keys that nobody set are left out, so that Accelerate and the Trainer can bring their own, or written with
-        their "default".
+        Keys that nobody set are left out, so that Accelerate and the Trainer can bring their own,
+        or written with their "default".
         """
         return explaining.as_dialect(self._reading, unset)
 
     def explain(self) -> list[ExplainRow]:
-        """A row (key, value, source, note) for every key that acts and for every other key that was written."""
+        """A row (key, value, source, note) for every key that acts and for every other key that
+        was written.
+        """
         return explaining.explain(self._reading)
 
     def describe(self) -> str:
@@ -238,7 +284,9 @@ class ZeroConfig:
         return explaining.as_text(self.explain())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A top-level value in DeepSpeed's dialect, as the Hugging Face libraries ask an engine's config for it."""
+        """A top-level value in DeepSpeed's dialect, as the Hugging Face libraries ask an
+        engine's config for it.
+        """
         return self.to_dict("default").get(key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -264,9 +312,13 @@ class ZeroConfig:
         activations.settle(reading)
         _check(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
-        values: dict[str, Any] = {key.field: reading.values.get(path, key.default) for path, key in table if key.field}
+        values: dict[str, Any] = {
+            key.field: reading.values.get(path, key.default) for path, key in table if key.field
+        }
         for name, section in SECTIONS.items():
-            values[name] = section(**{item.name: values[f"{name}.{item.name}"] for item in fields(section)})
+            values[name] = section(
+                **{item.name: values[f"{name}.{item.name}"] for item in fields(section)}
+            )
         for name, named in NAMED.items():
             kind, params = values[f"{name}.type"], values[f"{name}.params"]
             values[name] = None if kind is None else named(kind, dict(params or {}))
@@ -276,12 +328,15 @@ class ZeroConfig:
 
 
 def _check(reading: Reading) -> None:
-    """Raise for all that is wrong with ``reading``, what was met while it was read and what its values contradict, at once."""
+    """Raise for all that is wrong with ``reading``, what was met while it was read and what its
+    values contradict, at once.
+    """
     values, sources, mistakes = reading.values, reading.sources, reading.mistakes
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
         mistakes.append(
             ConfigError(
-                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled ({sources['bf16.enabled']}) are both true, but a model trains in "
+                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled "
+                f"({sources['bf16.enabled']}) are both true, but a model trains in "
                 "one precision; set one of them to false"
             )
         )
@@ -289,7 +344,8 @@ def _check(reading: Reading) -> None:
     if norm and values.get("optimizer.type"):
         mistakes.append(
             ConfigError(
-                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no argument of an optimizer; "
+                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
+                "argument of an optimizer; "
                 f"write gradient_clipping: {norm!r}"
             )
         )
@@ -299,11 +355,17 @@ def _check(reading: Reading) -> None:
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as a mapping of the dialect: what sections hold beside their defaults, and ``True`` for a precision."""
+    """Keyword arguments as a mapping of the dialect: what sections hold beside their defaults,
+    and ``True`` for a precision.
+    """
     mapping: dict[str, Any] = {}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
-            value = {item.name: given for item in fields(value) if (given := getattr(value, item.name)) != item.default}
+            value = {
+                item.name: given
+                for item in fields(value)
+                if (given := getattr(value, item.name)) != item.default
+            }
         if name in ("fp16", "bf16") and isinstance(value, bool):
             value = {"enabled": value}
         mapping["zero_optimization" if name == "zero" else name] = value

@@ -1,4 +1,6 @@
-"""What becomes of activations under an engine: blocks that recompute them, and saved tensors that wait in host memory."""
+"""What becomes of activations under an engine: blocks that recompute them, and saved tensors
+that wait in host memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from hf_zero.ops.host_memory import HostArena
 
 
 def transfers_of(device: torch.device) -> Transfers | None:
-    """How activations leave ``device``; None where it is the host, which has them in its memory already."""
+    """How activations leave ``device``; None where it is the host, which has them in its memory
+    already.
+    """
     return None if kinds.is_host(device) else Streams(device)
 
 
@@ -41,15 +45,28 @@ class Activations:
     """Of ``model``, as the configuration says. :meth:`remove` takes everything off again."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], config: ZeroConfig, flats: Sequence[Flat], device: torch.device, tells: bool
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        config: ZeroConfig,
+        flats: Sequence[Flat],
+        device: torch.device,
+        tells: bool,
     ):
-        """``blocks`` are those to be checkpointed (:func:`hf_zero.core.recompute.blocks_to_checkpoint`); ``tells`` logs."""
+        """``blocks`` are those to be checkpointed
+        (:func:`hf_zero.core.recompute.blocks_to_checkpoint`); ``tells`` logs.
+        """
         self._model = weakref.ref(model)
         self._flats = flats
-        self._always, self._with_checkpoints = config.activation_offload.enabled, config.activation_checkpointing.cpu_checkpointing
+        self._always, self._with_checkpoints = (
+            config.activation_offload.enabled,
+            config.activation_checkpointing.cpu_checkpointing,
+        )
         self._tells = tells
         self._removable: list[Any] = []
-        self.checkpoints = Checkpoints(model, blocks, config.activation_checkpointing, device, tells)
+        self.checkpoints = Checkpoints(
+            model, blocks, config.activation_checkpointing, device, tells
+        )
         self.offload: Offload | None = None
         if self._always or self._with_checkpoints:
             self.offload = offload_of(device, config.activation_offload)
@@ -64,9 +81,17 @@ class Activations:
         if self.offload is not None:
             blocks_of_model = repeated_blocks(model)
             for _, block in blocks_of_model:
-                self._removable.append(block.register_forward_pre_hook(Attached(partial(_begin_block, self.offload)), prepend=True))
+                self._removable.append(
+                    block.register_forward_pre_hook(
+                        Attached(partial(_begin_block, self.offload)), prepend=True
+                    )
+                )
             for _, last in blocks_of_model[-1:]:
-                self._removable.append(last.register_forward_pre_hook(Attached(partial(_keep, self.offload)), prepend=True))
+                self._removable.append(
+                    last.register_forward_pre_hook(
+                        Attached(partial(_keep, self.offload)), prepend=True
+                    )
+                )
 
     def _stays(self) -> set[int]:
         """The storages of parameters and buffers."""
@@ -80,12 +105,14 @@ class Activations:
         self.checkpoints.look()
         if self.offload is None or not torch.is_grad_enabled():
             return
-        self.offload.end()  # of a forward that KeyboardInterrupt has ended, which passes by the hook on leaving
+        # of a forward that KeyboardInterrupt has ended, which passes by the hook on leaving
+        self.offload.end()
         if not self._always and not self.checkpoints.on:
             if self._tells:
                 self._tells = False
                 logger.warning(
-                    "activation_checkpointing.cpu_checkpointing has nothing to move: no block is checkpointed; set activation_checkpointing.blocks, "
+                    "activation_checkpointing.cpu_checkpointing has nothing to move: no block is "
+                    "checkpointed; set activation_checkpointing.blocks, "
                     "or gradient_checkpointing of the Trainer"
                 )
             return

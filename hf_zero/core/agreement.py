@@ -1,12 +1,15 @@
-"""How ranks agree on a gather that no recorded order holds, through the key-value store of the process group.
+"""How ranks agree on a gather that no recorded order holds, through the key-value store of the
+process group.
 
 [Note: departures]
-While an order is recorded, every rank asks before every gather (:meth:`Agreement.settle`), and all of them issue what was
-agreed. Later a rank may need a unit that the order does not hold while the others go on by theirs. It must not issue a
-collective that nobody joins: it fetches the others' chunks through the store, from a thread that each rank keeps for
-that (:meth:`Agreement.fetch`). That is slow and right. Hosts may be steps apart, so each answers with the step it is at;
-the orders are recorded anew after the latest of them. A rank that is told to stop lets the others know in the same way,
-and all stop after that step; so does rank 0 whose save beside the training has failed, and all raise after that step.
+While an order is recorded, every rank asks before every gather (:meth:`Agreement.settle`), and all
+of them issue what was agreed. Later a rank may need a unit that the order does not hold while the
+others go on by theirs. It must not issue a collective that nobody joins: it fetches the others'
+chunks through the store, from a thread that each rank keeps for that (:meth:`Agreement.fetch`).
+That is slow and right. Hosts may be steps apart, so each answers with the step it is at; the orders
+are recorded anew after the latest of them. A rank that is told to stop lets the others know in the
+same way, and all stop after that step; so does rank 0 whose save beside the training has failed,
+and all raise after that step.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05
 FIRST_PAUSE = 0.0002
 SLICE_SECONDS = 1.0  # between looks at who is gone
-IDLE_SECONDS = 1.0  # between looks where nothing has been asked for a while: many ranks look at one store
+# between looks where nothing has been asked for a while: many ranks look at one store
+IDLE_SECONDS = 1.0
 WARN_SECONDS = 60.0
 ENDED = "destroyed its engine or ended"
 STOP = -1  # in place of a unit: nothing is fetched
@@ -37,9 +41,20 @@ Wish = tuple[int, int]
 
 
 class Agreement:
-    """One rank's side of the agreements of one engine. ``store`` is a torch.distributed store that all its ranks share."""
+    """One rank's side of the agreements of one engine.
 
-    def __init__(self, store: Any, rank: int, world: int, timeout: float, watch: Watch | None = None, lane: Lane | None = None):
+    ``store`` is a torch.distributed store that all its ranks share.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        timeout: float,
+        watch: Watch | None = None,
+        lane: Lane | None = None,
+    ):
         self._store = store
         self._watch = watch or Watch(enabled=False)
         self._lane = lane or Lane("agreements", range(world), timeout, native=False)
@@ -49,7 +64,8 @@ class Agreement:
         self._sequence = 0
         self.all_launched = 0  # reductions that every rank had launched at the last agreement
         self._step = 0
-        self._heard: set[int] = set()  # fetches of other ranks, as long as this one has not learned when to record anew
+        # fetches of other ranks, as long as this one has not learned when to record anew
+        self._heard: set[int] = set()
         self._renewals: set[int] = set()  # steps at whose end orders are recorded anew
         self._stops: set[int] = set()  # steps at whose end all ranks stop
         self._asked = False  # this rank was told to stop and has not told the others
@@ -63,24 +79,34 @@ class Agreement:
         self._shards = threading.RLock()
         self.epoch = 0  # changes of shards so far
 
-    def settle(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
-        """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest one.
+    def settle(
+        self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0
+    ) -> Wish:
+        """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest
+        one.
 
-        ``launched`` is how many reductions this rank has launched; the least of all ranks is in :attr:`all_launched` then.
-        Ranks in different passes (``where``) can never meet; that raises RankMismatchError on all of them. A rank that
-        does not come is named in a warning every minute and in the error at the timeout.
+        ``launched`` is how many reductions this rank has launched; the least of all ranks is in
+        :attr:`all_launched` then. Ranks in different passes (``where``) can never meet; that raises
+        RankMismatchError on all of them. A rank that does not come is named in a warning every
+        minute and in the error at the timeout.
         """
         step, self._sequence = self._sequence, self._sequence + 1
         what = f"join the {name(wish)} in {where}"
-        wait = self._lane.issue("agreement on the next gather")._replace(what=f"all ranks to {what}", warns=True)
+        wait = self._lane.issue("agreement on the next gather")._replace(
+            what=f"all ranks to {what}", warns=True
+        )
         store = self._store
         store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}")
         if store.add(f"{step}/n", 1) == self._world:
             entries = [store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
             split = [entry.rsplit("|", 3) for entry in entries]
             if len({place for place, *_ in split}) > 1:
-                told = [f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit, _ in split]
-                verdict = "!" + "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(told))
+                told = [
+                    f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit, _ in split
+                ]
+                verdict = "!" + "; ".join(
+                    f"rank {rank}: {entry}" for rank, entry in enumerate(told)
+                )
             else:
                 kind, unit = max((int(kind), int(unit)) for _, kind, unit, _ in split)
                 verdict = f"{kind}|{unit}|{min(int(count) for *_, count in split)}"
@@ -88,18 +114,25 @@ class Agreement:
             if step:  # everybody has been here, so everybody has read the verdict before
                 for key in ("n", "go", *range(self._world)):
                     store.delete_key(f"{step - 1}/{key}")
-        self._await(f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, what, wait)
+        self._await(
+            f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, what, wait
+        )
         verdict = store.get(f"{step}/go").decode()
         if verdict.startswith("!"):
             raise RankMismatchError(
-                f"ranks ask for different collectives ({verdict[1:]}). Every rank must run the same parts of the model in the same order; "
+                f"ranks ask for different collectives ({verdict[1:]}). Every rank must run the "
+                "same parts of the model in the same order; "
                 "look for a forward, backward or state_dict that only some ranks call"
             )
         kind, unit, self.all_launched = map(int, verdict.split("|"))
         return kind, unit
 
-    def _await(self, key: str, arrivals: Mapping[int, str], what: str, wait: Wait | None = None) -> None:
-        """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks are."""
+    def _await(
+        self, key: str, arrivals: Mapping[int, str], what: str, wait: Wait | None = None
+    ) -> None:
+        """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks
+        are.
+        """
         wait = wait or Wait(f"ranks to {what}", warns=True)
         try:
             with self._watch.over(wait):
@@ -124,18 +157,34 @@ class Agreement:
             time.sleep(pause)
             pause = min(1.2 * pause, POLL_SECONDS)
 
-    def _look_who_is_missing(self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float) -> float:
-        """Raise if ``key`` will never be there, warn each minute; returns the seconds of the next warning."""
+    def _look_who_is_missing(
+        self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float
+    ) -> float:
+        """Raise if ``key`` will never be there, warn each minute; returns the seconds of the
+        next warning.
+        """
         missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
-        gone = {rank: self._closed_because(rank) for rank in missing if self._store.check([f"closed/{rank}"])}
+        gone = {
+            rank: self._closed_because(rank)
+            for rank in missing
+            if self._store.check([f"closed/{rank}"])
+        }
         if gone and not self._store.check([key]):
             raise RankMismatchError(
-                f"rank {self._rank} needs all ranks to {what}, but {'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
-                "every rank must run the same number of forwards, and destroy or end after the last one"
+                f"rank {self._rank} needs all ranks to {what}, but "
+                f"{'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
+                "every rank must run the same number of forwards, and destroy or "
+                "end after the last one"
             )
-        text = f"rank {self._rank} has waited {waited:.0f} s for ranks {', '.join(map(str, missing))} to {what}"
+        text = (
+            f"rank {self._rank} has waited {waited:.0f} s for ranks "
+            f"{', '.join(map(str, missing))} to {what}"
+        )
         if waited >= self._timeout:
-            raise RankMismatchError(f"{text}; they never came. Do all ranks call the model, state_dict and save together?")
+            raise RankMismatchError(
+                f"{text}; they never came. Do all ranks call the model, "
+                "state_dict and save together?"
+            )
         if waited < warned:
             return warned
         logger.warning(text)
@@ -145,9 +194,12 @@ class Agreement:
         return str(self._store.get(f"closed/{rank}").decode())
 
     def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
-        """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they need not be waiting for it."""
+        """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
+        need not be waiting for it.
+        """
         logger.warning(
-            "%s is needed here outside the recorded order of gathers: fetched through the store, which is slow. "
+            "%s is needed here outside the recorded order of gathers: fetched through the "
+            "store, which is slow. "
             "It is recorded anew after the next step", label,
         )  # fmt: skip
         number, step = self._tell(unit, self.epoch, peers, f"serve {label}")
@@ -163,7 +215,9 @@ class Agreement:
         return got
 
     def _tell(self, unit: int, epoch: int, peers: Sequence[int], what: str) -> tuple[int, int]:
-        """Let every rank know of a request; returns its number and the step at whose end all act on it."""
+        """Let every rank know of a request; returns its number and the step at whose end all act
+        on it.
+        """
         number = self._store.add("fetch/n", 1)
         self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, unit, epoch, *peers))))
         steps = [self._step]
@@ -171,33 +225,47 @@ class Agreement:
             for rank in range(self._world):
                 if rank == self._rank:
                     continue
-                key = f"fetch/{number}/ack/{rank}"  # also of those that serve nothing: all must know of it
+                # also of those that serve nothing: all must know of it
+                key = f"fetch/{number}/ack/{rank}"
                 self._await(key, {rank: key}, what)
                 answer = self._store.get(key).decode()
                 self._store.delete_key(key)
                 if answer.startswith("!"):
-                    raise RankMismatchError(f"rank {rank} could not {what}: {answer[1:]}; its log says where")
+                    raise RankMismatchError(
+                        f"rank {rank} could not {what}: {answer[1:]}; its log says where"
+                    )
                 steps.append(int(answer))
         except RankMismatchError as error:
-            self._store.set(f"fetch/{number}/renew", f"!rank {self._rank} could not make the others {what}: {error}")
+            self._store.set(
+                f"fetch/{number}/renew",
+                f"!rank {self._rank} could not make the others {what}: {error}",
+            )
             raise
-        # No rank is past the latest of these steps, and none passes the one it is at before it has read this.
+        # No rank is past the latest of these steps, and none passes the one it is at before it has
+        # read this.
         self._store.set(f"fetch/{number}/renew", str(max(steps)))
         return number, max(steps)
 
     def ask_to_stop(self) -> None:
-        """Tell the other ranks, at the end of this rank's step, that all are to stop; signal handlers may call it."""
+        """Tell the other ranks, at the end of this rank's step, that all are to stop; signal
+        handlers may call it.
+        """
         self._asked = True
 
     def tell_all(self, event: int) -> None:
-        """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after the same step, one of the next."""
+        """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after
+        the same step, one of the next.
+        """
         if event not in self._due:
             self._news.add(event)
 
-    def serve(self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None) -> None:
+    def serve(
+        self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None
+    ) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own.
 
-        ``read(unit, epoch)`` gives this rank's chunk as it is after ``epoch`` writes; ``begin`` is the first that the thread calls.
+        ``read(unit, epoch)`` gives this rank's chunk as it is after ``epoch`` writes; ``begin`` is
+        the first that the thread calls.
         """
         if self._thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
@@ -218,19 +286,23 @@ class Agreement:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around every change of shards, which all ranks make in the same order: nobody is served in the middle of it."""
+        """Around every change of shards, which all ranks make in the same order: nobody is
+        served in the middle of it.
+        """
         with self._shards:
             yield
             self.epoch += 1
 
     def departed(self) -> bool:
-        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all ranks, as are :attr:`stopped`
-        and :attr:`events`.
+        """At the end of a step: whether the orders are to be recorded anew after it. Alike on all
+        ranks, as are :attr:`stopped` and :attr:`events`.
 
-        A rank that has heard of a request learns here from which step on, before that step is over for it.
+        A rank that has heard of a request learns here from which step on, before that step is over
+        for it.
         """
         if self._asked and not self._stops and not self.stopped:
-            # Not at once: a rank that waits here for the answer may be one that the step of this rank still needs.
+            # Not at once: a rank that waits here for the answer may be one that the step of this
+            # rank still needs.
             self._stops.add(self._tell(STOP, 0, (), "hear that the job is to stop")[1])
         while self._news:
             event = self._news.pop()
@@ -244,7 +316,11 @@ class Agreement:
             for number in heard:
                 key = f"fetch/{number}/renew"
                 asking, unit = map(int, self._store.get(f"fetch/{number}").decode().split("|")[:2])
-                wanted = "say from when on orders are recorded anew" if unit >= 0 else "say after which step all stop or hear of a save"
+                wanted = (
+                    "say from when on orders are recorded anew"
+                    if unit >= 0
+                    else "say after which step all stop or hear of a save"
+                )
                 self._await(key, {asking: key}, wanted)
                 answer = self._store.get(key).decode()
                 if answer.startswith("!"):
@@ -273,7 +349,9 @@ _ending = threading.Event()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the process: end them before."""
+    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
+    process: end them before.
+    """
     _ending.set()
     for thread in list(_threads):
         thread.join(JOIN_SECONDS)
@@ -286,7 +364,13 @@ def _say_closed(store: Any, rank: int, why: str = ENDED) -> None:
         pass  # the store is gone: nobody can ask
 
 
-def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any], begin: Callable[[], None]) -> None:
+def _serve(
+    owner: weakref.ref[Agreement],
+    store: Any,
+    rank: int,
+    read: weakref.WeakMethod[Any],
+    begin: Callable[[], None],
+) -> None:
     try:
         begin()
         _serve_until_closed(owner, store, rank, read)
@@ -296,9 +380,12 @@ def _serve(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.W
             _say_closed(store, rank)
 
 
-def _serve_until_closed(owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]) -> None:
+def _serve_until_closed(
+    owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]
+) -> None:
     number, pause = 1, POLL_SECONDS
-    waiting: list[tuple[int, list[int]]] = []  # requests from ranks that are ahead: this rank is still writing what they ask for
+    # requests from ranks that are ahead: this rank is still writing what they ask for
+    waiting: list[tuple[int, list[int]]] = []
     while not _ending.is_set():
         agreement, reader = owner(), read()
         if agreement is None or reader is None or agreement._closed:
@@ -306,7 +393,9 @@ def _serve_until_closed(owner: weakref.ref[Agreement], store: Any, rank: int, re
         try:
             found = store.check([f"fetch/{number}"])
             if found:
-                waiting.append((number, list(map(int, store.get(f"fetch/{number}").decode().split("|")))))
+                waiting.append(
+                    (number, list(map(int, store.get(f"fetch/{number}").decode().split("|"))))
+                )
                 number += 1
             ready = [entry for entry in waiting if entry[1][2] <= agreement.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
@@ -322,7 +411,13 @@ def _serve_until_closed(owner: weakref.ref[Agreement], store: Any, rank: int, re
 
 
 def _answer(
-    agreement: Agreement, store: Any, number: int, unit: int, epoch: int, peers: Sequence[int], read: Callable[[int, int], bytes]
+    agreement: Agreement,
+    store: Any,
+    number: int,
+    unit: int,
+    epoch: int,
+    peers: Sequence[int],
+    read: Callable[[int, int], bytes],
 ) -> None:
     rank = agreement._rank
     at = agreement._hear(number)

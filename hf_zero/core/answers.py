@@ -1,4 +1,6 @@
-"""What an engine answers about itself, in the field's names: sizes, rates, precision, progress, bytes."""
+"""What an engine answers about itself, in the field's names: sizes, rates, precision, progress,
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class Answers:
         return float(self.config.gradient_clipping or 0.0)
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the first step.
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the
+        first step.
 
         The host waits for the device: :meth:`grad_norm_tensor` does not.
         """
@@ -68,10 +71,18 @@ class Answers:
 
     def grad_norm_tensor(self) -> torch.Tensor:
         """The same as a 0-dim tensor on the device, which later steps leave as it is."""
-        return torch.zeros((), dtype=torch.float64, device=self.device) if self._norm is None else self._norm
+        return (
+            torch.zeros((), dtype=torch.float64, device=self.device)
+            if self._norm is None
+            else self._norm
+        )
 
     def get_lr(self) -> list[float]:
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        return (
+            []
+            if self.optimizer is None
+            else [float(group["lr"]) for group in self.optimizer.param_groups]
+        )
 
     def get_mom(self) -> list[Any]:
         """Each group's momentum or betas, whichever its optimizer has; None for neither."""
@@ -79,7 +90,9 @@ class Answers:
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() changed the weights: False between boundaries and after an overflow."""
+        """Whether the last step() changed the weights: False between boundaries and after an
+        overflow.
+        """
         return self._applied
 
     def loss_scale(self) -> float:
@@ -127,16 +140,24 @@ class Answers:
         return self.counters.skipped_steps
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of state on this rank now, wherever they live: parameters (gathered ones excluded at stage 3), gradients, optimizer."""
+        """Bytes of state on this rank now, wherever they live: parameters (gathered ones
+        excluded at stage 3), gradients, optimizer.
+        """
         held = self._held()
         return {
-            kind: sum(nbytes for (each, _), nbytes in held.items() if each == kind) for kind in ("parameters", "gradients", "optimizer")
+            kind: sum(nbytes for (each, _), nbytes in held.items() if each == kind)
+            for kind in ("parameters", "gradients", "optimizer")
         }
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the buffers between it and files) and ``disk``."""
+        """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the
+        buffers between it and files) and ``disk``.
+        """
         held = self._held()
-        tiers = {tier: sum(nbytes for (_, each), nbytes in held.items() if each == tier) for tier in ("device", "ram", "disk")}
+        tiers = {
+            tier: sum(nbytes for (_, each), nbytes in held.items() if each == tier)
+            for tier in ("device", "ram", "disk")
+        }
         tiers["ram"] += sum(self._placement.held().values())
         return tiers
 

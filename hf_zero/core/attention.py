@@ -1,8 +1,9 @@
 """Which kernels ``scaled_dot_product_attention`` tries first.
 
-torch asks its backends in one order for the whole process and takes the first that can do the call; a compiled graph keeps the one
-found when it was traced, and a backward uses what its forward chose. The order is changed, and nothing is switched off, so that a
-call which the wished backend cannot do (flash attention with a mask, say) goes to the next.
+torch asks its backends in one order for the whole process and takes the first that can do the call;
+a compiled graph keeps the one found when it was traced, and a backward uses what its forward chose.
+The order is changed, and nothing is switched off, so that a call which the wished backend cannot do
+(flash attention with a mask, say) goes to the next.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ _BACKENDS = {
 }
 
 MEASURED: dict[tuple[int, int], str] = {}
-"""The faster of flash and cuDNN in a training step, by the GPU's compute capability: what the row "attention: cuDNN over flash" of
-scripts/gpu has shown. A GPU that is not here has not been measured, and keeps torch's own order."""
+"""The faster of flash and cuDNN in a training step, by the GPU's compute capability: what the row
+"attention: cuDNN over flash" of scripts/gpu has shown. A GPU that is not here has not been
+measured, and keeps torch's own order.
+"""
 
 
 def chosen(backend: str, device: torch.device) -> str:
-    """``backend``, or for "auto" what was measured on GPUs such as ``device``; "auto" again where nothing was."""
+    """``backend``, or for "auto" what was measured on GPUs such as ``device``; "auto" again
+    where nothing was.
+    """
     if backend != "auto" or not MEASURED or not kinds.is_nvidia(device):
         return backend
     properties = kinds.properties(device)
@@ -34,7 +39,9 @@ def chosen(backend: str, device: torch.device) -> str:
 
 
 class AttentionOrder:
-    """A backend put first, until :meth:`give_back`; "auto" is what was measured, else torch's own order."""
+    """A backend put first, until :meth:`give_back`; "auto" is what was measured, else torch's
+    own order.
+    """
 
     def __init__(self, backend: str, device: torch.device):
         self._before: list[int] = []

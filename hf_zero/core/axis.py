@@ -1,15 +1,17 @@
 """The collectives of one mesh axis. With comm.py the only file that calls torch.distributed.
 
-What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend sends for them. On
-gloo, point-to-point exchange is faster than its reduce_scatter and overlaps better than its all_gather; elsewhere the
-backend's own collectives are used.
+What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend
+sends for them. On gloo, point-to-point exchange is faster than its reduce_scatter and overlaps
+better than its all_gather; elsewhere the backend's own collectives are used.
 
 [Note: mismatches]
-gloo aborts the process on a message longer than expected and takes a shorter one in silence. So every point-to-point
-message carries the number, name and size of its collective in its tag: what differs does not meet, both ranks wait, and
-the watch proves why. gloo's own collectives are agreed on by such messages first (:func:`meet`), but for two kinds. Sums
-of a few numbers all have one size, and a code that shows whether they are the same. The reductions of gradients have a
-fixed order; where a pass broke on some ranks, they compare numbers before the next one (resume.py); at stage 0 a mark in each step tells how many there were.
+gloo aborts the process on a message longer than expected and takes a shorter one in silence. So
+every point-to-point message carries the number, name and size of its collective in its tag: what
+differs does not meet, both ranks wait, and the watch proves why. gloo's own collectives are agreed
+on by such messages first (:func:`meet`), but for two kinds. Sums of a few numbers all have one
+size, and a code that shows whether they are the same. The reductions of gradients have a fixed
+order; where a pass broke on some ranks, they compare numbers before the next one (resume.py); at
+stage 0 a mark in each step tells how many there were.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
 SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
 BREAK_TAG = 0x7FFFFFFF
-BLOCKING = ("gloo", "threaded", "fake")  # backends whose works are completed when a wait for them returns
+# backends whose works are completed when a wait for them returns
+BLOCKING = ("gloo", "threaded", "fake")
 
 
 def break_off(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
@@ -51,7 +54,9 @@ def break_off(group: Any, backend: str, size: int, rank: int, device: torch.devi
 
 @dataclass
 class Ledger:
-    """Logical collectives issued by this rank: numbers and bytes by operation, and their order when ``record`` is set."""
+    """Logical collectives issued by this rank: numbers and bytes by operation, and their order
+    when ``record`` is set.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -78,7 +83,9 @@ class Handle:
         finish: Callable[[], None] | None = None,
         follows: torch.device | None = None,
     ):
-        """``follows``: the device on which only streams may wait for the works: waiting returns before they are completed."""
+        """``follows``: the device on which only streams may wait for the works: waiting returns
+        before they are completed.
+        """
         self._works = list(works)
         self._watch = watch
         self._wait = wait
@@ -101,12 +108,16 @@ class Handle:
         if self._follows is not None:
             # The works keep tensors alive; an event in the stream that waits for them does not.
             event = streams.record_here(self._follows)
-            self._watch.follow(self._wait, partial(_are_completed, works) if event is None else event.query)
+            self._watch.follow(
+                self._wait, partial(_are_completed, works) if event is None else event.query
+            )
         if self._finish is not None:
             self._finish()
 
     def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out`` sets the precision of the sum."""
+        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out``
+        sets the precision of the sum.
+        """
         self.wait()
         first, *rest = self._parts
         if accumulate:
@@ -149,7 +160,9 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Axis:
-    """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state with this one."""
+    """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state
+    with this one.
+    """
 
     def __init__(
         self,
@@ -168,7 +181,8 @@ class Axis:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self._group = group
-        # Reductions have a communicator of their own: their order and the order of gathers then need not interleave alike.
+        # Reductions have a communicator of their own: their order and the order of gathers then
+        # need not interleave alike.
         self._reduce_group = second
         self._point_to_point = backend == "gloo"
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
@@ -182,7 +196,9 @@ class Axis:
             off = partial(break_off, each, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
             lane = Lane(title, self.ranks, timeout, off, native=self._follows is None)
-            lanes.append(lane if watch.presence is None or each is None else watch.presence.lane(lane))
+            lanes.append(
+                lane if watch.presence is None or each is None else watch.presence.lane(lane)
+            )
         self.gathers, self.reductions = lanes
 
     @property
@@ -201,14 +217,24 @@ class Axis:
             raise self._watch.explain(wait, error) from error
 
     def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str) -> Handle:
-        """Gather each ``(full, chunk)``: [size * n] from everybody's [n]. The pairs travel as one logical message."""
+        """Gather each ``(full, chunk)``: [size * n] from everybody's [n].
+
+        The pairs travel as one logical message.
+        """
         size = sum(full.nbytes for full, _ in pairs)
         wait = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         if self.size > 1:
             self._ledger.note("all_gather", key, size)
-        return Handle(self._start(wait, lambda: self._send_gather(pairs, wait)), self._watch, wait, follows=self._follows)
+        return Handle(
+            self._start(wait, lambda: self._send_gather(pairs, wait)),
+            self._watch,
+            wait,
+            follows=self._follows,
+        )
 
-    def _send_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wait: Wait) -> list[Any]:
+    def _send_gather(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wait: Wait
+    ) -> list[Any]:
         works: list[Any] = []
         for full, chunk in pairs:
             own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
@@ -223,13 +249,19 @@ class Axis:
                 works.append(_all_gather_into(full, own, self._group))
         return works
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int) -> list[Any]:
+    def _exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
+    ) -> list[Any]:
         """``sent[peer]`` to each peer, and what it sends into ``received[peer]``."""
         works = [dist.irecv(received[peer], self.ranks[peer], group, tag) for peer in self._peers()]
-        return works + [dist.isend(sent[peer], self.ranks[peer], group, tag) for peer in self._peers()]
+        return works + [
+            dist.isend(sent[peer], self.ranks[peer], group, tag) for peer in self._peers()
+        ]
 
     def reduce_scatter(self, full: torch.Tensor, key: str) -> Handle:
-        """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into its destination."""
+        """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into
+        its destination.
+        """
         n = full.numel() // self.size
         own = full.narrow(0, self.rank * n, n)
         wait = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
@@ -239,16 +271,30 @@ class Axis:
         if self._point_to_point and full.device.type == "cpu":
             buffers = {peer: self._borrow(n, full.dtype, full.device) for peer in self._peers()}
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
-            into = [buffers[peer].view(torch.uint8) if peer in buffers else own for peer in range(self.size)]
-            works = self._start(wait, lambda: self._exchange(raw, into, self._reduce_group, wait.tag))
+            into = [
+                buffers[peer].view(torch.uint8) if peer in buffers else own
+                for peer in range(self.size)
+            ]
+            works = self._start(
+                wait, lambda: self._exchange(raw, into, self._reduce_group, wait.tag)
+            )
             received = list(buffers.values())
-            return Handle(works, self._watch, wait, [own, *received], lambda: self._give_back(received))
+            return Handle(
+                works, self._watch, wait, [own, *received], lambda: self._give_back(received)
+            )
         out = self._borrow(n, full.dtype, full.device)
         works = self._start(wait, lambda: [_reduce_scatter_into(out, full, self._reduce_group)])
-        return Handle(works, self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows)
+        return Handle(
+            works, self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows
+        )
 
-    def all_reduce(self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False) -> Handle:
-        """Sum (or maximum) over the axis, in place. ``ordered``: no rank can be at another reduction (see the note)."""
+    def all_reduce(
+        self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
+    ) -> Handle:
+        """Sum (or maximum) over the axis, in place.
+
+        ``ordered``: no rank can be at another reduction (see the note).
+        """
         wait = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
         if self.size == 1:
             return Handle([], self._watch, wait, [tensor])
@@ -258,15 +304,20 @@ class Axis:
                 return self._sum_small(tensor, wait, self._reduce_group)
             meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        works = self._start(wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)])
+        works = self._start(
+            wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)]
+        )
         return Handle(works, self._watch, wait, [tensor], follows=self._follows)
 
     def carry(self, numel: int) -> None:
-        """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks, and before the first of them."""
+        """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks,
+        and before the first of them.
+        """
         self._small = max(self._small, numel)
 
     def mark(self, what: str, values: torch.Tensor) -> Handle:
-        """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the other ranks.
+        """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the
+        other ranks.
 
         It costs no wait, unless the caller waits for the sum: a difference raises at the next mark.
         """
@@ -275,7 +326,9 @@ class Axis:
         if self._point_to_point and values.device.type == "cpu":
             handle = self._sum_small(values, wait, self._group)
         else:
-            works = self._start(wait, lambda: [dist.all_reduce(values, group=self._group, async_op=True)])
+            works = self._start(
+                wait, lambda: [dist.all_reduce(values, group=self._group, async_op=True)]
+            )
             handle = Handle(works, self._watch, wait, [values], follows=self._follows)
         before, self._marked = self._marked, handle
         if before is not None:
@@ -283,7 +336,10 @@ class Axis:
         return handle
 
     def _sum_small(self, tensor: torch.Tensor, wait: Wait, group: Any) -> Handle:
-        """Sum ``tensor``, and with it a code of ``wait``. All such messages have one size, so that gloo survives a difference."""
+        """Sum ``tensor``, and with it a code of ``wait``.
+
+        All such messages have one size, so that gloo survives a difference.
+        """
         code = float(wait.tag & 0xFFFFF)
         message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
@@ -292,7 +348,8 @@ class Axis:
 
         def finish() -> None:
             total, squares = message[-2:].tolist()
-            if (total, squares) != (code * self.size, code * code * self.size):  # else there is no variance: all are the same
+            # else there is no variance: all are the same
+            if (total, squares) != (code * self.size, code * code * self.size):
                 raise self._watch.disagree(wait)
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
@@ -323,7 +380,12 @@ class Axis:
 def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
     full, own = full.view(torch.uint8), own.view(torch.uint8)  # not every backend knows every dtype
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(full, own.clone() if dist.get_backend(group) == "threaded" else own, group=group, async_op=True)
+    return gather(
+        full,
+        own.clone() if dist.get_backend(group) == "threaded" else own,
+        group=group,
+        async_op=True,
+    )
 
 
 def _reduce_scatter_into(out: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
@@ -331,17 +393,29 @@ def _reduce_scatter_into(out: torch.Tensor, full: torch.Tensor, group: Any) -> A
     return scatter(out, full, group=group, async_op=True)
 
 
-def meet(wait: Wait, ranks: Sequence[int], rank: int, group: Any, watch: Watch, source: int | None = None) -> list[Any]:
-    """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source`` count within ``ranks``.
+def meet(
+    wait: Wait, ranks: Sequence[int], rank: int, group: Any, watch: Watch, source: int | None = None
+) -> list[Any]:
+    """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source``
+    count within ``ranks``.
 
-    The ``source`` of a broadcast waits for nobody: it gets the works to wait for once its values are sent.
+    The ``source`` of a broadcast waits for nobody: it gets the works to wait for once its values
+    are sent.
     """
     peers = [peer for peer in range(len(ranks)) if peer != rank]
     empty, tag = torch.zeros(1, dtype=torch.uint8), wait.tag
     watch.check()
     try:
-        sent = [dist.isend(empty, ranks[peer], group, tag) for peer in peers if source is None or rank == source]
-        came = [dist.irecv(empty.clone(), ranks[peer], group, tag) for peer in peers if source is None or peer == source]
+        sent = [
+            dist.isend(empty, ranks[peer], group, tag)
+            for peer in peers
+            if source is None or rank == source
+        ]
+        came = [
+            dist.irecv(empty.clone(), ranks[peer], group, tag)
+            for peer in peers
+            if source is None or peer == source
+        ]
     except RuntimeError as error:
         raise watch.explain(wait, error) from error
     if rank == source:

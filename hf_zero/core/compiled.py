@@ -1,25 +1,31 @@
-"""Blocks whose forward torch.compile compiles, one block at a time, with the engine's hooks outside.
+"""Blocks whose forward torch.compile compiles, one block at a time, with the engine's hooks
+outside.
 
 [Note: one compilation for all like blocks]
-What is compiled is the bound ``forward``, put on each block as an attribute. ``__call__`` stays as it was, so gathers, marks and
-recorded outputs run outside the graph; a forward that checkpoints itself is traced with its checkpoint, and the compiled backward
-recomputes. Dynamo keeps graphs by the code of ``forward`` and takes a module's parameters as inputs: blocks that differ in values
-alone share a graph. The graph saves the parameters themselves for the backward, or views of them: the engine gathers again into
-the same storage, so that they have their values when they are read.
+What is compiled is the bound ``forward``, put on each block as an attribute. ``__call__`` stays as
+it was, so gathers, marks and recorded outputs run outside the graph; a forward that checkpoints
+itself is traced with its checkpoint, and the compiled backward recomputes. Dynamo keeps graphs by
+the code of ``forward`` and takes a module's parameters as inputs: blocks that differ in values
+alone share a graph. The graph saves the parameters themselves for the backward, or views of them:
+the engine gathers again into the same storage, so that they have their values when they are read.
 
 [Note: what runs as it is]
-Evaluation and generation (no gradient is recorded and the block does not train): each step of a decoder has other shapes, and a
-cache is an object of its own for each block, so every block would be compiled by itself, again and again. For the same reason a
-training forward that gets an object of a class that torch does not know how to take apart. And one with hooks inside the block
-(transformers puts them there to record attentions and router logits): a graph does not call what came after it was made.
+Evaluation and generation (no gradient is recorded and the block does not train): each step of a
+decoder has other shapes, and a cache is an object of its own for each block, so every block would
+be compiled by itself, again and again. For the same reason a training forward that gets an object
+of a class that torch does not know how to take apart. And one with hooks inside the block
+(transformers puts them there to record attentions and router logits): a graph does not call what
+came after it was made.
 
 [Note: shapes]
-With ``dynamic`` None a block's first shapes have a graph of their own; other ones (the short last batch, padding to the longest)
-go to a second compilation, which torch makes fit any. Were both one, the graph that fits any would take over for good.
+With ``dynamic`` None a block's first shapes have a graph of their own; other ones (the short last
+batch, padding to the longest) go to a second compilation, which torch makes fit any. Were both one,
+the graph that fits any would take over for good.
 
 [Note: Module.compile]
-It compiles ``__call__`` with all hooks in it, which break the graph and make it anew for each state of a parameter. So modules with
-hooks of the engine get a ``compile`` that compiles their forward alone, or, where there are hooks inside too, the blocks in them.
+It compiles ``__call__`` with all hooks in it, which break the graph and make it anew for each state
+of a parameter. So modules with hooks of the engine get a ``compile`` that compiles their forward
+alone, or, where there are hooks inside too, the blocks in them.
 """
 
 from __future__ import annotations
@@ -42,12 +48,16 @@ from hf_zero.core.wrap import cut
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 
-GRAPHS = 64  # compilations of one forward before torch gives up; its own limit of 8 is soon reached by a class with several kinds of blocks
+# compilations of one forward before torch gives up; its own limit of 8 is soon reached by a class
+# with several kinds of blocks
+GRAPHS = 64
 _PLAIN = (str, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
-    """Append the shape of every tensor in ``values`` to ``shapes``; give an object that is no plain data, or None."""
+    """Append the shape of every tensor in ``values`` to ``shapes``; give an object that is no
+    plain data, or None.
+    """
     for value in values:
         if isinstance(value, torch.Tensor):
             shapes.append(value.shape)
@@ -65,9 +75,11 @@ def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
 
 
 def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) -> None:
-    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not know.
+    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not
+    know.
 
-    Without ``fixed`` addresses of parameters also for CUDA graphs, asked for here or in ``model`` already.
+    Without ``fixed`` addresses of parameters also for CUDA graphs, asked for here or in ``model``
+    already.
     """
     if not fixed:
         refuse_recorded(model)
@@ -77,9 +89,15 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
         refuse_backend(section.backend, section.mode, None)
     backends = torch.compiler.list_backends(())
     if section.backend not in backends:
-        raise ConfigError(f"compile.backend = {section.backend!r} is none that torch has here; write one of {', '.join(backends)}")
+        raise ConfigError(
+            f"compile.backend = {section.backend!r} is none that torch has here; write one of "
+            f"{', '.join(backends)}"
+        )
     if section.mode != "default" and section.backend != "inductor":
-        raise ConfigError(f"compile.mode = {section.mode!r} is inductor's, not {section.backend}'s; remove it, or compile.backend")
+        raise ConfigError(
+            f"compile.mode = {section.mode!r} is inductor's, not {section.backend}'s; remove "
+            "it, or compile.backend"
+        )
 
 
 def to_be_compiled(model: nn.Module) -> list[nn.Module]:
@@ -90,8 +108,17 @@ def to_be_compiled(model: nn.Module) -> list[nn.Module]:
 class CompiledForward(Override):
     """A block's ``forward``, compiled while it trains."""
 
-    def __init__(self, module: nn.Module, unit: Unit, compilation: Callable[[Any, bool | None], Any], dynamic: bool | None, told: set[str]):
-        """``compilation(forward, dynamic)`` compiles; ``told`` is what a warning has said already."""
+    def __init__(
+        self,
+        module: nn.Module,
+        unit: Unit,
+        compilation: Callable[[Any, bool | None], Any],
+        dynamic: bool | None,
+        told: set[str],
+    ):
+        """``compilation(forward, dynamic)`` compiles; ``told`` is what a warning has said
+        already.
+        """
         super().__init__(module.forward, module, "forward")
         self.__signature__ = inspect.signature(self._fn)
         self._unit = unit
@@ -118,7 +145,8 @@ class CompiledForward(Override):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
             raise ConfigError(
-                f"a {type(self._module).__name__} whose forward was replaced before it was compiled cannot be copied; copy the model before "
+                f"a {type(self._module).__name__} whose forward was replaced before it was "
+                "compiled cannot be copied; copy the model before "
                 "hf_zero.initialize, or after engine.destroy()"
             )
         return super().__deepcopy__(memo)
@@ -133,29 +161,45 @@ class CompiledForward(Override):
     def _tell(self, foreign: Any) -> None:
         if foreign is not None:
             why = (
-                f"is given a {type(foreign).__name__}, which torch.compile would compile anew for each block",
+                f"is given a {type(foreign).__name__}, which torch.compile would "
+                "compile anew for each block",
                 "for a cache of keys and values, train with use_cache=False",
             )
         else:
-            why = ("has hooks on modules inside it, which a compiled graph would not call", "remove them to have it compiled")
+            why = (
+                "has hooks on modules inside it, which a compiled graph would not call",
+                "remove them to have it compiled",
+            )
         if why[0] not in self._told:
             self._told.add(why[0])
-            logger.warning("%s %s, so its forward runs uncompiled; %s", type(self._module).__name__, *why)
+            logger.warning(
+                "%s %s, so its forward runs uncompiled; %s", type(self._module).__name__, *why
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 class CompiledBlocks:
     """The blocks of an engine that are compiled."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], fixed: bool = True):
-        """Made when the engine's hooks are on ``model``. ``fixed``: parameters stay at their addresses, as CUDA graphs need."""
+        """Made when the engine's hooks are on ``model``.
+
+        ``fixed``: parameters stay at their addresses, as CUDA graphs need.
+        """
         self._fixed = fixed
         self._root = units[0]
         self._unit_of = {module: unit for unit in units for module in unit.modules.values()}
-        self._blocks = [module for unit in units[1:] for module in unit.modules.values() if _is_block(module)]
+        self._blocks = [
+            module for unit in units[1:] for module in unit.modules.values() if _is_block(module)
+        ]
         self._on: dict[nn.Module, CompiledForward] = {}
         self._told: set[str] = set()
         self._hooked = [module for module in model.modules() if _is_hooked(module)]
@@ -168,9 +212,15 @@ class CompiledBlocks:
             return
         if not self._blocks:
             logger.warning(
-                "compile: blocks finds nothing to compile: no block of this model has modules of its own and its parameters to itself"
+                "compile: blocks finds nothing to compile: no block of this model has modules of "
+                "its own and its parameters to itself"
             )
-        self.compile(None, section.backend, section.dynamic, **({"mode": section.mode} if section.mode != "default" else {}))
+        self.compile(
+            None,
+            section.backend,
+            section.dynamic,
+            **({"mode": section.mode} if section.mode != "default" else {}),
+        )
 
     def compile(
         self,
@@ -179,7 +229,9 @@ class CompiledBlocks:
         dynamic: bool | None = None,
         **options: Any,
     ) -> None:
-        """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend, **options)``, in place of an earlier compilation."""
+        """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend,
+        **options)``, in place of an earlier compilation.
+        """
         import torch._dynamo.config as limits  # not before somebody compiles: it takes a second
 
         if not self._fixed:
@@ -199,7 +251,9 @@ class CompiledBlocks:
             self._on[each] = CompiledForward(
                 each,
                 unit,
-                lambda forward, dynamic: torch.compile(forward, backend=backend, dynamic=dynamic, **options),
+                lambda forward, dynamic: torch.compile(
+                    forward, backend=backend, dynamic=dynamic, **options
+                ),
                 dynamic,
                 self._told,
             )
@@ -223,6 +277,8 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether compiling ``module`` gains anything, and nothing inside it needs a hook of the engine."""
+    """Whether compiling ``module`` gains anything, and nothing inside it needs a hook of the
+    engine.
+    """
     inside = _inside(module)
     return bool(inside) and not any(map(_is_hooked, inside))

@@ -27,23 +27,36 @@ def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tenso
 
 
 @torch.no_grad()
-def consolidated(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def consolidated(
+    engine: Any, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(first name, whole tensor on the CPU) of every parameter. Collective.
 
-    Those that are not raw are cast to ``dtype``; torch.float32 takes the master weights where training keeps them.
+    Those that are not raw are cast to ``dtype``; torch.float32 takes the master weights where
+    training keeps them.
     """
     for flat, slot, whole in _wholes(engine, dtype):
         yield slot.name, _copy(whole, None if flat.raw else dtype)
 
 
 def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
-    """Every parameter whole on its device, one unit at a time; of the master weights where ``dtype`` is float32."""
+    """Every parameter whole on its device, one unit at a time; of the master weights where
+    ``dtype`` is float32.
+    """
     for unit in engine.units:
         unit.take_user_writes()
-        masters = {flat: _whole_master(flat) for flat in unit.flats if dtype == torch.float32 and flat.has_own_master}
+        masters = {
+            flat: _whole_master(flat)
+            for flat in unit.flats
+            if dtype == torch.float32 and flat.has_own_master
+        }
         for flat, slot, view in _gathered(engine, unit):
             master = masters.get(flat)
-            yield flat, slot, view if master is None else master[slot.offset : slot.end].view(slot.shape)
+            yield (
+                flat,
+                slot,
+                view if master is None else master[slot.offset : slot.end].view(slot.shape),
+            )
 
 
 def _whole_master(flat: Flat) -> torch.Tensor:
@@ -64,13 +77,16 @@ def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @torch.no_grad()
 def whole_state_dict(
-    engine: Any, everywhere: bool = True, exclude_frozen: bool = False, dtype: torch.dtype | None = None
+    engine: Any,
+    everywhere: bool = True,
+    exclude_frozen: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any] | None:
-    """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other than 0 unless ``everywhere``.
+    """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other
+    than 0 unless ``everywhere``.
 
-    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train, but for ``engine.kept_when_frozen``;
-    ``dtype`` as in :func:`consolidated`.
-    Collective.
+    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train, but for
+    ``engine.kept_when_frozen``; ``dtype`` as in :func:`consolidated`. Collective.
     """
     wanted = everywhere or engine.global_rank == 0
     values: dict[str, torch.Tensor] = {}
@@ -91,18 +107,24 @@ def whole_state_dict(
                 if first in values:
                     state[dot + name] = values[first]
             elif not (exclude_frozen and belongs(dot + name, frozen)):
-                state[dot + name] = value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
+                state[dot + name] = (
+                    value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
+                )
     return state
 
 
 def written(module: nn.Module) -> dict[str, Any]:
-    """What ``module`` itself writes into a state dict, by its own names; of a released parameter there is no more than the shape."""
+    """What ``module`` itself writes into a state dict, by its own names; of a released parameter
+    there is no more than the shape.
+    """
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, "", False)
     return state
 
 
 def belongs(name: str, parameters: Collection[str]) -> bool:
-    """Whether ``name`` is that of a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside ``layer.weight``."""
+    """Whether ``name`` is that of a tensor beside one of ``parameters``: ``layer.weight.absmax``
+    beside ``layer.weight``.
+    """
     parts = name.split(".")
     return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

@@ -1,8 +1,9 @@
 """CUDA graphs and parameters that come and go.
 
-A CUDA graph is replayed with the addresses that it was recorded with. torch.compile takes the addresses of parameters for fixed; at
-stage 3 a parameter's memory is given back and taken again for each gather, so that a replay would read what lies there by then, in
-silence. So compilation that records graphs is refused there, by whatever route it was asked for.
+A CUDA graph is replayed with the addresses that it was recorded with. torch.compile takes the
+addresses of parameters for fixed; at stage 3 a parameter's memory is given back and taken again for
+each gather, so that a replay would read what lies there by then, in silence. So compilation that
+records graphs is refused there, by whatever route it was asked for.
 """
 
 from __future__ import annotations
@@ -19,35 +20,49 @@ BACKEND = "cudagraphs"
 OPTION = "triton.cudagraphs"
 
 
-def refuse_backend(backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None) -> None:
-    """Raise ConfigError for arguments of torch.compile that record CUDA graphs, also by inductor's own settings."""
+def refuse_backend(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None
+) -> None:
+    """Raise ConfigError for arguments of torch.compile that record CUDA graphs, also by
+    inductor's own settings.
+    """
     if backend == BACKEND:
         raise _refusal(f"backend={BACKEND!r}")
     if backend != "inductor":
         return
-    from torch._inductor import config, list_mode_options  # not before somebody compiles: it takes a second
+    # not before somebody compiles: it takes a second
+    from torch._inductor import config, list_mode_options
 
     by_mode = list_mode_options(mode).get(OPTION) if mode else None
-    by_option = {name.replace("-", "_"): value for name, value in (options or {}).items()}.get(OPTION)
+    by_option = {name.replace("-", "_"): value for name, value in (options or {}).items()}.get(
+        OPTION
+    )
     if by_option is not None:
         asked, why = by_option, f"options={{{OPTION!r}: True}}"
     elif by_mode is not None:
         asked, why = by_mode, f"mode={mode!r}"
     else:
-        asked, why = config.triton.cudagraphs, "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
+        asked, why = (
+            config.triton.cudagraphs,
+            "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)",
+        )
     if asked:
         raise _refusal(why)
 
 
 def refuse_recorded(model: nn.Module) -> None:
-    """Raise ConfigError for modules of ``model`` that were compiled or captured to CUDA graphs before the engine was made."""
+    """Raise ConfigError for modules of ``model`` that were compiled or captured to CUDA graphs
+    before the engine was made.
+    """
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", None) == "torch.cuda.graphs":
             raise _refusal(f"torch.cuda.make_graphed_callables of {name or 'the model'}")
         for compiled in (module, forward, getattr(module, "_compiled_call_impl", None)):
             if _records(compiled):
-                raise _refusal(f"the torch.compile of {name or 'the model'} before hf_zero.initialize")
+                raise _refusal(
+                    f"the torch.compile of {name or 'the model'} before hf_zero.initialize"
+                )
 
 
 def _records(compiled: Any) -> bool:
@@ -70,6 +85,7 @@ def _records(compiled: Any) -> bool:
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} records CUDA graphs, which keep the addresses of parameters, and stage 3 gathers parameters into new memory; "
+        f"{what} records CUDA graphs, which keep the addresses of parameters, and stage 3 gathers "
+        "parameters into new memory; "
         "use mode 'default' or 'max-autotune-no-cudagraphs', or stage 2"
     )

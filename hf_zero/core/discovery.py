@@ -1,9 +1,11 @@
-"""Which rank this process is and where the ranks meet, from the variables that its launcher has set.
+"""Which rank this process is and where the ranks meet, from the variables that its launcher has
+set.
 
-torchrun and ``accelerate launch`` say it themselves: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. ``srun`` and
-``mpirun`` say it in words of their own, and say nothing of a port. What is set explicitly counts; what is missing is asked
-of the launcher; what contradicts is an error. Nothing here talks to another process: all ranks must come to one answer,
-so the port is computed from the id of the job.
+torchrun and ``accelerate launch`` say it themselves: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT. ``srun`` and ``mpirun`` say it in words of their own, and say nothing of a port. What
+is set explicitly counts; what is missing is asked of the launcher; what contradicts is an error.
+Nothing here talks to another process: all ranks must come to one answer, so the port is computed
+from the id of the job.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The words of one launcher. It counts where all ``marks`` are set; of several names for one thing the first that is set."""
+    """The words of one launcher.
+
+    It counts where all ``marks`` are set; of several names for one thing the first that is set.
+    """
 
     title: str
     marks: tuple[str, ...]
@@ -49,21 +54,27 @@ class Launcher:
 
 
 HYDRA_LOCAL = ("MPI_LOCALRANKID",)
-# MPI before SLURM: inside an allocation the processes of mpirun carry the variables of SLURM as well, of the daemon that started them.
+# MPI before SLURM: inside an allocation the processes of mpirun carry the variables of SLURM as
+# well, of the daemon that started them.
 LAUNCHERS = (
     Launcher(
-        "Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    Launcher("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    Launcher("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",
+    )),
     Launcher(
-        "MVAPICH", ("MV2_COMM_WORLD_RANK",), "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+        "MVAPICH", ("MV2_COMM_WORLD_RANK",), "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Launcher("MPICH or Intel MPI", ("PMI_RANK", *HYDRA_LOCAL), "PMI_RANK", ("PMI_SIZE",), HYDRA_LOCAL, ("MPI_LOCALNRANKS",)),
+    Launcher("MPICH or Intel MPI", ("PMI_RANK", *HYDRA_LOCAL), "PMI_RANK", ("PMI_SIZE",),
+    HYDRA_LOCAL, ("MPI_LOCALNRANKS",)),
     # A batch script carries SLURM_PROCID=0 too; only a process of a step has the id of a step.
     Launcher(
-        "srun", ("SLURM_PROCID", "SLURM_STEP_ID"), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        "srun", ("SLURM_PROCID", "SLURM_STEP_ID"), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS", "SLURM_NPROCS"),
         ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_JOBID"),
     ),
     Launcher("PMI", ("PMI_RANK",), "PMI_RANK", ("PMI_SIZE",), ("PALS_LOCAL_RANKID",)),
@@ -73,7 +84,8 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where nobody has told.
+    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where nobody
+    has told.
 
     ``launcher`` is whose variables were read, None where RANK and its like told everything.
     """
@@ -104,18 +116,25 @@ class Place:
 
 
 def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
-    """``discover`` in the environment of this process, and set there what was found. None: this process is alone."""
+    """``discover`` in the environment of this process, and set there what was found.
+
+    None: this process is alone.
+    """
     place = discover(os.environ, rank, world_size, port)
     if place is not None:
         os.environ.update(place.variables())
     return place
 
 
-def discover(environ: Mapping[str, str], rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
-    """This process's place by ``environ``; ``rank`` and ``world_size`` (-1: not given) count as if they stood there.
+def discover(
+    environ: Mapping[str, str], rank: int = -1, world_size: int = -1, port: int | None = None
+) -> Place | None:
+    """This process's place by ``environ``; ``rank`` and ``world_size`` (-1: not given) count as if
+    they stood there.
 
-    ``port`` is used where MASTER_PORT is not set. None where no launcher is to be seen, or the only rank has nobody to meet.
-    Raises LaunchError, naming the variable, where one is missing or two contradict each other.
+    ``port`` is used where MASTER_PORT is not set. None where no launcher is to be seen, or the only
+    rank has nobody to meet. Raises LaunchError, naming the variable, where one is missing or two
+    contradict each other.
     """
     own_rank, own_size = _given(environ, "RANK", rank), _given(environ, "WORLD_SIZE", world_size)
     launcher = _launcher(environ)
@@ -131,7 +150,9 @@ def discover(environ: Mapping[str, str], rank: int = -1, world_size: int = -1, p
         _refuse_missing(at, size, launcher)
     assert at is not None and size is not None
     if size.value < 1 or not 0 <= at.value < size.value:
-        raise LaunchError(f"{at} and {size} contradict each other: ranks are 0 to the world size less 1")
+        raise LaunchError(
+            f"{at} and {size} contradict each other: ranks are 0 to the world size less 1"
+        )
     if size.value == 1 and not _text(environ, "MASTER_ADDR"):
         return None
     local, here = _locals(environ, launcher, at, size)
@@ -186,22 +207,32 @@ def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | Non
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     if _text(environ, ELASTIC):
         return None  # torchrun has told everything; srun or mpirun may have started the torchruns
-    return next((each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None)
+    return next(
+        (each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None
+    )
 
 
-def _agree(own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None) -> bool:
-    """Whether the launcher started not this process but those that started it: then it has nothing to say."""
+def _agree(
+    own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None
+) -> bool:
+    """Whether the launcher started not this process but those that started it: then it has
+    nothing to say.
+    """
     if own_rank and own_size and size:
         if own_size.value > size.value:
             return True
         if own_size.value < size.value and size.value > 1:
             raise LaunchError(
-                f"{own_size} contradicts {size}: {size.value} processes were started and the world has room for {own_size.value}. "
+                f"{own_size} contradicts {size}: {size.value} processes were started and the world "
+                f"has room for {own_size.value}. "
                 f"Unset RANK and WORLD_SIZE, or set them right for every process"
             )
     for own, theirs in ((own_rank, rank), (own_size, size)):
         if own and theirs and own.value != theirs.value:
-            raise LaunchError(f"{own} contradicts {theirs}; unset {own.name}, or set it to the launcher's on every process")
+            raise LaunchError(
+                f"{own} contradicts {theirs}; unset {own.name}, or set it to the "
+                "launcher's on every process"
+            )
     return False
 
 
@@ -210,9 +241,12 @@ def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher |
     also = ""
     if launcher:
         theirs = (launcher.rank,) if lacking == "RANK" else launcher.world_size
-        also = f" (nor {' or '.join(theirs)})" if theirs else f" ({launcher.title} does not tell it)"
+        also = (
+            f" (nor {' or '.join(theirs)})" if theirs else f" ({launcher.title} does not tell it)"
+        )
     raise LaunchError(
-        f"{there} is set, but {lacking} is not{also}; export {lacking}, start the script with torchrun, accelerate launch, srun or mpirun, "
+        f"{there} is set, but {lacking} is not{also}; export {lacking}, start the script with "
+        "torchrun, accelerate launch, srun or mpirun, "
         f"or unset {there.name if there else ''} to train in one process"
     )
 
@@ -221,16 +255,27 @@ def _refuse_half_started(environ: Mapping[str, str]) -> None:
     """A process that looks alone and is one of several would train by itself without a word."""
     local = _number(environ, "LOCAL_RANK")
     if local is not None and local.value > 0:
-        raise LaunchError(f"{local} is set, but RANK and WORLD_SIZE are not; export them, or unset LOCAL_RANK to train in one process")
-    tasks = _first(environ, ("SLURM_NTASKS", "SLURM_NPROCS"))
-    if _text(environ, "SLURM_PROCID") and not _text(environ, "SLURM_STEP_ID") and tasks is not None and tasks.value > 1:
         raise LaunchError(
-            f"{tasks}, but SLURM_STEP_ID is not set: the batch script itself has started this process, once. Write `srun python ...` in it; "
+            f"{local} is set, but RANK and WORLD_SIZE are not; export them, or unset LOCAL_RANK to "
+            "train in one process"
+        )
+    tasks = _first(environ, ("SLURM_NTASKS", "SLURM_NPROCS"))
+    if (
+        _text(environ, "SLURM_PROCID")
+        and not _text(environ, "SLURM_STEP_ID")
+        and tasks is not None
+        and tasks.value > 1
+    ):
+        raise LaunchError(
+            f"{tasks}, but SLURM_STEP_ID is not set: the batch script itself has started this "
+            "process, once. Write `srun python ...` in it; "
             "to train in one process, export RANK=0 WORLD_SIZE=1"
         )
 
 
-def _locals(environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number) -> tuple[Number | None, Number | None]:
+def _locals(
+    environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number
+) -> tuple[Number | None, Number | None]:
     """The rank on this host and the ranks on it."""
     local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     if launcher is not None:
@@ -238,60 +283,99 @@ def _locals(environ: Mapping[str, str], launcher: Launcher | None, at: Number, s
         here = here or _first(environ, launcher.local_world_size) or _tasks_here(environ, launcher)
         if local is None and here is None and not is_loopback(_text(environ, "MASTER_ADDR")):
             names = " or ".join(launcher.local_rank) or f"{launcher.title} does not tell it"
-            raise LaunchError(f"LOCAL_RANK is not set ({names}); export it: the number of this rank on its host")
+            raise LaunchError(
+                f"LOCAL_RANK is not set ({names}); export it: the number of this rank on its host"
+            )
     if here is None and is_loopback(_text(environ, "MASTER_ADDR")):
         here = Number(size.value, "WORLD_SIZE")
     if local is None and here is not None and here.value == size.value:
         local = at
     for small, large in ((local, at), (here, size)):
         if small and small.value > large.value:
-            raise LaunchError(f"{small} and {large} contradict each other: a host has no more ranks than the world")
+            raise LaunchError(
+                f"{small} and {large} contradict each other: a host has no more "
+                "ranks than the world"
+            )
     if local and here and local.value >= here.value:
-        raise LaunchError(f"{local} and {here} contradict each other: local ranks are 0 to the ranks on the host less 1")
+        raise LaunchError(
+            f"{local} and {here} contradict each other: local ranks are 0 to the "
+            "ranks on the host less 1"
+        )
     return local, here
 
 
 def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None:
     """The tasks of an srun step on this node."""
-    name = next((each for each in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if _text(environ, each)), None)
+    name = next(
+        (
+            each
+            for each in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+            if _text(environ, each)
+        ),
+        None,
+    )
     node = _number(environ, "SLURM_NODEID")
     if launcher.title != "srun" or name is None or node is None:
         return None
     counts = expand_tasks(_text(environ, name), name)
     if node.value >= len(counts):
-        raise LaunchError(f"{node} and {name}={_text(environ, name)!r} contradict each other: it tells of {len(counts)} nodes")
+        raise LaunchError(
+            f"{node} and {name}={_text(environ, name)!r} contradict each other: it tells "
+            f"of {len(counts)} nodes"
+        )
     return Number(counts[node.value], name)
 
 
-def _address(environ: Mapping[str, str], launcher: Launcher | None, size: Number, here: Number | None) -> str:
+def _address(
+    environ: Mapping[str, str], launcher: Launcher | None, size: Number, here: Number | None
+) -> str:
     address = _text(environ, "MASTER_ADDR")
     one_host = here is not None and here.value == size.value
     if address:
         if launcher and here and not one_host and is_loopback(address):
             raise LaunchError(
-                f"MASTER_ADDR={address} is each host's own address, but {here} of {size} ranks are on this one; export the address of rank 0's host"
+                f"MASTER_ADDR={address} is each host's own address, but {here} of {size} ranks are "
+                "on this one; export the address of rank 0's host"
             )
         return address
     if launcher and one_host:
         return LOOPBACK
-    name = next((each for each in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if _text(environ, each)), None)
+    name = next(
+        (
+            each
+            for each in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+            if _text(environ, each)
+        ),
+        None,
+    )
     if launcher and name:
         return expand_hosts(_text(environ, name), name)[0]
     raise LaunchError(
-        f"{size} is set, but MASTER_ADDR is not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; export the address of "
+        f"{size} is set, but MASTER_ADDR is "
+        f"not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; "
+        "export the address of "
         "rank 0's host to all ranks (mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST)"
     )
 
 
-def _port(environ: Mapping[str, str], launcher: Launcher | None, port: int | None, alone: bool) -> int:
-    found = _number(environ, "MASTER_PORT") or (Number(port, "distributed_port") if port is not None else None)
+def _port(
+    environ: Mapping[str, str], launcher: Launcher | None, port: int | None, alone: bool
+) -> int:
+    found = _number(environ, "MASTER_PORT") or (
+        Number(port, "distributed_port") if port is not None else None
+    )
     if found is not None:
         if not (0 if alone else 1) <= found.value < 65536:
             raise LaunchError(f"{found} is no port; ports are 1 to 65535, the same on all ranks")
         return found.value
     if launcher is None:
-        raise LaunchError("RANK and WORLD_SIZE are set, but MASTER_PORT is not; export one free port of rank 0's host to all ranks")
-    job = next((text for name in (*launcher.job, "SLURM_JOB_ID") if (text := _text(environ, name))), None)
+        raise LaunchError(
+            "RANK and WORLD_SIZE are set, but MASTER_PORT is not; export one free port of rank "
+            "0's host to all ranks"
+        )
+    job = next(
+        (text for name in (*launcher.job, "SLURM_JOB_ID") if (text := _text(environ, name))), None
+    )
     if job is None:
         return DEFAULT_PORT
     step = _text(environ, "SLURM_STEP_ID") if launcher.title == "srun" else ""

@@ -1,4 +1,6 @@
-"""The engine: a model whose parameters, gradients and optimizer state are sharded, with the training step around it."""
+"""The engine: a model whose parameters, gradients and optimizer state are sharded, with the
+training step around it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from hf_zero.core.comm import Comm
 from hf_zero.core.compiled import CompiledBlocks, check_compilation
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
-from hf_zero.core.guards import Attached, ModuleGuards, Override, refuse_foreign_step, refuse_switched
+from hf_zero.core.guards import (
+    Attached,
+    ModuleGuards,
+    Override,
+    refuse_foreign_step,
+    refuse_switched,
+)
 from hf_zero.core.homeward import Homeward
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.layout import Slot
@@ -60,8 +68,9 @@ _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 class Engine(Answers, Stopping, Saving, Updating):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
-    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one micro-batch on this
-    rank; the engine averages over the accumulation window and over ranks, and scales for fp16.
+    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
+    micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
+    scales for fp16.
     """
 
     def __init__(
@@ -76,8 +85,10 @@ class Engine(Answers, Stopping, Saving, Updating):
         super().__init__()
         self.module = model
         self.config = config
-        self.holds = holds  # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
-        self.kept_when_frozen: frozenset[str] = frozenset()  # names that whole state dicts without frozen parameters have all the same
+        # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
+        self.holds = holds
+        # names that whole state dicts without frozen parameters have all the same
+        self.kept_when_frozen: frozenset[str] = frozenset()
         self.stage = config.stage
         self.device = device or comms.default_device()
         kinds.set_device(self.device)
@@ -88,16 +99,28 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.scaler = LossScaler.from_config(config)
         self._policy = POLICIES[config.stage]
         beside = config.offload_optimizer.on and self._policy.gathers_after_step
-        self.comm = Comm(self._policy.shards(comms.get_world_size(), config.replicate_size), self.device, config.timeout, beside)
-        self.global_rank, self.world_size, self.local_rank = self.comm.rank, self.comm.world, comms.get_local_rank()
+        self.comm = Comm(
+            self._policy.shards(comms.get_world_size(), config.replicate_size),
+            self.device,
+            config.timeout,
+            beside,
+        )
+        self.global_rank, self.world_size, self.local_rank = (
+            self.comm.rank,
+            self.comm.world,
+            comms.get_local_rank(),
+        )
         self.shard_rank, self.shard_world = self.comm.shard.rank, self.comm.shard.size
         self._accumulation = config.gradient_accumulation_steps or 1
         self._boundary: bool | None = None  # set from outside
         self._micro = 0  # micro-batches since the last step
         self._syncs = True
-        self.max_norm = float(config.gradient_clipping or 0.0)  # to which the gradient is clipped; 0: not. It may change between steps
+        # to which the gradient is clipped; 0: not. It may change between steps
+        self.max_norm = float(config.gradient_clipping or 0.0)
         self._norm: torch.Tensor | None = None
-        self._sanity = SanityChecks(self.device, self._accumulation, config.precision, self.global_rank)
+        self._sanity = SanityChecks(
+            self.device, self._accumulation, config.precision, self.global_rank
+        )
         self._placement = Placement(config, self.device, self.comm.rank, self.comm.world)
         self.updater: Updater | None = None  # of what is offloaded
         self._threads: int | None = None  # that kernels ran on before
@@ -111,7 +134,10 @@ class Engine(Answers, Stopping, Saving, Updating):
                 if flat is not None and flat.axis in (self.comm.shard, self.comm.replicate):
                     flat.retire()  # the model must not stay with an engine that nobody holds
             self._placement.close()
-            self.comm.close(groups=not self._policy.shards_parameters, why=f"could not build the engine ({comms.first_line(error)})")
+            self.comm.close(
+                groups=not self._policy.shards_parameters,
+                why=f"could not build the engine ({comms.first_line(error)})",
+            )
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
@@ -124,15 +150,29 @@ class Engine(Answers, Stopping, Saving, Updating):
         checkpointed = blocks_to_checkpoint(model, config.activation_checkpointing)
         check_parameters(cuts, self.device)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
-        self.param_dtypes = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()}
+        self.param_dtypes = {
+            name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()
+        }
         groups: dict[int, int] = {}
         if optimizer is not None:
             check(optimizer, config.elementwise_optimizers)
-            groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            groups = {
+                id(p): index
+                for index, group in enumerate(optimizer.param_groups)
+                for p in group["params"]
+            }
             refuse_strangers(optimizer, {id(p) for p in given.values()})
-        group_of = {name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad}
-        if optimizer is not None:  # state that cannot be carried over is refused before the model is cut up
-            collect(optimizer, given, {name: Slot(name, tuple(given[name].shape), 0) for name in group_of}, group_of)
+        group_of = {
+            name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad
+        }
+        # state that cannot be carried over is refused before the model is cut up
+        if optimizer is not None:
+            collect(
+                optimizer,
+                given,
+                {name: Slot(name, tuple(given[name].shape), 0) for name in group_of},
+                group_of,
+            )
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         self.units = partition(
             model,
@@ -154,20 +194,52 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._training = [flat for flat in self.flats if flat.trainable]
         self.bound = self._bind(optimizer, group_of, given) if optimizer is not None else None
         item = max((flat.dtype.itemsize for flat in self.flats), default=4)
-        self.schedule = Schedule(self.units, self.comm, int(config.zero.prefetch_bucket_size) * item, self._placement.reads_ahead)
+        self.schedule = Schedule(
+            self.units,
+            self.comm,
+            int(config.zero.prefetch_bucket_size) * item,
+            self._placement.reads_ahead,
+        )
         predivide = config.gradient_predivide_factor
-        scaling = Scaling.over(self.world_size, config.precision, config.prescale_gradients, predivide, wire)
+        scaling = Scaling.over(
+            self.world_size, config.precision, config.prescale_gradients, predivide, wire
+        )
         away = self._placement.offloads_optimizer and self.bound is not None
-        homeward = Homeward(self.device, self._placement.take_pinned) if away and not kinds.is_host(self.device) else None
+        homeward = (
+            Homeward(self.device, self._placement.take_pinned)
+            if away and not kinds.is_host(self.device)
+            else None
+        )
         if away:
-            self.updater = Updater(self.units, self.comm, self.device, self._placement.piece, self._placement.take_pinned, homeward)
+            self.updater = Updater(
+                self.units,
+                self.comm,
+                self.device,
+                self._placement.piece,
+                self._placement.take_pinned,
+                homeward,
+            )
         self._usage = Usage(self._training, self.comm, self.device)
         self._reducer = GradientReducer(
-            self.units, self.comm, self._policy, scaling, self._usage, DTYPES[wire] if wire else None, homeward, config.kernels
+            self.units,
+            self.comm,
+            self._policy,
+            scaling,
+            self._usage,
+            DTYPES[wire] if wire else None,
+            homeward,
+            config.kernels,
         )
         if self.updater is not None:
             self.schedule.on_need = self.updater.used
-        self._hooks = Hooks(model, self.units, self.schedule, self._reducer, self._backward_begins, lambda: self._losses.part_joins())
+        self._hooks = Hooks(
+            model,
+            self.units,
+            self.schedule,
+            self._reducer,
+            self._backward_begins,
+            lambda: self._losses.part_joins(),
+        )
         self._losses = Losses(
             self.global_rank,
             self.scaler,
@@ -177,25 +249,39 @@ class Engine(Answers, Stopping, Saving, Updating):
             self._hooks.watch_gradients,
         )
         self._guards = ModuleGuards(model, self.units, self.schedule)
-        self._activations = Activations(model, checkpointed, config, self.flats, self.device, self.global_rank == 0)
-        self._compiled = CompiledBlocks(model, self.units, fixed)  # around checkpointing: one graph holds both passes
+        self._activations = Activations(
+            model, checkpointed, config, self.flats, self.device, self.global_rank == 0
+        )
+        # around checkpointing: one graph holds both passes
+        self._compiled = CompiledBlocks(model, self.units, fixed)
         self._compiled.install(config.compile)
         self._attention = AttentionOrder(config.attention_backend, self.device)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
-        self._scaling_hook = model.register_forward_hook(Attached(self._losses.scale_outputs)) if config.precision == "fp16" else None
+        self._scaling_hook = (
+            model.register_forward_hook(Attached(self._losses.scale_outputs))
+            if config.precision == "fp16"
+            else None
+        )
         if optimizer is not None:
             take_over(optimizer, self)
             self._publish_scale()
         with self.schedule.writing():
             pass  # what the partition wrote
 
-    def _bind(self, optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], given: Mapping[str, nn.Parameter]) -> BoundOptimizer:
+    def _bind(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group_of: Mapping[str, int],
+        given: Mapping[str, nn.Parameter],
+    ) -> BoundOptimizer:
         if not self._placement.offloads_optimizer:
             return BoundOptimizer(optimizer, self._training, group_of, given, self.config.kernels)
         if self._placement.cores < 1.0 and native.available():
             self._threads = native.threads()
             native.set_threads(max(1, int(self._placement.cores * native.default_share().threads)))
-        return OffloadedOptimizer(optimizer, self._training, group_of, given, self._placement.moments, self.config.kernels)
+        return OffloadedOptimizer(
+            optimizer, self._training, group_of, given, self._placement.moments, self.config.kernels
+        )
 
     def _publish_scale(self) -> None:
         if self.optimizer is not None:
@@ -205,19 +291,30 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision == "fp16" and self.config.fp16.auto_cast:
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
+            )
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Backpropagate the loss of a micro-batch: a scalar, unscaled.
 
-        ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens of the window) already.
+        ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
+        of the window) already.
         """
         if not isinstance(loss, torch.Tensor):
-            said = f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass outputs.loss, or what your loss function returns"
+            said = (
+                f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass "
+                "outputs.loss, or what your loss function returns"
+            )
             raise PartitionError(said)
         if loss.numel() != 1:
-            raise PartitionError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
+            raise PartitionError(
+                f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
+                "with .mean() or .sum()"
+            )
         self._take_in_unannounced()
         self._sanity.on_loss(loss)
         with self._losses.carrying(loss.dtype, None if scale_wrt_gas else 1.0) as scale:
@@ -237,15 +334,21 @@ class Engine(Answers, Stopping, Saving, Updating):
             self._sanity.on_backward(self._syncs and self._boundary is not False)
         self._reducer.weight, self._reducer.unscale = self._losses.begin(1.0 / self._accumulation)
         self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
-        early = self._reducer.reduces and self._placement.updates_in_backward and not (self.max_norm or self._losses.may_overflow)
+        early = (
+            self._reducer.reduces
+            and self._placement.updates_in_backward
+            and not (self.max_norm or self._losses.may_overflow)
+        )
         early = early and not self._failed_writes()
         self._reducer.on_landed = self._update_early if early else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside belong to an accumulation window that goes on: stages 0 and 1 keep their gradients on this rank.
+        """Backwards inside belong to an accumulation window that goes on: stages 0 and 1 keep their
+        gradients on this rank.
 
-        Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result is equal.
+        Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result
+        is equal.
         """
         self._take_in_unannounced()
         before, self._syncs = self._syncs, False
@@ -261,20 +364,28 @@ class Engine(Answers, Stopping, Saving, Updating):
         return not self._syncs
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say from outside whether the next backward ends the accumulation window; it holds until said otherwise."""
+        """Say from outside whether the next backward ends the accumulation window; it holds
+        until said otherwise.
+        """
         self._boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the backward under way, or the next, ends the accumulation window."""
-        return self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
+        return (
+            self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
+        )
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """For a parameter that is read while released: gather it if a forward of this engine is under way."""
+        """For a parameter that is read while released: gather it if a forward of this engine is
+        under way.
+        """
         return self._hooks.gather_on_use(unit)
 
     @contextmanager
     def lent(self, unit: Unit) -> Iterator[None]:
-        """``unit`` gathered inside (collective); parameters tell of graphs and views that are taken of them."""
+        """``unit`` gathered inside (collective); parameters tell of graphs and views that are
+        taken of them.
+        """
         self.schedule.pin(unit)
         unit.watch()
         try:
@@ -284,7 +395,9 @@ class Engine(Answers, Stopping, Saving, Updating):
             self.schedule.unpin(unit)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded inside GatheredParameters."""
+        """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded
+        inside GatheredParameters.
+        """
         self._hooks.hold(unit, node)
 
     @property
@@ -302,13 +415,16 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     @torch.no_grad()
     def step(self) -> None:
-        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere: count the micro-batch.
+        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere:
+        count the micro-batch.
 
-        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay as they are.
+        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
+        as they are.
         """
         if self._destroyed:
             raise PartitionError(
-                "step() of an engine that was destroyed; train with another one: hf_zero.initialize(model=..., optimizer=...)"
+                "step() of an engine that was destroyed; train with another one: "
+                "hf_zero.initialize(model=..., optimizer=...)"
             )
         self._sanity.on_step()
         self._hooks.reset()
@@ -317,25 +433,36 @@ class Engine(Answers, Stopping, Saving, Updating):
         if self._reducer.spoiled:
             refuse_half_done(self.updater, "a step whose gradients are not complete")
             raise PartitionError(
-                "a backward was broken by an exception after part of its gradients had been taken in; call engine.zero_grad() and repeat the window"
+                "a backward was broken by an exception after part of its gradients had been taken "
+                "in; call engine.zero_grad() and repeat the window"
             )
         self._applied = False
         if not self._syncs:
-            raise PartitionError("step() inside no_sync() would use gradients that are not reduced; leave the no_sync block first")
+            raise PartitionError(
+                "step() inside no_sync() would use gradients that are not reduced; leave "
+                "the no_sync block first"
+            )
         if not self.is_gradient_accumulation_boundary():
             self._count_micro_batch()
             self._micro += 1
             return
         if self.bound is None:
-            raise PartitionError("step() needs an optimizer; pass one to hf_zero.initialize or name one in the config")
+            raise PartitionError(
+                "step() needs an optimizer; pass one to hf_zero.initialize or "
+                "name one in the config"
+            )
         if self.max_norm:
-            refuse_half_done(self.updater, "gradient clipping that was switched on after the backward")
+            refuse_half_done(
+                self.updater, "gradient clipping that was switched on after the backward"
+            )
         refuse_step(self._failed_writes())
         self._reducer.reduce_windows()
         if self._training and not any(flat.reduced for flat in self._training):
             raise PartitionError(
-                "step() has no gradient: there was no backward since the last step or zero_grad(), or its loss does not depend on a "
-                "parameter that trains; call engine.backward(loss) first, and zero_grad() not between it and step()"
+                "step() has no gradient: there was no backward since the last step or zero_grad(), "
+                "or its loss does not depend on a "
+                "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
+                "between it and step()"
             )
         self._count_micro_batch()
         self._micro = 0
@@ -355,7 +482,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._applied = not overflow
         if overflow and scaler.at_floor:
             logger.warning(
-                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss or the learning rate has diverged",
+                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
+                "or the learning rate has diverged",
                 self.global_steps,
                 scaler.scale,
             )
@@ -375,8 +503,15 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._reducer.clear()
         self._losses.forget()
 
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-        """Compile each block's forward as ``compile: blocks`` does, with these arguments of torch.compile; gathers stay outside."""
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile each block's forward as ``compile: blocks`` does, with these arguments of
+        torch.compile; gathers stay outside.
+        """
         self._compiled.compile(None, backend, **{**(compile_kwargs or {}), **options})
 
     def __getattr__(self, name: str) -> Any:
@@ -390,8 +525,9 @@ class Engine(Answers, Stopping, Saving, Updating):
     def destroy(self, gather: bool = False) -> None:
         """Take the engine off the model and free gradients and optimizer state. Idempotent.
 
-        A checkpoint that is being written is waited for, and its error raised last. Whole parameters become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
-        ``gather=True`` (collective) gives them back whole.
+        A checkpoint that is being written is waited for, and its error raised last. Whole
+        parameters become plain ones. Sharded ones stay released until another ``initialize`` takes
+        them over; ``gather=True`` (collective) gives them back whole.
         """
         if self._destroyed:
             return
@@ -399,7 +535,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         failure = self.updater.close() if self.updater is not None else None
         unsaved = self._last_save()
         if self._placement.offloads_anything:
-            kinds.synchronize(self.device)  # no copy may outlive the host memory that it reads or fills
+            # no copy may outlive the host memory that it reads or fills
+            kinds.synchronize(self.device)
         if self._threads is not None:
             native.set_threads(self._threads)
         self._give_signals_back()
@@ -424,7 +561,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         if self.optimizer is not None:
             give_back(self.optimizer)
         self.bound = None
-        # Sharded values that stay so can be gathered by another engine, over the groups of this one.
+        # Sharded values that stay so can be gathered by another engine, over the groups of this
+        # one.
         self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))
         if failure is not None:  # the values that were given back are not those of the last step
             raise failure

@@ -1,4 +1,6 @@
-"""Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the ``safe_*`` functions."""
+"""Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the
+``safe_*`` functions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def _engine_of(flat: Flat) -> Any:
     engine = None if flat.retired else flat.engine()
     if engine is None:
         raise PartitionError(
-            f"the engine of {next(iter(flat.parameters))} was destroyed and left its parameters sharded; call hf_zero.initialize again, or "
+            f"the engine of {next(iter(flat.parameters))} was destroyed and left its parameters "
+            "sharded; call hf_zero.initialize again, or "
             "destroy(gather=True) next time"
         )
     return engine
@@ -42,28 +45,39 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them (None entries are skipped), or a module.
-        modifier_rank: the global rank whose changes are kept: on leaving, its values reach every rank and the master
+        modifier_rank: the global rank whose changes are kept: on leaving, its values reach every
+        rank and the master
             weights. With None, what was written is dropped (sharded parameters) or stays local.
         fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
         enabled: False makes this a context that does nothing.
 
-    All ranks must enter and leave together. Parameters that no engine owns are whole already; with a modifier rank they
-    are broadcast, too. Contexts nest. A loss that is computed inside, from the parameters themselves, may go backward outside.
+    All ranks must enter and leave together. Parameters that no engine owns are whole already; with
+    a modifier rank they are broadcast, too. Contexts nest. A loss that is computed inside, from the
+    parameters themselves, may go backward outside.
     """
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True):
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
         del fwd_module
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
         self._lent = ExitStack()
         if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
             raise PartitionError(
-                f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} ranks; pass one of them or None"
+                f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} "
+                "ranks; pass one of them or None"
             )
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
-        units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)}
+        units = {
+            flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
+        }
         for unit, engine in units.items():
             watched = unit.watched
             self._lent.enter_context(engine.lent(unit))
@@ -82,20 +96,27 @@ class GatheredParameters:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take what was written into the shards and the master weights: the modifier rank's values, without one each rank's own part."""
+        """Take what was written into the shards and the master weights: the modifier rank's
+        values, without one each rank's own part.
+        """
         for parameter in self._params:
             self._keep(parameter, self._modifier)
 
     def _refuse_other_shapes(self) -> None:
         for parameter in self._params:
             flat = owner_of(parameter)
-            if flat is not None and tuple(parameter.shape) != flat.layout.by_name[name_of(parameter)].shape:
+            if (
+                flat is not None
+                and tuple(parameter.shape) != flat.layout.by_name[name_of(parameter)].shape
+            ):
                 got, view = tuple(parameter.shape), flat.views[name_of(parameter)]
                 with torch.no_grad():
                     parameter.data = view
                 raise PartitionError(
-                    f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape {got} inside GatheredParameters, but its place in the "
-                    "shards is fixed; put a new nn.Parameter into the module before hf_zero.initialize"
+                    f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape "
+                    f"{got} inside GatheredParameters, but its place in the "
+                    "shards is fixed; put a new nn.Parameter into the module "
+                    "before hf_zero.initialize"
                 )
 
     def _keep(self, parameter: torch.Tensor, modifier: int | None) -> None:
@@ -121,10 +142,12 @@ class GatheredParameters:
 
 @contextmanager
 def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[None]:
-    """Context in which all parameters of ``model`` (an engine, a model, or a part of one) are whole on every rank. Collective.
+    """Context in which all parameters of ``model`` (an engine, a model, or a part of one) are whole
+    on every rank. Collective.
 
-    Forwards inside gather nothing, so ranks may run different numbers of them: generation for reinforcement learning, say.
-    With ``writeback`` what was written to parameters is kept, each rank's own part of it: all ranks must write the same.
+    Forwards inside gather nothing, so ranks may run different numbers of them: generation for
+    reinforcement learning, say. With ``writeback`` what was written to parameters is kept, each
+    rank's own part of it: all ranks must write the same.
     """
     with GatheredParameters(model) as gathered:
         yield
@@ -136,7 +159,8 @@ def _owned(parameter: torch.Tensor, what: str) -> Flat:
     flat = owner_of(parameter)
     if flat is None:
         raise PartitionError(
-            f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; pass a parameter of the initialized model"
+            f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; "
+            "pass a parameter of the initialized model"
         )
     return flat
 
@@ -145,13 +169,16 @@ def _trains(parameter: torch.Tensor, what: str) -> Flat:
     flat = _owned(parameter, what)
     if not flat.has_master:
         raise PartitionError(
-            f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer state; unfreeze it before initialize"
+            f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
+            "state; unfreeze it before initialize"
         )
     return flat
 
 
 def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in the parameter's shape."""
+    """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in
+    the parameter's shape.
+    """
     whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
     first, start, stop = flat.own_range(name_of(parameter))
     whole[first : first + stop - start] = own[start:stop]
@@ -160,10 +187,13 @@ def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tens
     return whole.view(parameter.shape)
 
 
-def _write(flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+def _write(
+    flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
         raise PartitionError(
-            f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of shape {tuple(parameter.shape)}; pass the whole tensor"
+            f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of "
+            f"shape {tuple(parameter.shape)}; pass the whole tensor"
         )
     first, start, stop = flat.own_range(name_of(parameter))
     own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
@@ -171,7 +201,9 @@ def _write(flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.
 
 @torch.no_grad()
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a frozen one without masters."""
+    """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a
+    frozen one without masters.
+    """
     flat = owner_of(parameter)
     if flat is None:
         return parameter.detach().float()
@@ -182,7 +214,9 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set master and working weights of ``parameter`` from the whole ``value``, which every rank passes (collective)."""
+    """Set master and working weights of ``parameter`` from the whole ``value``, which every rank
+    passes (collective).
+    """
     if owner_of(parameter) is None:
         parameter.copy_(value)
         return
@@ -198,7 +232,8 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 
 @torch.no_grad()
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss scale removed (collective).
+    """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss
+    scale removed (collective).
 
     None before the first backward of a step.
     """
@@ -220,7 +255,8 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     engine.reduce_gradients()
     if not flat.reduced or flat.grad is None:
         raise PartitionError(
-            f"safe_set_full_grad: parameter {name_of(parameter)} has no gradient yet, and the next backward would overwrite one; call it between "
+            f"safe_set_full_grad: parameter {name_of(parameter)} has no gradient yet, and the next "
+            "backward would overwrite one; call it between "
             "backward and step"
         )
     _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
@@ -232,14 +268,17 @@ def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.T
     tensors = _engine_of(flat).bound.tensors(flat)
     if name not in tensors:
         raise PartitionError(
-            f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps {sorted(set(tensors) - {'master'})} (empty before the first step)"
+            f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "
+            f"{sorted(set(tensors) - {'master'})} (empty before the first step)"
         )
     return tensors[name]
 
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank (collective)."""
+    """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
+    (collective).
+    """
     flat = _trains(parameter, "safe_get_full_optimizer_state")
     return _whole(flat, parameter, _state(flat, parameter, name, "safe_get_full_optimizer_state"))
 

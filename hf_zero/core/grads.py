@@ -1,15 +1,16 @@
 """Gradients: taken from the parameters into flat buffers, reduced unit by unit, normed, clipped.
 
 [Note: who divides]
-A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine multiplies by the weight of
-the micro-batch (1 / accumulation steps) and averages over ranks when it takes a gradient in; nobody else divides. So
-``engine.backward(loss)`` and plain ``loss.backward()`` give the same gradient. These factors are applied after the reduction, in the
-precision of the accumulator, to this rank's chunk (:class:`Scaling` has the exceptions).
+A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine
+multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks when it
+takes a gradient in; nobody else divides. So ``engine.backward(loss)`` and plain ``loss.backward()``
+give the same gradient. These factors are applied after the reduction, in the precision of the
+accumulator, to this rank's chunk (:class:`Scaling` has the exceptions).
 
 [Note: order of reductions]
-All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every backward that reduces. A
-unit waits for its predecessors; one for which nothing can come any more on this rank (``outstanding.py``) is launched at once,
-with zeros where nothing came.
+All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every
+backward that reduces. A unit waits for its predecessors; one for which nothing can come any more on
+this rank (``outstanding.py``) is launched at once, with zeros where nothing came.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Flight:
     scale: float
     borrowed: torch.Tensor | None
     number: int  # of the reduction in its backward
-    part: torch.Tensor | None = None  # where a sum over the shard axis goes that is yet to be summed over the replicas
+    # where a sum over the shard axis goes that is yet to be summed over the replicas
+    part: torch.Tensor | None = None
 
 
 class GradientReducer:
@@ -65,7 +67,8 @@ class GradientReducer:
         homeward: Homeward | None = None,
         kernels: Any = "off",
     ):
-        """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes offloaded gradients off a GPU.
+        """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes
+        offloaded gradients off a GPU.
 
         ``kernels`` is the configuration's.
         """
@@ -82,13 +85,17 @@ class GradientReducer:
         self._ready: set[Unit] = set()
         self._landed: set[Flat] = set()  # in this backward
         self._shown = Shown(False)
-        self._as_complete: dict[Unit, list[Any]] = {}  # gradients on the parameters when units became complete, where that is learned
+        # gradients on the parameters when units became complete, where that is learned
+        self._as_complete: dict[Unit, list[Any]] = {}
         self._known: set[Hashable] = set()
         self._key: Hashable = None
         self._next = 0
-        self._depth = 0  # gathers that any rank may wait for before it launches the last reduction launched here
+        # gathers that any rank may wait for before it launches the last reduction launched here
+        self._depth = 0
         self._open = False
-        self._holds = False  # no reduction is waited for before the backward is over, but those that all ranks have launched
+        # no reduction is waited for before the backward is over, but those that all ranks have
+        # launched
+        self._holds = False
         self._sent = 0  # reductions launched in this backward
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
@@ -98,7 +105,8 @@ class GradientReducer:
         self.weight = 1.0  # of the micro-batch whose backward is under way, the same on all ranks
         self.unscale = 1.0  # this rank's own factor: it is multiplied in before the reduction
         self.reduces = True  # whether this backward ends an accumulation window
-        self.on_landed: Callable[[Unit], None] | None = None  # told of each unit whose last gradient of the window is here
+        # told of each unit whose last gradient of the window is here
+        self.on_landed: Callable[[Unit], None] | None = None
 
     def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
         """Make known what tells of gathers, and what may still come."""
@@ -114,15 +122,20 @@ class GradientReducer:
         self._shown = Shown(False)
         self._as_complete.clear()
         self._next, self._depth, self._sent, self._key, self._open = 0, 0, 0, key, True
-        # A rank must not wait for a reduction that others launch only after a gather it has yet to join.
+        # A rank must not wait for a reduction that others launch only after a gather it has yet to
+        # join.
         self._holds = self.learns and self._gathers is not None and self._gathers.gathers
-        if not self._reduces_now:  # others are going to be added; as long as nothing is in the windows, widening copies nothing
+        # others are going to be added; as long as nothing is in the windows, widening copies
+        # nothing
+        if not self._reduces_now:
             for unit in self._order.units:
                 for flat in unit.trainable:
                     self._widen(flat)
 
     def wait_for_older(self) -> None:
-        """An older forward still waits for its backward, and this one may go through it: nothing is complete before the end."""
+        """An older forward still waits for its backward, and this one may go through it: nothing
+        is complete before the end.
+        """
         self._shown.waits = True
         self._holds = self._gathers is not None and self._gathers.gathers
 
@@ -132,8 +145,12 @@ class GradientReducer:
 
     @property
     def learns(self) -> bool:
-        """Whether this backward is the first of its kind, or shows anew in which order gathers come."""
-        return self._key not in self._known or (self._gathers is not None and self._gathers.recording)
+        """Whether this backward is the first of its kind, or shows anew in which order gathers
+        come.
+        """
+        return self._key not in self._known or (
+            self._gathers is not None and self._gathers.recording
+        )
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete on this rank, as far as hooks tell."""
@@ -149,21 +166,27 @@ class GradientReducer:
             self._take_in_window(unit)
 
     def advance(self) -> None:
-        """Launch the reductions whose turn it is and for which nothing can come any more on this rank."""
+        """Launch the reductions whose turn it is and for which nothing can come any more on this
+        rank.
+        """
         if not self._open or not self._reduces_now or self._outstanding is None:
             return
         while self._next < len(self._order.units):
             unit = self._order.units[self._next]
             if unit in self._order.deferred:
                 return
-            awaits = self._outstanding.awaits_reruns if unit in self._ready else self._outstanding.awaits
+            awaits = (
+                self._outstanding.awaits_reruns if unit in self._ready else self._outstanding.awaits
+            )
             if awaits(unit, self.learns):
                 return
             self._launch_next()
 
     @property
     def depth(self) -> int:
-        """How many gathers of the plan any rank may have waited for before it launches what this rank has launched."""
+        """How many gathers of the plan any rank may have waited for before it launches what this
+        rank has launched.
+        """
         return self._depth
 
     @property
@@ -172,18 +195,24 @@ class GradientReducer:
         return self._sent if self._open else 0
 
     def land_launched(self, number: int) -> None:
-        """Wait for reductions beyond those that may be under way, among the first ``number``, which all ranks have launched."""
-        while self._flights and self._flights[0].number < number - IN_FLIGHT:  # so that all ranks wait for the same ones
+        """Wait for reductions beyond those that may be under way, among the first ``number``,
+        which all ranks have launched.
+        """
+        # so that all ranks wait for the same ones
+        while self._flights and self._flights[0].number < number - IN_FLIGHT:
             self._land()
 
     def note_unfinished(self) -> None:
         """The backward is over: remember for which units gradients could have come until now."""
         if self._open and self._outstanding is not None and self.learns:
             left = (unit for unit in self._order.units[self._next :] if unit not in self._ready)
-            self._shown.unfinished = [unit.index for unit in left if self._outstanding.awaits(unit, False)]
+            self._shown.unfinished = [
+                unit.index for unit in left if self._outstanding.awaits(unit, False)
+            ]
 
     def finish(self, learns: bool = False) -> None:
-        """The backward is over, and all its gathers are issued: reduce what is left, in order, and wait for all of it.
+        """The backward is over, and all its gathers are issued: reduce what is left, in order, and
+        wait for all of it.
 
         ``learns``: the order of gathers was recorded in it.
         """
@@ -194,7 +223,11 @@ class GradientReducer:
         if self._reduces_now:
             launched = self._order.units[: self._next]
             waited = self._order.units[self._next :]
-            self._shown.parts = [unit.index for unit in waited if unit in self._as_complete and self._as_complete[unit] != _raw_state(unit)]
+            self._shown.parts = [
+                unit.index
+                for unit in waited
+                if unit in self._as_complete and self._as_complete[unit] != _raw_state(unit)
+            ]
             while self._next < len(self._order.units):
                 self._launch_next()
             self._reduce_late(launched, learns)
@@ -207,7 +240,8 @@ class GradientReducer:
         for unit in self._units:
             for flat in unit.flats:
                 if not flat.trainable:
-                    _drop_raw(flat)  # it requires grad but is in no optimizer group: nobody would ever clear it
+                    # it requires grad but is in no optimizer group: nobody would ever clear it
+                    _drop_raw(flat)
 
     def _launch_next(self) -> None:
         unit = self._order.units[self._next]
@@ -216,11 +250,15 @@ class GradientReducer:
         self._launch(unit)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
-        late = [unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)]
+        late = [
+            unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)
+        ]
         if late and self._key in self._known:
             raise PartitionError(
-                f"gradients of {[unit.label for unit in late]} came after their reduction had started, which the first backward of this kind "
-                "did not show; compute what uses these parameters outside their module after the forward, or from the first backward on (times 0)"
+                f"gradients of {[unit.label for unit in late]} came after their reduction had "
+                "started, which the first backward of this kind "
+                "did not show; compute what uses these parameters outside their module after the "
+                "forward, or from the first backward on (times 0)"
             )
         if not learns:
             return
@@ -240,7 +278,9 @@ class GradientReducer:
             self._order.learn(self._key, told, places, [unit.index for unit in plan])
 
     def reduce_windows(self) -> None:
-        """Reduce what backwards before the end of the window left, where none of them was told that it is the last."""
+        """Reduce what backwards before the end of the window left, where none of them was told
+        that it is the last.
+        """
         if any(flat.filled for unit in self._order.units for flat in unit.trainable):
             for unit in self._order.units:
                 for flat in unit.trainable:
@@ -252,7 +292,9 @@ class GradientReducer:
 
     @property
     def unreduced(self) -> float:
-        """What a gradient in the window is a multiple of that is the same on all ranks: its average is yet to be taken."""
+        """What a gradient in the window is a multiple of that is the same on all ranks: its
+        average is yet to be taken.
+        """
         return 1.0 / (self._comm.world * self._scaling.post)
 
     def arrive(self) -> None:
@@ -268,7 +310,9 @@ class GradientReducer:
             self._homeward.close()
 
     def abandon(self) -> None:
-        """Forget the backward under way, which an exception has broken, and the gradients it left on the parameters."""
+        """Forget the backward under way, which an exception has broken, and the gradients it
+        left on the parameters.
+        """
         self.spoiled = bool(self._open and self._ready)
         self._open = self._holds = False
         self._drop()
@@ -302,7 +346,8 @@ class GradientReducer:
                 self._widen(flat)
             assert flat.window is not None and flat.grad is not None
             if flat.reduced and flat.states is None:
-                # A second reduction before the step: what is averaged already must not be averaged again.
+                # A second reduction before the step: what is averaged already must not be averaged
+                # again.
                 flat.held = flat.grad.clone()
                 flat.filled = flat.reduced = False
             factor = self._scaling.before(self.weight) * self.unscale
@@ -320,16 +365,28 @@ class GradientReducer:
         unit.await_gradients()
         if not self._policy.reduces_every_backward:
             self._take_in_window(unit)
-        if self.on_landed is not None:  # the update of the unit may begin as soon as its gradients are here
+        # the update of the unit may begin as soon as its gradients are here
+        if self.on_landed is not None:
             for flat in unit.trainable:
-                flat.used |= sum(1 << place for place, grad in enumerate(raw_grads(flat.members)) if grad is not None)
+                flat.used |= sum(
+                    1 << place
+                    for place, grad in enumerate(raw_grads(flat.members))
+                    if grad is not None
+                )
             self._usage.send(unit)
         for flat in unit.trainable:
             if flat.window is not None:
                 self._send_window(flat)
                 continue
-            wire = self._borrow(flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device)
-            _take_in(flat, wire, False, self._scaling.before(self.weight, on_the_wire=True) * self.unscale)
+            wire = self._borrow(
+                flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
+            )
+            _take_in(
+                flat,
+                wire,
+                False,
+                self._scaling.before(self.weight, on_the_wire=True) * self.unscale,
+            )
             self._send(flat, wire, wire, self._scaling.after(self.weight, on_the_wire=True))
 
     def _send_window(self, flat: Flat) -> None:
@@ -342,7 +399,9 @@ class GradientReducer:
         else:
             self._send(flat, flat.window, None, self._scaling.after(self.weight))
 
-    def _send(self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float) -> None:
+    def _send(
+        self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float
+    ) -> None:
         shard, replicate, part = self._comm.shard, self._comm.replicate, None
         if flat.layout.shards > 1:
             handle = shard.reduce_scatter(wire, flat.key)
@@ -372,7 +431,9 @@ class GradientReducer:
             flat.widen_gradient()
 
     def _takes_memory(self, flight: _Flight) -> bool:
-        return flight.borrowed is not None or (self._homeward is not None and flight.flat.states is not None)
+        return flight.borrowed is not None or (
+            self._homeward is not None and flight.flat.states is not None
+        )
 
     def _land(self) -> None:
         flight = self._flights.pop(0)
@@ -392,7 +453,9 @@ class GradientReducer:
             # What the host adds or casts, it multiplies as well.
             later = flight.scale if accumulate or flat.grad.dtype != wire.dtype else 1.0
             flight.handle.reduce_into(values, False, flight.scale / later)
-            flat.squares = None if accumulate else sums_of_squares([values], self._kernels)[0] * later**2
+            flat.squares = (
+                None if accumulate else sums_of_squares([values], self._kernels)[0] * later**2
+            )
             self._homeward.send(flat, values, accumulate, later)
         else:
             flat.squares = None
@@ -404,13 +467,22 @@ class GradientReducer:
         self._give_back(flight.borrowed)
         self._landed.add(flat)
         # In the first backward of its kind more may come.
-        complete = self.reduces and self._key in self._known and self._landed.issuperset(flat.unit.trainable)
-        if complete and self.on_landed is not None and (self._homeward is None or not self._homeward.is_adding):
+        complete = (
+            self.reduces
+            and self._key in self._known
+            and self._landed.issuperset(flat.unit.trainable)
+        )
+        if (
+            complete
+            and self.on_landed is not None
+            and (self._homeward is None or not self._homeward.is_adding)
+        ):
             self._usage.receive(flat.unit)
             self.on_landed(flat.unit)
 
     def _give_back(self, wire: torch.Tensor | None) -> None:
-        # Kept for the next unit of this size; the size of an embedding or a head comes once a backward and is not held.
+        # Kept for the next unit of this size; the size of an embedding or a head comes once a
+        # backward and is not held.
         if wire is not None and self._sizes[wire.numel()] > 1:
             spare = self._spare.setdefault((wire.numel(), wire.dtype), [])
             if len(spare) < IN_FLIGHT:
@@ -424,7 +496,10 @@ class GradientReducer:
 def _raw_state(unit: Unit) -> list[Any]:
     """What changes when autograd adds to a gradient of ``unit``."""
     grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
-    return [None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr()) for grad in grads]
+    return [
+        None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr())
+        for grad in grads
+    ]
 
 
 def _drop_raw(flat: Flat) -> None:
@@ -434,12 +509,16 @@ def _drop_raw(flat: Flat) -> None:
 
 @torch.no_grad()
 def _take_in(flat: Flat, target: torch.Tensor, accumulate: bool, factor: float) -> None:
-    """``target = factor * grad`` (or ``+=``) for every parameter; one without gradient counts as zero. Empties ``.grad``."""
+    """``target = factor * grad`` (or ``+=``) for every parameter; one without gradient counts as
+    zero. Empties ``.grad``.
+    """
     grads, views = [], []
     # Parameters lie end to end: one call gives the views of all, and one takes all gradients in.
     given = raw_grads(flat.members)
     lacking = 0
-    for place, (grad, view) in enumerate(zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))):
+    for place, (grad, view) in enumerate(
+        zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))
+    ):
         if grad is None:
             lacking |= 1 << place
             if not accumulate:

@@ -1,4 +1,6 @@
-"""What plain PyTorch does to a model, made right or refused where parameters are owned: state_dict, load_state_dict, ``.to``."""
+"""What plain PyTorch does to a model, made right or refused where parameters are owned:
+state_dict, load_state_dict, ``.to``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Override(Attached):
-    """A method that the engine puts on one module. A copy of the module gets its class's own again."""
+    """A method that the engine puts on one module.
+
+    A copy of the module gets its class's own again.
+    """
 
     def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
         super().__init__(fn)
@@ -53,44 +58,58 @@ class Override(Attached):
 
     def __reduce__(self) -> Any:
         raise PartitionError(
-            f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its state_dict(), or call engine.save_checkpoint"
+            f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its "
+            "state_dict(), or call engine.save_checkpoint"
         )
 
 
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine, or wraps a unit.
 
-    ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded); ``load_state_dict`` gathers, lets
-    torch copy, and takes the values over into shards and master weights. Both are collective at stage 3. ``.to`` and its
-    kin move buffers and refuse to change parameters.
+    ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded);
+    ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
+    weights. Both are collective at stage 3. ``.to`` and its kin move buffers and refuse to change
+    parameters.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule):
         self._schedule = schedule
         self._copies: dict[int, torch.Tensor] = {}
-        self._entered: list[tuple[nn.Module, list[Unit]]] = []  # state_dict calls under way, outermost first
+        # state_dict calls under way, outermost first
+        self._entered: list[tuple[nn.Module, list[Unit]]] = []
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
         self._model = model
         self._part = False  # the state_dict under way is that of a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
-        # What the last walk has seen: modules, how many parameters and children each has, all of these, parameters that nothing trains.
+        # What the last walk has seen: modules, how many parameters and children each has, all of
+        # these, parameters that nothing trains.
         self._walked: list[nn.Module] = [model]
         self._lengths: list[int] = []
         self._held: list[Any] = []
         self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         for module in model.modules():
-            own = {name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)}
-            touched = {owner_of(p).unit for p in own.values()} | ({wraps[module]} if module in wraps else set())
+            own = {
+                name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
+            }
+            touched = {owner_of(p).unit for p in own.values()} | (
+                {wraps[module]} if module in wraps else set()
+            )
             if not touched:
                 continue
             pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
             self._removable += [
-                module.register_state_dict_pre_hook(Attached(partial(self._before_state_dict, pinned))),
+                module.register_state_dict_pre_hook(
+                    Attached(partial(self._before_state_dict, pinned))
+                ),
                 module._register_state_dict_hook(Attached(partial(self._after_state_dict, pinned))),
-                module.register_load_state_dict_pre_hook(Attached(partial(self._before_load, pinned))),
-                module.register_load_state_dict_post_hook(Attached(partial(self._after_load, pinned))),
+                module.register_load_state_dict_pre_hook(
+                    Attached(partial(self._before_load, pinned))
+                ),
+                module.register_load_state_dict_post_hook(
+                    Attached(partial(self._after_load, pinned))
+                ),
             ]
             if own:
                 self._own[module] = own
@@ -105,10 +124,15 @@ class ModuleGuards:
         self._removable, self._patched = [], []
 
     def check(self) -> None:
-        """Raise PartitionError if a parameter of the model has been replaced or added since initialize: it would train nowhere."""
-        # Each step comes here: while every module holds what it held at the last walk, no line of Python runs for a module.
+        """Raise PartitionError if a parameter of the model has been replaced or added since
+        initialize: it would train nowhere.
+        """
+        # Each step comes here: while every module holds what it held at the last walk, no line of
+        # Python runs for a module.
         held = [*map(_parameters, self._walked), *map(_children, self._walked)]
-        unchanged = list(map(len, held)) == self._lengths and all(map(is_, chain.from_iterable(map(dict.values, held)), self._held))
+        unchanged = list(map(len, held)) == self._lengths and all(
+            map(is_, chain.from_iterable(map(dict.values, held)), self._held)
+        )
         if not unchanged or any(parameter.requires_grad for parameter in self._untrained):
             self._walk()
 
@@ -129,21 +153,31 @@ class ModuleGuards:
                 untrained.append(parameter)
                 if parameter.requires_grad:
                     raise PartitionError(
-                        f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was added to the model after hf_zero.initialize, and nothing "
+                        f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was "
+                        "added to the model after hf_zero.initialize, and nothing "
                         "trains it; add it before, or set requires_grad=False"
                     )
             for name, parameter in own.items():
                 if module._parameters.get(name) is not parameter:
                     raise PartitionError(
-                        f"{name_of(parameter)} has been replaced by another parameter after hf_zero.initialize, which the engine does not train; "
-                        "copy into it inside GatheredParameters, or destroy() the engine and initialize again"
+                        f"{name_of(parameter)} has been replaced by another parameter after "
+                        "hf_zero.initialize, which the engine does not train; "
+                        "copy into it inside GatheredParameters, or destroy() the engine "
+                        "and initialize again"
                     )
         self._walked, self._untrained = list(seen), untrained
         held = [*map(_parameters, self._walked), *map(_children, self._walked)]
-        self._lengths, self._held = list(map(len, held)), list(chain.from_iterable(map(dict.values, held)))
+        self._lengths, self._held = (
+            list(map(len, held)),
+            list(chain.from_iterable(map(dict.values, held))),
+        )
 
-    def _before_state_dict(self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        while self._entered and not any(module is inside for inside in self._entered[-1][0].modules()):
+    def _before_state_dict(
+        self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool
+    ) -> None:
+        while self._entered and not any(
+            module is inside for inside in self._entered[-1][0].modules()
+        ):
             self._leave_one()  # an exception has broken that call
         if not self._entered:
             self._part = module is not self._model
@@ -151,14 +185,28 @@ class ModuleGuards:
         for unit in pinned:
             self._schedule.pin(unit)
 
-    def _after_state_dict(self, pinned: list[Unit], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _after_state_dict(
+        self,
+        pinned: list[Unit],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+    ) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
-            if isinstance(parameter, OwnedParameter) and key in state and (self._part or owner_of(parameter).sharded):
-                # Copies, because a sharded one is released again and a part would be saved with all memory it is a view of.
-                # One copy a parameter, so that tied names still share memory and are saved once.
+            if (
+                isinstance(parameter, OwnedParameter)
+                and key in state
+                and (self._part or owner_of(parameter).sharded)
+            ):
+                # Copies, because a sharded one is released again and a part would be saved with all
+                # memory it is a view of. One copy a parameter, so that tied names still share
+                # memory and are saved once.
                 if id(parameter) not in self._copies:
-                    self._copies[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.detach())
+                    self._copies[id(parameter)] = torch.empty(
+                        parameter.shape, dtype=parameter.dtype
+                    ).copy_(parameter.detach())
                 state[key] = self._copies[id(parameter)]
         while self._leave_one() is not module:
             pass
@@ -171,11 +219,21 @@ class ModuleGuards:
             self._copies = {}
         return module
 
-    def _before_load(self, pinned: list[Unit], module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):  # refused here, before anything is replaced or pinned
+    def _before_load(
+        self,
+        pinned: list[Unit],
+        module: nn.Module,
+        state: Any,
+        prefix: str,
+        metadata: dict[str, Any],
+        *args: Any,
+    ) -> None:
+        # refused here, before anything is replaced or pinned
+        if metadata.get("assign_to_params_buffers"):
             owned = next((p for p in module.parameters() if isinstance(p, OwnedParameter)), None)
             raise PartitionError(
-                f"load_state_dict(assign=True) cannot replace {name_of(owned) if owned is not None else 'parameters'}, "
+                "load_state_dict(assign=True) cannot replace "
+                f"{name_of(owned) if owned is not None else 'parameters'}, "
                 "which lives in a flat buffer; use assign=False"
             )
         for unit in pinned:
@@ -190,7 +248,9 @@ class ModuleGuards:
         for unit in pinned:
             self._schedule.unpin(unit)
 
-    def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(
+        self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(fn)
         for parameter in module._parameters.values():
@@ -198,8 +258,10 @@ class ModuleGuards:
                 probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
                 if probe.dtype != parameter.dtype or probe.device != parameter.device:
                     raise PartitionError(
-                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and cannot become {probe.dtype} on {probe.device} now that an "
-                        "engine owns it; move or cast the model before, load it with dtype=, and choose bf16 or fp16 in the config"
+                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and "
+                        f"cannot become {probe.dtype} on {probe.device} now that an "
+                        "engine owns it; move or cast the model before, load it with dtype=, and "
+                        "choose bf16 or fp16 in the config"
                     )
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -208,22 +270,29 @@ class ModuleGuards:
 
 
 def refuse_switched(flats: Sequence[Flat]) -> None:
-    """Raise if a parameter goes into a backward with another requires_grad than the one it was laid out with."""
+    """Raise if a parameter goes into a backward with another requires_grad than the one it was
+    laid out with.
+    """
     for flat in flats:
         for name in sorted(flat.switched):
             now = flat.parameters[name].requires_grad
             raise PartitionError(
-                f"requires_grad of {name} is {now} in this backward and was {not now} at hf_zero.initialize, where it was settled what trains; set it "
-                "back after forwards that need it otherwise, or destroy() the engine and initialize again"
+                f"requires_grad of {name} is {now} in this backward and was {not now} at "
+                "hf_zero.initialize, where it was settled what trains; set it "
+                "back after forwards that need it otherwise, or destroy() the engine "
+                "and initialize again"
             )
 
 
 def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if ``optimizer`` was made over parameters that an engine owns: it would see no gradients and train nothing."""
+    """Raise if ``optimizer`` was made over parameters that an engine owns: it would see no
+    gradients and train nothing.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, OwnedParameter) and owner_of(parameter) is not None:
                 raise PartitionError(
-                    f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero engine owns and trains; pass the optimizer to "
+                    f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero "
+                    "engine owns and trains; pass the optimizer to "
                     "hf_zero.initialize, or step the one it returned"
                 )

@@ -1,4 +1,6 @@
-"""Models that are sharded before their training is configured: held by an engine that only gathers and releases."""
+"""Models that are sharded before their training is configured: held by an engine that only
+gathers and releases.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,42 @@ from hf_zero.core.parameter import owner_of
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
-    """Shard ``model`` as it is, at stage 3 if not told otherwise: parameters keep their dtype, and may be frozen and unfrozen (collective).
+    """Shard ``model`` as it is, at stage 3 if not told otherwise: parameters keep their dtype, and
+    may be frozen and unfrozen (collective).
 
-    Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`; of others it takes rank
-    0's values. The model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
-    ``config`` wants those of the training.
+    Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`;
+    of others it takes rank 0's values. The model can be called, gathered and saved;
+    :func:`hf_zero.initialize` takes it over. Shards live where ``config`` wants those of the
+    training.
     """
     away = config.offload_param if stage == 3 else None
-    held = ZeroConfig(stage=stage, replicate_size=config.replicate_size, timeout=config.timeout, offload_param=away, aio=config.aio)
-    return Engine(model, held.resolve(comm.get_world_size(), require_batch_size=False, training=False), holds=True)
+    held = ZeroConfig(
+        stage=stage,
+        replicate_size=config.replicate_size,
+        timeout=config.timeout,
+        offload_param=away,
+        aio=config.aio,
+    )
+    return Engine(
+        model,
+        held.resolve(comm.get_world_size(), require_batch_size=False, training=False),
+        holds=True,
+    )
 
 
 def release_holders(model: nn.Module) -> None:
-    """Take the engines that train nothing off ``model``; its parameters stay as they are laid out, for another engine.
+    """Take the engines that train nothing off ``model``; its parameters stay as they are laid out,
+    for another engine.
 
-    These are the ones that only hold it, and those initialized without an optimizer: a model may serve, say to compute a
-    reference, before it is trained.
+    These are the ones that only hold it, and those initialized without an optimizer: a model may
+    serve, say to compute a reference, before it is trained.
     """
     flats = [owner_of(parameter) for parameter in model.parameters()]
-    holders = {id(flat.engine()): flat.engine() for flat in flats if flat is not None and flat.engine() is not None}
+    holders = {
+        id(flat.engine()): flat.engine()
+        for flat in flats
+        if flat is not None and flat.engine() is not None
+    }
     for engine in holders.values():
         if engine.bound is None:
             engine.destroy()

@@ -12,7 +12,9 @@ from hf_zero.device import streams
 from hf_zero.ops import host
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
-UNDER_WAY = 4  # gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run ahead with all of them
+# gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run
+# ahead with all of them
+UNDER_WAY = 4
 
 
 @dataclass(eq=False)
@@ -26,7 +28,10 @@ class _Crossing:
 
 
 class Homeward:
-    """Copies on a stream of their own, beside the backward. ``take`` gives memory that a GPU can copy to."""
+    """Copies on a stream of their own, beside the backward.
+
+    ``take`` gives memory that a GPU can copy to.
+    """
 
     def __init__(self, device: torch.device, take: Take):
         self._device = device
@@ -38,7 +43,10 @@ class Homeward:
         self._staging: list[torch.Tensor] = []
 
     def send(self, flat: Flat, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
-        """``flat.grad = scale * values``, or ``+=``; :meth:`arrive` tells when. ``scale`` is 1 where the dtypes are one and nothing is added."""
+        """``flat.grad = scale * values``, or ``+=``; :meth:`arrive` tells when.
+
+        ``scale`` is 1 where the dtypes are one and nothing is added.
+        """
         if self._stream is None:
             self._stream = streams.new_stream(self._device)
         assert flat.grad is not None
@@ -52,7 +60,9 @@ class Homeward:
         with streams.on_stream(self._stream):
             target.copy_(values, non_blocking=True)
             self.last, self._events[flat] = flat, streams.record_event(self._stream)
-            self._crossings.append(_Crossing(flat, values, self._events[flat], staged, accumulate, scale))
+            self._crossings.append(
+                _Crossing(flat, values, self._events[flat], staged, accumulate, scale)
+            )
 
     @property
     def is_adding(self) -> bool:
@@ -60,13 +70,17 @@ class Homeward:
         return any(crossing.staged is not None for crossing in self._crossings)
 
     def event(self, flat: Flat) -> streams.Event | None:
-        """What tells that the gradient of ``flat`` has been copied, if nothing has to be added to it."""
+        """What tells that the gradient of ``flat`` has been copied, if nothing has to be added
+        to it.
+        """
         return self._events.get(flat)
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         while sum(crossing.staged is not None for crossing in self._crossings) >= STAGED:
             self._land()
-        fitting = next((place for place, memory in enumerate(self._staging) if memory.numel() >= nbytes), None)
+        fitting = next(
+            (place for place, memory in enumerate(self._staging) if memory.numel() >= nbytes), None
+        )
         if fitting is not None:
             return self._staging.pop(fitting)
         if self._staging:
@@ -100,7 +114,9 @@ class Homeward:
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:
-    """``grad = scale * values``, or ``+=``, in host memory; the kernels of the host know 32 bits and fewer."""
+    """``grad = scale * values``, or ``+=``, in host memory; the kernels of the host know 32 bits
+    and fewer.
+    """
     if grad.dtype == torch.float64:
         grad.add_(values, alpha=scale) if adds else grad.copy_(values).mul_(scale)
     elif adds:

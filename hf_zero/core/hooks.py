@@ -1,12 +1,15 @@
-"""The hooks on modules and on the autograd graph: when a unit is needed, when its backward begins and when it is over.
+"""The hooks on modules and on the autograd graph: when a unit is needed, when its backward begins
+and when it is over.
 
 [Note: the end of a unit's backward]
-Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is made before every node of its
-forward, so its backward runs after all of them: gradients are complete and no saved weight will be read again. Where no
-input requires grad there is no mark, and the end of the whole backward is taken instead.
+Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is made before
+every node of its forward, so its backward runs after all of them: gradients are complete and no
+saved weight will be read again. Where no input requires grad there is no mark, and the end of the
+whole backward is taken instead.
 
-Calls are tokens in sets, not counts: a forward that is dropped takes its token with it. Recomputation (activation
-checkpointing) runs forwards inside a backward; a forward there never releases.
+Calls are tokens in sets, not counts: a forward that is dropped takes its token with it.
+Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
+releases.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from hf_zero.core.unit import Call, OuterCall, Unit
 from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
-# With these a decoder step of generate goes another way than a whole forward. Other keywords may be None on some ranks only.
+# With these a decoder step of generate goes another way than a whole forward. Other keywords may be
+# None on some ranks only.
 CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
 
 
@@ -40,14 +44,20 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def _last_node() -> int:
-    """The number of the last node of a graph that this thread has recorded; a backward comes to higher numbers first."""
+    """The number of the last node of a graph that this thread has recorded; a backward comes to
+    higher numbers first.
+    """
     return torch.autograd._get_sequence_nr() - 1
 
 
-def _mark(inputs: Iterable[torch.Tensor], call: Call, over: Callable[..., None]) -> Sequence[torch.Tensor]:
-    """``inputs`` again as views, which a block may change in place, with ``over`` called once all their gradients are known.
+def _mark(
+    inputs: Iterable[torch.Tensor], call: Call, over: Callable[..., None]
+) -> Sequence[torch.Tensor]:
+    """``inputs`` again as views, which a block may change in place, with ``over`` called once all
+    their gradients are known.
 
-    Not each of several inputs has a part in every backward: those that have are counted when the backward of ``call`` begins.
+    Not each of several inputs has a part in every backward: those that have are counted when the
+    backward of ``call`` begins.
     """
     views = [each.view_as(each) for each in inputs]
     nodes = [node for view in views if (node := view.grad_fn) is not None]
@@ -67,7 +77,9 @@ def _mark(inputs: Iterable[torch.Tensor], call: Call, over: Callable[..., None])
 
 
 def _accumulated(hooks: weakref.ref[Hooks], parameter: torch.Tensor) -> None:
-    """A gradient has come that no unit's hook need have announced: that of a penalty on the weights, say."""
+    """A gradient has come that no unit's hook need have announced: that of a penalty on the
+    weights, say.
+    """
     alive = hooks()
     if alive is not None:
         alive._enter_backward()
@@ -90,12 +102,15 @@ class Hooks:
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
     ):
-        """``on_begin`` is called before a backward, ``on_part`` where it reaches a part of the model that was called alone."""
+        """``on_begin`` is called before a backward, ``on_part`` where it reaches a part of the
+        model that was called alone.
+        """
         self._model = model
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
-        # Graph tasks under way, outermost first, and their callbacks: a task that an exception has ended drops its callback.
+        # Graph tasks under way, outermost first, and their callbacks: a task that an exception has
+        # ended drops its callback.
         self._tasks: list[tuple[int, weakref.ref[Any]]] = []
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
@@ -105,47 +120,74 @@ class Hooks:
         self._older: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # forwards with a graph
         reducer.connect(schedule, self._outstanding)
         schedule.launched, schedule.on_launched = (lambda: reducer.launched), reducer.land_launched
-        self._reached: set[OuterCall] = set()  # forwards that the backward under way goes back through
-        self._untracked: list[OuterCall] = []  # forwards that no hook tells of: any backward may be theirs
+        # forwards that the backward under way goes back through
+        self._reached: set[OuterCall] = set()
+        # forwards that no hook tells of: any backward may be theirs
+        self._untracked: list[OuterCall] = []
         self._removable: list[Any] = []
         self._installed, self._watches = True, False
-        self._training = [parameter for unit in units for flat in unit.trainable for parameter in flat.members]
+        self._training = [
+            parameter for unit in units for flat in unit.trainable for parameter in flat.members
+        ]
         self._on_begin, self._on_part = on_begin, on_part
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
         names = {module: name for name, module in model.named_modules()}
-        around: dict[nn.Module, Unit | None] = {module: unit for unit in self._units for module in unit.modules.values()}
+        around: dict[nn.Module, Unit | None] = {
+            module: unit for unit in self._units for module in unit.modules.values()
+        }
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
         for module in model.modules():
             # People call parts of models: whoever owns a parameter of the root unit gathers it.
-            if module not in around and any(id(p) in in_root for p in module._parameters.values() if p is not None):
+            if module not in around and any(
+                id(p) in in_root for p in module._parameters.values() if p is not None
+            ):
                 around[module] = root
         for path in (name.split(".") for unit in self._units for name in unit.modules):
             for depth in range(len(path)):
                 around.setdefault(model.get_submodule(".".join(path[:depth])), None)
         for module, unit in around.items():
             self._removable += [
-                module.register_forward_pre_hook(Attached(partial(self._enter, unit, names[module])), prepend=True, with_kwargs=True),
-                module.register_forward_hook(Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True),
+                module.register_forward_pre_hook(
+                    Attached(partial(self._enter, unit, names[module])),
+                    prepend=True,
+                    with_kwargs=True,
+                ),
+                module.register_forward_hook(
+                    Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True
+                ),
             ]
 
     def watch_gradients(self) -> None:
-        """From now on every gradient that comes begins a backward: what it carries must be known then (``losses.py``)."""
+        """From now on every gradient that comes begins a backward: what it carries must be known
+        then (``losses.py``).
+        """
         if self._watches or not self._installed:
             return
         self._watches = True
-        # Weakly, because Python's collector does not see these hooks: a cycle through one would never be freed.
+        # Weakly, because Python's collector does not see these hooks: a cycle through one would
+        # never be freed.
         accumulated = partial(_accumulated, weakref.ref(self))
-        self._removable += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in self._training]
+        self._removable += [
+            parameter.register_post_accumulate_grad_hook(accumulated)
+            for parameter in self._training
+        ]
 
     def take_in_unannounced(self) -> None:
-        """Take in what a backward has left on parameters that no hook has announced: a penalty on the weights, say (collective).
+        """Take in what a backward has left on parameters that no hook has announced: a penalty on
+        the weights, say (collective).
 
         Outside forward and backward. Every rank comes here at the same places of the script.
         """
-        if self._watches or self._tasks or self._nested or _graph_task() != -1 or not any_raw_grad(self._training):
+        if (
+            self._watches
+            or self._tasks
+            or self._nested
+            or _graph_task() != -1
+            or not any_raw_grad(self._training)
+        ):
             return
         with torch.inference_mode(False), torch.no_grad():
             self._begin()
@@ -154,7 +196,9 @@ class Hooks:
     @contextmanager
     def announced(self, loss: torch.Tensor) -> Iterator[None]:
         """The backward of ``loss`` goes on inside, and is this engine's wherever it leads."""
-        handle = loss.register_hook(lambda _: self._enter_backward()) if loss.requires_grad else None
+        handle = (
+            loss.register_hook(lambda _: self._enter_backward()) if loss.requires_grad else None
+        )
         try:
             yield
         finally:
@@ -167,9 +211,12 @@ class Hooks:
         self._removable, self._installed = [], False
 
     def is_in_backward(self) -> bool:
-        return bool(self._tasks) and self._tasks[0][1]() is not None  # None: an exception has ended it
+        # None: an exception has ended it
+        return bool(self._tasks) and self._tasks[0][1]() is not None
 
-    def _enter(self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(
+        self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         if transformed():
             return self._enter_transformed(unit)
         inside = _graph_task() != -1
@@ -188,7 +235,11 @@ class Hooks:
         self._nested += 1
         if unit is None:
             return None
-        call = Call(unit, module, self._current(), self._outstanding.moment()) if torch.is_grad_enabled() else None
+        call = (
+            Call(unit, module, self._current(), self._outstanding.moment())
+            if torch.is_grad_enabled()
+            else None
+        )
         if call is None and module.training and unit.trainable and not inside:
             unit.reruns += 1
         unit.open.append(call)
@@ -206,18 +257,24 @@ class Hooks:
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
     def _enter_transformed(self, unit: Unit | None) -> None:
-        """A forward under grad, vmap or another transform of torch.func, whose graphs are its own: no pass of this engine."""
+        """A forward under grad, vmap or another transform of torch.func, whose graphs are its
+        own: no pass of this engine.
+        """
         if unit is None:
             return
         if unit.sharded:
             raise PartitionError(
-                f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): the backward inside a transform "
-                "would read weights that are released by then; use stage 2 for models under torch.func"
+                f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): "
+                "the backward inside a transform "
+                "would read weights that are released by then; use stage 2 for "
+                "models under torch.func"
             )
         unit.settle()
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """Gather ``unit`` for a module that reads a parameter of another one in its forward; False outside forwards."""
+        """Gather ``unit`` for a module that reads a parameter of another one in its forward;
+        False outside forwards.
+        """
         if not self._nested:
             return False
         if _graph_task() != -1:
@@ -232,13 +289,17 @@ class Hooks:
         return outer
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own forward, waits for its backward."""
+        """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own
+        forward, waits for its backward.
+        """
         outer = OuterCall(whole=self._nested > 0 or _graph_task() != -1)
         _keep(unit, outer)
         node.register_prehook(partial(self._reach, outer))
 
     def _reach(self, outer: OuterCall, grads: Any = None) -> None:
-        """The backward under way goes back through ``outer``: what it reads must be here, also the second time."""
+        """The backward under way goes back through ``outer``: what it reads must be here, also
+        the second time.
+        """
         self._enter_backward()
         if not outer.whole:
             self._on_part()
@@ -251,7 +312,9 @@ class Hooks:
             unit.stays.add(outer)
             self._schedule.need(unit)
 
-    def _leave(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(
+        self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         if transformed():
             return
         inside = _graph_task() != -1
@@ -269,7 +332,11 @@ class Hooks:
             outer, self._outer = self._outer, None
             if outer is not None and not torch.is_grad_enabled():
                 self._no_longer({outer})
-            elif outer is not None and not outer.tracked and any(outer in each.stays for each in self._units):
+            elif (
+                outer is not None
+                and not outer.tracked
+                and any(outer in each.stays for each in self._units)
+            ):
                 self._untracked.append(outer)
                 self._no_longer(set(self._untracked[:-FORWARDS_TOLD_APART]))
                 del self._untracked[:-FORWARDS_TOLD_APART]
@@ -279,7 +346,13 @@ class Hooks:
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())
 
-    def _watch_output(self, call: Call, marks: Sequence[torch.autograd.graph.Node], output: Any, raised: BaseException | None) -> None:
+    def _watch_output(
+        self,
+        call: Call,
+        marks: Sequence[torch.autograd.graph.Node],
+        output: Any,
+        raised: BaseException | None,
+    ) -> None:
         hooked, last = False, call.last_node  # later ones are the forward's
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             node = tensor.grad_fn
@@ -287,21 +360,26 @@ class Hooks:
                 hooked, last = True, max(last, node._sequence_nr())
                 tensor.register_hook(partial(self._pre_backward, call, marks))
             elif tensor.requires_grad:
-                _keep(call.unit, call.outer)  # a parameter itself: whoever gets it reads it again in backward
+                # a parameter itself: whoever gets it reads it again in backward
+                _keep(call.unit, call.outer)
         if hooked:
             call.outer.tracked = True
             self._older.add(call.outer)
             call.outer.calls.add(call)
             call.unit.pending.add(call)
-        # What was recorded after it has left another way: into an object, a dict, ``self``. Its backward comes before the hooks.
+        # What was recorded after it has left another way: into an object, a dict, ``self``. Its
+        # backward comes before the hooks.
         if raised is None and (call.marked or call.unit.trainable) and last < _last_node():
             _keep(call.unit, call.outer)
 
-    def _pre_backward(self, call: Call, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor) -> None:
+    def _pre_backward(
+        self, call: Call, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor
+    ) -> None:
         self._enter_backward()
         if torch.is_grad_enabled() and call.unit.sharded:
             raise PartitionError(
-                f"create_graph=True at stage 3: the second backward would read weights of {call.unit.label} that the first has released; "
+                "create_graph=True at stage 3: the second backward would read weights of "
+                f"{call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
         if not call.outer.whole or call.outer not in self._reached:
@@ -322,7 +400,9 @@ class Hooks:
         if len(self._tasks) > 1 and call.outer is self._outstanding.recomputation:
             self._outstanding.reruns_seen = True
             unit.reruns = max(0, unit.reruns - 1)
-        if not self._outstanding.awaits_calls(unit) and not self._outstanding.awaits_reruns(unit, False):
+        if not self._outstanding.awaits_calls(unit) and not self._outstanding.awaits_reruns(
+            unit, False
+        ):
             self._reducer.ready(unit)
         self._pass(call, call.began)
 
@@ -331,7 +411,10 @@ class Hooks:
         if len(self._tasks) == 1 and call.outer is not self._outstanding.recomputation:
             if self._first:
                 self._first = False
-                if any(outer is not call.outer and outer.began < moment and outer.pending for outer in self._older):
+                if any(
+                    outer is not call.outer and outer.began < moment and outer.pending
+                    for outer in self._older
+                ):
                     self._reducer.wait_for_older()
             for unit in self._outstanding.reach(moment):
                 self._reducer.ready(unit)
@@ -343,7 +426,11 @@ class Hooks:
 
     def _enter_backward(self) -> None:
         task = _graph_task()
-        if task == -1 or (self._tasks and self._tasks[-1][0] == task) or any(task == known for known, _ in self._tasks):
+        if (
+            task == -1
+            or (self._tasks and self._tasks[-1][0] == task)
+            or any(task == known for known, _ in self._tasks)
+        ):
             return
         if self._tasks and self._tasks[0][1]() is None:
             self._abandon_backward()
@@ -354,13 +441,20 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _begin(self) -> None:
-        kind = ("backward", *((forward, min(count, FORWARDS_TOLD_APART)) for forward, count in self._forwards.items()))
+        kind = (
+            "backward",
+            *(
+                (forward, min(count, FORWARDS_TOLD_APART))
+                for forward, count in self._forwards.items()
+            ),
+        )
         self._forwards.clear()
         recomputation = OuterCall(True)
         self._outstanding.begin(recomputation)
         self._reached, self._first = {recomputation}, True
         self._on_begin()
-        # Without sharded parameters a forward is nobody else's affair: ranks may have run different numbers of them.
+        # Without sharded parameters a forward is nobody else's affair: ranks may have run different
+        # numbers of them.
         key = (*kind, self._schedule.resident) if self._schedule.gathers else None
         self._schedule.begin(kind, backward=True)
         self._reducer.begin(key)
@@ -377,21 +471,26 @@ class Hooks:
     def _end(self) -> None:
         self._reducer.note_unfinished()
         self._forget_calls()
-        # Gathers first, because other ranks need them before they launch what this one is about to wait for.
+        # Gathers first, because other ranks need them before they launch what this one is about to
+        # wait for.
         recorded = self._schedule.recording
         self._schedule.issue_rest()
         self._reducer.finish(recorded)
         self._schedule.end(keep_last=False)
 
     def notice_broken(self) -> None:
-        """Called from outside forward and backward: put away what an exception there has left open."""
+        """Called from outside forward and backward: put away what an exception there has left
+        open.
+        """
         if _graph_task() != -1:
             return
         if self._tasks:
             self._abandon_backward()
 
     def reset(self) -> None:
-        """As :meth:`notice_broken`, where no forward can be under way: KeyboardInterrupt passes by the hooks on leaving."""
+        """As :meth:`notice_broken`, where no forward can be under way: KeyboardInterrupt passes
+        by the hooks on leaving.
+        """
         self.notice_broken()
         if self._nested and _graph_task() == -1:
             self._nested, self._outer = 0, None

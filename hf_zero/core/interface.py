@@ -1,7 +1,7 @@
 """The network interface that gloo listens on: the one that leads to where the ranks meet.
 
-By itself gloo takes the address that the host's own name resolves to, which on many machines is 127.0.1.1: peers on other
-hosts are then told to connect to themselves.
+By itself gloo takes the address that the host's own name resolves to, which on many machines is
+127.0.1.1: peers on other hosts are then told to connect to themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ SOMEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the defa
 SIOCGIFADDR = 0x8915
 
 
-def choose_interface(master_addr: str | None, several_hosts: bool, asked: str | None = None) -> None:
-    """Set GLOO_SOCKET_IFNAME: to ``asked`` (then NCCL's as well), or to what leads to ``master_addr`` if it is not set.
+def choose_interface(
+    master_addr: str | None, several_hosts: bool, asked: str | None = None
+) -> None:
+    """Set GLOO_SOCKET_IFNAME: to ``asked`` (then NCCL's as well), or to what leads to
+    ``master_addr`` if it is not set.
 
-    Raises LaunchError where this host has no interface of the name that was asked for, here or in the variable.
+    Raises LaunchError where this host has no interface of the name that was asked for, here or in
+    the variable.
     """
     if asked is not None:
         _check(asked, "interface")
@@ -65,8 +69,14 @@ def own_address(master_addr: str | None) -> str | None:
 def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
     """This host's address on the way to the master, None where the host knows no way."""
     source = _source(master_addr)
-    if source is not None and several_hosts and is_loopback(source) and not is_loopback(master_addr):
-        return _source(SOMEWHERE)  # the name of rank 0's host is its own loopback address in /etc/hosts
+    if (
+        source is not None
+        and several_hosts
+        and is_loopback(source)
+        and not is_loopback(master_addr)
+    ):
+        # the name of rank 0's host is its own loopback address in /etc/hosts
+        return _source(SOMEWHERE)
     return source
 
 
@@ -82,4 +92,7 @@ def _source(address: str) -> str | None:
 def _check(names: str, where: str) -> None:
     missing = [name for name in names.split(",") if name not in interfaces()]
     if missing:
-        raise LaunchError(f"{where}={names}: this host has no network interface {', '.join(missing)}; it has {', '.join(interfaces())}")
+        raise LaunchError(
+            f"{where}={names}: this host has no network interface {', '.join(missing)}; it has "
+            f"{', '.join(interfaces())}"
+        )

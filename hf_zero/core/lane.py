@@ -1,4 +1,7 @@
-"""Lanes: what this rank has issued on each communicator, in order. The k-th collective of a rank meets the k-th of the others."""
+"""Lanes: what this rank has issued on each communicator, in order.
+
+The k-th collective of a rank meets the k-th of the others.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,33 @@ class Wait(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """For point-to-point messages: those of different collectives never meet, whatever their sizes are."""
+        """For point-to-point messages: those of different collectives never meet, whatever their
+        sizes are.
+        """
         return zlib.crc32(f"{self.number} {self.what}".encode()) & 0x7FFFFFFF
 
     def __str__(self) -> str:
-        return f"{self.what} (number {self.number} of {self.lane.name})" if self.lane is not None else self.what
+        return (
+            f"{self.what} (number {self.number} of {self.lane.name})"
+            if self.lane is not None
+            else self.what
+        )
 
 
 class Lane:
-    """One communicator. ``break_off`` makes what waits in it raise; ``native``: the backend tells of peers that die."""
+    """One communicator.
 
-    def __init__(self, name: str, ranks: Sequence[int], timeout: float, break_off: Callable[[], None] = lambda: None, native: bool = True):
+    ``break_off`` makes what waits in it raise; ``native``: the backend tells of peers that die.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        timeout: float,
+        break_off: Callable[[], None] = lambda: None,
+        native: bool = True,
+    ):
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
@@ -40,10 +59,14 @@ class Lane:
         self.issued = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.closed = ""  # why this rank will issue nothing more
-        self.before_issue: Callable[[Lane, str], None] | None = None  # asked before the next collective, where a pass has broken
+        # asked before the next collective, where a pass has broken
+        self.before_issue: Callable[[Lane, str], None] | None = None
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> Wait:
-        """Count a collective. ``needs`` are the ranks without which it cannot end here, by default all."""
+        """Count a collective.
+
+        ``needs`` are the ranks without which it cannot end here, by default all.
+        """
         if self.before_issue is not None:
             self.before_issue(self, what)
         number = self.issued

@@ -1,8 +1,10 @@
-"""Flat layouts: where each element of each parameter lives. Arithmetic only; no torch, no device, no ranks at work.
+"""Flat layouts: where each element of each parameter lives. Arithmetic only; no torch, no device,
+no ranks at work.
 
-A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer into equal chunks,
-one per shard. Everything that moves parameters (partitioning, optimizer segments, saving, loading on another number
-of ranks, exporting, estimating) is an intersection of ranges over such a layout.
+A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer
+into equal chunks, one per shard. Everything that moves parameters (partitioning, optimizer
+segments, saving, loading on another number of ranks, exporting, estimating) is an intersection of
+ranges over such a layout.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset, offset+len)`` of the flat."""
+    """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset,
+    offset+len)`` of the flat.
+    """
 
     name: str
     start: int
@@ -49,22 +53,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, cut into ``shards`` chunks."""
+    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, cut
+    into ``shards`` chunks.
+    """
 
     slots: tuple[Slot, ...]
     shards: int
 
     def __post_init__(self) -> None:
         if self.shards < 1:
-            raise ValueError(f"a layout needs at least one shard, not {self.shards}; pass the size of the shard group")
+            raise ValueError(
+                f"a layout needs at least one shard, not {self.shards}; pass the "
+                "size of the shard group"
+            )
         names = [slot.name for slot in self.slots]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"parameters named twice in one layout: {twice}; give each parameter one name")
+            raise ValueError(
+                f"parameters named twice in one layout: {twice}; give each parameter one name"
+            )
 
     @classmethod
     def build(cls, named_shapes: Sequence[tuple[str, Sequence[int]]], shards: int) -> FlatLayout:
-        """Lay ``named_shapes`` out in the order given. A shape ``()`` holds one element, an empty one none."""
+        """Lay ``named_shapes`` out in the order given.
+
+        A shape ``()`` holds one element, an empty one none.
+        """
         slots, offset = [], 0
         for name, shape in named_shapes:
             slots.append(Slot(name, tuple(int(n) for n in shape), offset))
@@ -88,9 +102,13 @@ class FlatLayout:
         return self.padded // self.shards
 
     def rank_range(self, shard: int) -> tuple[int, int]:
-        """The half-open range of the flat buffer that shard ``shard`` owns (it may reach into the padding)."""
+        """The half-open range of the flat buffer that shard ``shard`` owns (it may reach into
+        the padding).
+        """
         if not 0 <= shard < self.shards:
-            raise IndexError(f"shard {shard} of a layout with {self.shards} shards; shards count from 0")
+            raise IndexError(
+                f"shard {shard} of a layout with {self.shards} shards; shards count from 0"
+            )
         return shard * self.chunk, (shard + 1) * self.chunk
 
     @cached_property
@@ -102,8 +120,11 @@ class FlatLayout:
         return {slot.name: slot for slot in self.slots}
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding yields nothing."""
-        # Of the slots that share an offset all but the last are empty, and those before them have ended.
+        """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding
+        yields nothing.
+        """
+        # Of the slots that share an offset all but the last are empty, and those before them have
+        # ended.
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for slot in self.slots[first:]:
             if slot.offset >= stop:
@@ -117,21 +138,37 @@ class FlatLayout:
         return FlatLayout(self.slots, shards)
 
     def to_json(self) -> dict[str, Any]:
-        return {"shards": self.shards, "slots": [{"name": s.name, "shape": list(s.shape), "offset": s.offset} for s in self.slots]}
+        return {
+            "shards": self.shards,
+            "slots": [
+                {"name": s.name, "shape": list(s.shape), "offset": s.offset} for s in self.slots
+            ],
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FlatLayout:
-        """Inverse of :meth:`to_json`. Raises ValueError where a field is missing or of another type, or slots do not follow one another."""
+        """Inverse of :meth:`to_json`.
+
+        Raises ValueError where a field is missing or of another type, or slots do not follow one
+        another.
+        """
         try:
-            slots = tuple(Slot(_typed(s["name"], str), tuple(map(_count, s["shape"])), _count(s["offset"])) for s in data["slots"])
+            slots = tuple(
+                Slot(_typed(s["name"], str), tuple(map(_count, s["shape"])), _count(s["offset"]))
+                for s in data["slots"]
+            )
             shards = _count(data["shards"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"a layout holds a list of slots (name, shape, offset) and a number of shards: {error!r}") from None
+            raise ValueError(
+                "a layout holds a list of slots (name, shape, offset) and a number "
+                f"of shards: {error!r}"
+            ) from None
         at = 0
         for slot in slots:
             if any(n < 0 for n in slot.shape) or slot.offset != at:
                 raise ValueError(
-                    f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected {at}; the layout is damaged"
+                    f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected "
+                    f"{at}; the layout is damaged"
                 )
             at = slot.end
         return cls(slots, shards)

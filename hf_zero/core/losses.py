@@ -1,10 +1,12 @@
-"""What a loss carries into a backward: its weight in the window, and the fp16 loss scale, which must be in a gradient once.
+"""What a loss carries into a backward: its weight in the window, and the fp16 loss scale, which
+must be in a gradient once.
 
 [Note: one loss, several engines]
-The backward of one loss may go through several engines of a rank: a loss over two models, one model fed by another. What
-its root carries holds for all of them, so they share one record. ``engine.backward(loss)`` puts a scale in at the root,
-and every engine takes its gradients in as if the scale had been its own. A plain ``loss.backward()`` can only be scaled
-where it reaches the outputs of a model; beyond that nobody can tell what has been scaled, so it may go through one
+The backward of one loss may go through several engines of a rank: a loss over two models, one model
+fed by another. What its root carries holds for all of them, so they share one record.
+``engine.backward(loss)`` puts a scale in at the root, and every engine takes its gradients in as if
+the scale had been its own. A plain ``loss.backward()`` can only be scaled where it reaches the
+outputs of a model; beyond that nobody can tell what has been scaled, so it may go through one
 engine alone.
 """
 
@@ -25,19 +27,23 @@ from hf_zero.core.tree import map_tensors, tensors_in, transformed
 from hf_zero.errors import PartitionError
 
 SCALED_ONCE = (
-    "this loss.backward() goes through more than one fp16 forward of the model, or through a part of it, its weights or another engine beside one, so "
+    "this loss.backward() goes through more than one fp16 forward of the model, or through a part "
+    "of it, its weights or another engine beside one, so "
     "that the loss scale cannot be put in once; call engine.backward(loss)"
 )
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed to ``engine.backward``."""
+    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed
+    to ``engine.backward``.
+    """
 
     @staticmethod
     def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # not views, so that they may be changed in place (``loss *= n``)
+        # not views, so that they may be changed in place (``loss *= n``)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -53,7 +59,8 @@ class _Rank:
         self.giver: Losses | None = None  # whose scale is in
         self.scale = 1.0
         self.weight: float | None = None  # of the micro-batch, where the caller has said it
-        self._task: weakref.ref[Any] | None = None  # of the backward that found the scale missing; an exception that ends it drops it
+        # of the backward that found the scale missing; an exception that ends it drops it
+        self._task: weakref.ref[Any] | None = None
 
     def put(self, giver: Losses, scale: float, weight: float | None) -> None:
         """The loss of a backward to come carries these at its root."""
@@ -82,8 +89,9 @@ _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one pr
 class Losses:
     """One engine's side of it.
 
-    ``in_backward`` says whether a backward is under way in this engine, ``watch`` makes every gradient begin one: where an engine
-    of the rank scales losses, what a gradient carries is known in its backward alone.
+    ``in_backward`` says whether a backward is under way in this engine, ``watch`` makes every
+    gradient begin one: where an engine of the rank scales losses, what a gradient carries is known
+    in its backward alone.
     """
 
     def __init__(
@@ -99,9 +107,11 @@ class Losses:
         self._training = list(training)
         self._scales = fp16 and bool(self._training)
         self._in_backward = in_backward
-        self._lender: Losses | None = None  # whose scale the gradients held here have carried, if not this engine's
+        # whose scale the gradients held here have carried, if not this engine's
+        self._lender: Losses | None = None
         self._lent = 1.0  # that scale
-        self._blamed = False  # a gradient that carried this engine's scale has overflowed in another engine
+        # a gradient that carried this engine's scale has overflowed in another engine
+        self._blamed = False
         self._rank = _ranks.setdefault(rank, _Rank())
         self._watch = watch
         self._rank.engines.add(self)
@@ -120,16 +130,25 @@ class Losses:
 
     @contextmanager
     def carrying(self, dtype: torch.dtype, weight: float | None) -> Iterator[float]:
-        """Around the backward of a loss of ``dtype`` that was given to this engine: the factor to multiply the loss by.
+        """Around the backward of a loss of ``dtype`` that was given to this engine: the factor to
+        multiply the loss by.
 
-        Where this engine has no scale of its own, the largest one of the rank's engines keeps their gradients from vanishing.
+        Where this engine has no scale of its own, the largest one of the rank's engines keeps their
+        gradients from vanishing.
         """
         others = [each for each in self._rank.engines if each._scales]
-        giver = self if self._scales or not others else max(others, key=lambda each: each.scaler.scale)
+        giver = (
+            self if self._scales or not others else max(others, key=lambda each: each.scaler.scale)
+        )
         scale = giver.scaler.scale
-        if dtype == torch.float16 and not giver.scaler.dynamic and scale > torch.finfo(torch.float16).max:
+        if (
+            dtype == torch.float16
+            and not giver.scaler.dynamic
+            and scale > torch.finfo(torch.float16).max
+        ):
             raise PartitionError(
-                f"an fp16 loss cannot carry a loss_scale of {scale:g}; compute the loss in fp32 (logits.float()), or choose a smaller scale"
+                f"an fp16 loss cannot carry a loss_scale of {scale:g}; compute the loss in fp32 "
+                "(logits.float()), or choose a smaller scale"
             )
         self._rank.put(giver, scale, weight)
         try:
@@ -138,22 +157,29 @@ class Losses:
             self._rank.clear()
 
     def begin(self, weight: float) -> tuple[float, float]:
-        """A backward reaches this engine: the weight of its micro-batch, and what takes a borrowed scale out of its gradients.
+        """A backward reaches this engine: the weight of its micro-batch, and what takes a borrowed
+        scale out of its gradients.
 
-        The weight is the same on all ranks. The second factor need not be: an engine that was dropped without ``destroy`` lends
-        its scale until it is collected, which ranks do at different times. So it goes before the reduction, but in fp16, where
-        the gradients have a scale of their own, and either could be out of range in the other's.
+        The weight is the same on all ranks. The second factor need not be: an engine that was
+        dropped without ``destroy`` lends its scale until it is collected, which ranks do at
+        different times. So it goes before the reduction, but in fp16, where the gradients have a
+        scale of their own, and either could be out of range in the other's.
         """
         rank = self._rank
         if rank.by_outputs and rank.giver is not self and self._training:
             raise PartitionError(SCALED_ONCE)
         if rank.giver is not None and rank.giver is not self and rank.giver._scales:
             self._lender, self._lent = rank.giver, rank.scale
-        weight, unscale = weight if rank.weight is None else rank.weight, self.scaler.scale / rank.scale
+        weight, unscale = (
+            weight if rank.weight is None else rank.weight,
+            self.scaler.scale / rank.scale,
+        )
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
     def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook of the model: a loss that nobody scales is scaled where it comes back to these outputs."""
+        """A forward hook of the model: a loss that nobody scales is scaled where it comes back
+        to these outputs.
+        """
         if transformed():
             return None  # the gradients are the script's
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -186,7 +212,9 @@ class Losses:
         return self._scales or self._lender is not None
 
     def settle(self, overflow: bool) -> LossScaler:
-        """Gradients have been used, or skipped because of ``overflow``: move the scale they carried, which is returned."""
+        """Gradients have been used, or skipped because of ``overflow``: move the scale they
+        carried, which is returned.
+        """
         lender, self._lender = self._lender, None
         if lender is not None and overflow:
             lender._blame(self._lent)

@@ -1,4 +1,6 @@
-"""From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into everybody's shards."""
+"""From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into
+everybody's shards.
+"""
 
 from __future__ import annotations
 
@@ -44,41 +46,71 @@ def partition(
 ) -> list[Unit]:
     """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
 
-    ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are kept frozen: gathered
-    and released as the stage says, never reduced. ``precision`` None leaves every dtype as it is; ``placement`` says where
-    shards and optimizer state live; ``accumulate`` is the dtype gradients are summed in (default fp32), ``wire`` the one they
-    travel in (default the parameters'); ``moments`` is how many numbers the optimizer keeps for an element; ``narrow``: its
-    update on the device reads gradients in 16 bits, so that whole ones are kept so where nothing is added to them.
-    Raises PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold different models or one of them has no
-    room on its disk, and DiskSpaceError on that one; the model is then as it was.
+    ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
+    kept frozen: gathered and released as the stage says, never reduced. ``precision`` None leaves
+    every dtype as it is; ``placement`` says where shards and optimizer state live; ``accumulate``
+    is the dtype gradients are summed in (default fp32), ``wire`` the one they travel in (default
+    the parameters'); ``moments`` is how many numbers the optimizer keeps for an element;
+    ``narrow``: its update on the device reads gradients in 16 bits, so that whole ones are kept so
+    where nothing is added to them. Raises PartitionError for parameters that cannot be laid out,
+    RankMismatchError where ranks hold different models or one of them has no room on its disk, and
+    DiskSpaceError on that one; the model is then as it was.
     """
     _check_alike(cuts, group_of, comm)
-    units = [_plan_unit(index, cut, model, group_of, policy, comm, precision) for index, cut in enumerate(cuts)]
+    units = [
+        _plan_unit(index, cut, model, group_of, policy, comm, precision)
+        for index, cut in enumerate(cuts)
+    ]
     flats = [flat for unit in units for flat in unit.flats]
     for number, flat in enumerate(flats):
         flat.number, flat.engine_flats, flat.comm = number, flats, comm
     chunks = {flat: Chunk(flat.key, _owned(flat), flat.dtype, flat.trainable) for flat in flats}
     away = placement.offloaded(list(chunks.values()))
-    pieces_of = {flat: pieces(flat.layout, flat.owned, group_of, placement.piece) for flat in flats if flat.key in away}
+    pieces_of = {
+        flat: pieces(flat.layout, flat.owned, group_of, placement.piece)
+        for flat in flats
+        if flat.key in away
+    }
     if placement.in_files:
         with agreed("take the room on its disk that offloading needs"):
-            placement.reserve([chunks[f] for f in flats if f.sharded], [(chunks[f], those) for f, those in pieces_of.items()], moments)
+            placement.reserve(
+                [chunks[f] for f in flats if f.sharded],
+                [(chunks[f], those) for f, those in pieces_of.items()],
+                moments,
+            )
     whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
     shard_of = placement.shards([chunks[flat] for flat in flats if flat.sharded])
     training = [flat for flat in flats if flat.trainable]
-    masters = _arena([(_owned(flat), torch.float32) for flat in training if flat.key not in away and _needs_master(flat)], device)
+    masters = _arena(
+        [
+            (_owned(flat), torch.float32)
+            for flat in training
+            if flat.key not in away and _needs_master(flat)
+        ],
+        device,
+    )
     sums = {flat: accumulate or chunks[flat].wide for flat in training}
     for flat in training:
         if accumulate is None and (flat.key in away or (narrow and not policy.shards_gradients)):
             sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
             flat.widens = sums[flat].itemsize == 2
     on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]
-    grads = _arena([(_owned(flat) if policy.shards_gradients else flat.layout.padded, sums[flat]) for flat in on_device], device)
+    grads = _arena(
+        [
+            (_owned(flat) if policy.shards_gradients else flat.layout.padded, sums[flat])
+            for flat in on_device
+        ],
+        device,
+    )
 
     former, staging, reads = _Former(), _Staging(), any(_is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
-            full = torch.empty(flat.layout.padded, dtype=flat.dtype, device=device) if flat.sharded else next(whole)
+            full = (
+                torch.empty(flat.layout.padded, dtype=flat.dtype, device=device)
+                if flat.sharded
+                else next(whole)
+            )
             if flat.sharded:
                 flat.keep_shard_in(*shard_of(chunks[flat]))
             if _is_pending(flat):
@@ -96,7 +128,11 @@ def partition(
                     flat.grad = placement.take_pinned(_owned(flat), sums[flat])
                 else:
                     flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
-                    flat.grad = buffer if policy.shards_gradients or buffer is None else buffer[flat.owned[0] : flat.owned[1]]
+                    flat.grad = (
+                        buffer
+                        if policy.shards_gradients or buffer is None
+                        else buffer[flat.owned[0] : flat.owned[1]]
+                    )
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
@@ -113,13 +149,22 @@ def partition(
 
 
 def ways_back(flats: Sequence[Flat], device: torch.device) -> dict[str, Callable[[], None]]:
-    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where they lie next to each other."""
-    masters = _arena([(_owned(flat), torch.float32) for flat in flats if _needs_master(flat)], device)
+    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where
+    they lie next to each other.
+    """
+    masters = _arena(
+        [(_owned(flat), torch.float32) for flat in flats if _needs_master(flat)], device
+    )
     alone = [flat for flat in flats if flat.window is None]
-    grads = _arena([(_owned(flat), torch.float32 if _needs_master(flat) else flat.dtype) for flat in alone], device)
+    grads = _arena(
+        [(_owned(flat), torch.float32 if _needs_master(flat) else flat.dtype) for flat in alone],
+        device,
+    )
     return {
         flat.key: partial(
-            flat.bring_states_back, next(masters) if _needs_master(flat) else None, next(grads) if flat.window is None else None
+            flat.bring_states_back,
+            next(masters) if _needs_master(flat) else None,
+            next(grads) if flat.window is None else None,
         )
         for flat in flats
     }
@@ -134,7 +179,8 @@ def _needs_master(flat: Flat) -> bool:
 
 
 def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
-    """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values, of another engine, of a special class.
+    """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values,
+    of another engine, of a special class.
 
     Also for a buffer without values. ``cuts`` start with the root, whose module is the whole model.
     """
@@ -142,26 +188,39 @@ def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise PartitionError(
-                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise the model's buffers before hf_zero.initialize"
+                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise "
+                    "the model's buffers before hf_zero.initialize"
                 )
     for cut in cuts:
         for name, parameter in cut.parameters:
             if parameter.is_meta:
                 raise PartitionError(
-                    f"parameter {name} is on the meta device and has no values; load or initialise the model before hf_zero.initialize"
+                    f"parameter {name} is on the meta device and has no values; load or initialise "
+                    "the model before hf_zero.initialize"
                 )
             if parameter.requires_grad and parameter.dtype not in CASTABLE:
-                remedy = "as real numbers (torch.view_as_real)" if parameter.is_complex() else "in a wider dtype"
-                raise PartitionError(f"parameter {name} is {parameter.dtype}; train it {remedy}, or set requires_grad=False")
+                remedy = (
+                    "as real numbers (torch.view_as_real)"
+                    if parameter.is_complex()
+                    else "in a wider dtype"
+                )
+                raise PartitionError(
+                    f"parameter {name} is {parameter.dtype}; train it {remedy}, or "
+                    "set requires_grad=False"
+                )
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
                 raise PartitionError(
-                    f"parameter {name} belongs to another hf-zero engine already; destroy() that engine first, or pass its module once"
+                    f"parameter {name} belongs to another hf-zero engine already; destroy() that "
+                    "engine first, or pass its module once"
                 )
             there = parameter.device.type == device.type
-            if not there and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
+            if not there and not torch._has_compatible_shallow_copy_type(
+                parameter, torch.empty(0, device=device)
+            ):
                 raise PartitionError(
-                    f"parameter {name} is on {parameter.device}, and torch cannot let it go on on {device.type!r} as the same object: move the "
+                    f"parameter {name} is on {parameter.device}, and torch cannot let it go on on "
+                    f"{device.type!r} as the same object: move the "
                     f"model there first (model.to({device.type!r})), then make the optimizer"
                 )
             refused = attributes.refusal(parameter, device) if owner is None else None
@@ -170,11 +229,14 @@ def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
 
 
 def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -> None:
-    """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not fit."""
+    """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not
+    fit.
+    """
     if comm.world == 1:
         return
     lines = [
-        f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group {group_of.get(name)} in unit {cut.name or '(root)'}"
+        f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
+        f"{group_of.get(name)} in unit {cut.name or '(root)'}"
         for cut in cuts
         for name, parameter in cut.parameters
     ]
@@ -184,31 +246,66 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
         raise RankMismatchError(
-            f"ranks 0 and {other} hold different models: {difference}; build the same model with the same optimizer groups on every rank"
+            f"ranks 0 and {other} hold different models: {difference}; build the same model with "
+            "the same optimizer groups on every rank"
         )
 
 
 def _plan_unit(
-    index: int, cut: Cut, model: nn.Module, group_of: Mapping[str, int], policy: Policy, comm: Comm, precision: str | None
+    index: int,
+    cut: Cut,
+    model: nn.Module,
+    group_of: Mapping[str, int],
+    policy: Policy,
+    comm: Comm,
+    precision: str | None,
 ) -> Unit:
     kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
-    # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that the others start aligned.
-    for name, parameter in sorted(cut.parameters, key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0)):
-        dtype = parameter.dtype if precision is None else compute_dtype(name, parameter, precision, model)
+    # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
+    # the others start aligned.
+    for name, parameter in sorted(
+        cut.parameters,
+        key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0),
+    ):
+        dtype = (
+            parameter.dtype
+            if precision is None
+            else compute_dtype(name, parameter, precision, model)
+        )
         kind = (name in group_of, dtype, is_raw(parameter))
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
     for (trainable, dtype, raw), parameters in kinds.items():
         shards = comm.shard.size if trainable else policy.parameter_shards(comm.shard.size)
-        layout = FlatLayout.build([(name, tuple(p.shape)) for name, p in parameters.items()], shards)
+        layout = FlatLayout.build(
+            [(name, tuple(p.shape)) for name, p in parameters.items()], shards
+        )
         writes = comm.replicate.rank == 0 and (shards > 1 or comm.shard.rank == 0)
-        key = f"{cut.name}|{'trainable' if trainable else 'frozen'}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
-        flats.append(Flat(0, key, layout, parameters, trainable, dtype, raw, policy.shards_parameters, comm.shard, writes))
+        state = "trainable" if trainable else "frozen"
+        key = f"{cut.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        flats.append(
+            Flat(
+                0,
+                key,
+                layout,
+                parameters,
+                trainable,
+                dtype,
+                raw,
+                policy.shards_parameters,
+                comm.shard,
+                writes,
+            )
+        )
     return Unit(index, cut.name, dict(zip(cut.paths, cut.modules)), flats)
 
 
-def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Iterator[torch.Tensor]:
-    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be worked on as one."""
+def _arena(
+    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be
+    worked on as one.
+    """
     arenas = {
         dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)
         for dtype in dict.fromkeys(d for _, d in pieces)
@@ -220,7 +317,9 @@ def _arena(pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> I
 
 
 class _Former:
-    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a time; and how reading others went."""
+    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a
+    time; and how reading others went.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, list[Flat]] = {}  # all flats of each engine that left some
@@ -229,7 +328,9 @@ class _Former:
         self._error: Exception | None = None
 
     def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
-        """Read what this rank alone may fail to read: an error is kept until all ranks are through, so that none waits for this one."""
+        """Read what this rank alone may fail to read: an error is kept until all ranks are
+        through, so that none waits for this one.
+        """
         try:
             return read(*args)
         except Exception as error:
@@ -241,7 +342,9 @@ class _Former:
             raise self._error
 
     def let_go(self) -> None:
-        """Free the shards that have been taken over, and the groups of an engine that nothing is left of."""
+        """Free the shards that have been taken over, and the groups of an engine that nothing is
+        left of.
+        """
         self._flat, self._whole = None, torch.empty(0)
         self.drop_spent()
         for flats in self._seen.values():
@@ -270,10 +373,16 @@ class _Former:
 
 @torch.no_grad()
 def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.Tensor:
-    """Rank 0's values into ``full``; returned in the precision they came in, for the master weights: [padded]."""
+    """Rank 0's values into ``full``; returned in the precision they came in, for the master
+    weights: [padded].
+    """
     given = {parameter.dtype for parameter, _ in flat.items}
     widest = flat.dtype if given <= {flat.dtype} else torch.float32
-    values = full if widest == flat.dtype else torch.empty(full.numel(), dtype=widest, device=full.device)
+    values = (
+        full
+        if widest == flat.dtype
+        else torch.empty(full.numel(), dtype=widest, device=full.device)
+    )
     values[flat.layout.numel :].zero_()
     for parameter, slot in flat.items:
         values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
@@ -289,7 +398,10 @@ def _owns(flat: Flat) -> bool:
 
 
 class _Staging:
-    """Memory for one whole parameter at a time. One piece for all: an allocator keeps many that come and go in sizes of their own."""
+    """Memory for one whole parameter at a time.
+
+    One piece for all: an allocator keeps many that come and go in sizes of their own.
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -308,9 +420,15 @@ def _is_pending(flat: Flat) -> bool:
 
 @torch.no_grad()
 def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> torch.Tensor:
-    """This rank's elements, each rank reading its own where they can be read in part: [owned], in the precision they came in."""
+    """This rank's elements, each rank reading its own where they can be read in part: [owned],
+    in the precision they came in.
+    """
     given = {parameter.dtype for parameter, _ in flat.items}
-    values = flat.shard_to_fill() if given <= {flat.dtype} else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.full.device)
+    values = (
+        flat.shard_to_fill()
+        if given <= {flat.dtype}
+        else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.full.device)
+    )
     for parameter, slot in flat.items:
         first, start, stop = flat.own_range(slot.name)
         source = source_of(parameter)

@@ -1,4 +1,6 @@
-"""A model-parallel unit (``mpu``), as Megatron's scripts hand one to ``initialize``: taken where it describes data parallelism alone."""
+"""A model-parallel unit (``mpu``), as Megatron's scripts hand one to ``initialize``: taken where
+it describes data parallelism alone.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,18 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
-# What splits a model or a sample among ranks, by every name that Megatron and DeepSpeed have had for its size.
+# What splits a model or a sample among ranks, by every name that Megatron and DeepSpeed have had
+# for its size.
 _SPLITS = {
-    "model parallelism": ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size"),
-    "pipeline parallelism": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+    "model parallelism": (
+        "get_tensor_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_model_parallel_world_size",
+    ),
+    "pipeline parallelism": (
+        "get_pipeline_model_parallel_world_size",
+        "get_pipe_parallel_world_size",
+    ),
     "sequence parallelism": ("get_sequence_parallel_world_size",),
     "context parallelism": ("get_context_parallel_world_size",),
     "expert parallelism": ("get_expert_model_parallel_world_size",),
@@ -18,23 +28,26 @@ _DATA = "get_data_parallel_world_size"
 
 
 def check_mpu(mpu: Any, world_size: int) -> None:
-    """Raise unless ``mpu`` says that all ``world_size`` ranks hold the same model and read different data.
+    """Raise unless ``mpu`` says that all ``world_size`` ranks hold the same model and read
+    different data.
 
-    Sizes it does not tell count as 1, as in the scripts' own code. Raises NotBuiltError for a split model or sample, and
-    ConfigError where its data-parallel ranks are not all ranks.
+    Sizes it does not tell count as 1, as in the scripts' own code. Raises NotBuiltError for a split
+    model or sample, and ConfigError where its data-parallel ranks are not all ranks.
     """
     for kind, names in _SPLITS.items():
         for name in names:
             size = _ask(mpu, name)
             if size is not None and size > 1:
                 raise NotBuiltError(
-                    f"initialize(mpu=...): mpu.{name}() is {size}, and {kind} is not built in this version; make it 1: ZeRO shards the model over "
+                    f"initialize(mpu=...): mpu.{name}() is {size}, and {kind} is not built in this "
+                    "version; make it 1: ZeRO shards the model over "
                     "the data-parallel ranks"
                 )
     replicas = _ask(mpu, _DATA)
     if replicas is not None and replicas != world_size:
         raise ConfigError(
-            f"initialize(mpu=...): mpu.{_DATA}() is {replicas}, but {world_size} ranks were started and no other parallelism is named; let its "
+            f"initialize(mpu=...): mpu.{_DATA}() is {replicas}, but {world_size} ranks were "
+            "started and no other parallelism is named; let its "
             "data-parallel group hold all ranks, or leave mpu out"
         )
 

@@ -1,4 +1,6 @@
-"""How SLURM writes several hosts and their tasks in one variable: ``gpu[001-003,7],login`` and ``2(x3),1``. Text only."""
+"""How SLURM writes several hosts and their tasks in one variable: ``gpu[001-003,7],login`` and
+``2(x3),1``. Text only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str, name: str) -> list[str]:
-    """The hosts of a SLURM node list, in its order. ``name`` is the variable it comes from, for LaunchError."""
+    """The hosts of a SLURM node list, in its order.
+
+    ``name`` is the variable it comes from, for LaunchError.
+    """
     hosts = [host for part in _parts(text, name) for host in _expand(part, text, name)]
     if not hosts:
         raise LaunchError(f"{name}={text!r} lists no host")
@@ -27,7 +32,10 @@ def expand_tasks(text: str, name: str) -> list[int]:
     for part in text.split(","):
         found = TASKS.fullmatch(part.strip())
         if found is None:
-            raise LaunchError(f"{name}={text!r} is not a list of tasks per node as SLURM writes it, such as 2(x3),1: {part.strip()!r}")
+            raise LaunchError(
+                f"{name}={text!r} is not a list of tasks per node as SLURM writes it, such as "
+                f"2(x3),1: {part.strip()!r}"
+            )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -60,6 +68,11 @@ def _expand(part: str, text: str, name: str) -> Iterator[str]:
         found = RANGE.fullmatch(piece.strip())
         first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
         if int(first) > int(last):
-            raise LaunchError(f"{name}={text!r} holds {piece.strip()!r} in brackets, which is no number and no range such as 01-16")
+            raise LaunchError(
+                f"{name}={text!r} holds {piece.strip()!r} in brackets, which is no number and "
+                "no range such as 01-16"
+            )
         for number in range(int(first), int(last) + 1):
-            yield from _expand(f"{part[: group.start()]}{number:0{len(first)}d}{part[group.end() :]}", text, name)
+            yield from _expand(
+                f"{part[: group.start()]}{number:0{len(first)}d}{part[group.end() :]}", text, name
+            )

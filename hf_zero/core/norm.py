@@ -16,27 +16,43 @@ RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
 def squared_norm(flats: Sequence[Flat], device: torch.device, kernels: Any = "off") -> torch.Tensor:
-    """Sum of squares of this rank's part of the gradients of ``flats`` (0-dim, float64); not finite on overflow.
+    """Sum of squares of this rank's part of the gradients of ``flats`` (0-dim, float64); not finite
+    on overflow.
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
     # Flat by flat, so that the sum is the same bits wherever some of them are.
     here = [flat for flat in flats if flat.grad is not None and flat.squares is None]
-    taken = dict(zip(here, sums_of_squares([flat.grad for flat in here if flat.grad is not None], kernels)))
-    here = [flat for flat in here if taken[flat].device != device]  # in host memory: they cross together, and nobody waits
+    taken = dict(
+        zip(here, sums_of_squares([flat.grad for flat in here if flat.grad is not None], kernels))
+    )
+    # in host memory: they cross together, and nobody waits
+    here = [flat for flat in here if taken[flat].device != device]
     if here:
-        crossed = pinned.for_copy(torch.stack([taken[flat] for flat in here]), device).to(device, non_blocking=True)
+        crossed = pinned.for_copy(torch.stack([taken[flat] for flat in here]), device).to(
+            device, non_blocking=True
+        )
         taken.update(zip(here, crossed.unbind()))
-    sums = [flat.squares if flat.squares is not None else taken[flat] for flat in flats if flat.grad is not None]
+    sums = [
+        flat.squares if flat.squares is not None else taken[flat]
+        for flat in flats
+        if flat.grad is not None
+    ]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:
-    """The sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if an element is not."""
+    """The sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if an
+    element is not.
+    """
     sums: dict[int, torch.Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
     for index, grad in enumerate(grads):
-        if grad.dtype != torch.float64 and dispatch.wanted("optimizer", kernels, grad.device) and RUNS.name not in dispatch.broken():
+        if (
+            grad.dtype != torch.float64
+            and dispatch.wanted("optimizer", kernels, grad.device)
+            and RUNS.name not in dispatch.broken()
+        ):
             by_device.setdefault(grad.device, []).append(index)
         else:
             sums[index] = _sum_of_squares(grad)
@@ -52,5 +68,13 @@ def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     even = grad.numel() // RUN * RUN
     pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
     kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=kind).double() for piece in pieces if piece.numel()]
-    return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=grad.device)
+    norms = [
+        torch.linalg.vector_norm(piece, dim=1, dtype=kind).double()
+        for piece in pieces
+        if piece.numel()
+    ]
+    return (
+        torch.cat(norms).square().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=grad.device)
+    )

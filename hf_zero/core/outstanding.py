@@ -1,13 +1,15 @@
 """Which units the backward under way may still bring gradients for, on this rank.
 
 [Note: what is over]
-Autograd runs ready nodes in reverse order of creation, so a node runs after all nodes of its backward that were made later.
-Ranks therefore number the moments at which they enter and leave forwards of units. Once a backward has reached the output of
-a forward, all forwards that were entered after that one was left are over; where they belong to another graph, they are not
-in this backward. Forwards that were entered before, of whatever graph, may still come.
+Autograd runs ready nodes in reverse order of creation, so a node runs after all nodes of its
+backward that were made later. Ranks therefore number the moments at which they enter and leave
+forwards of units. Once a backward has reached the output of a forward, all forwards that were
+entered after that one was left are over; where they belong to another graph, they are not in this
+backward. Forwards that were entered before, of whatever graph, may still come.
 
-Reentrant checkpointing runs a forward without a graph and runs it again inside the backward: such forwards are counted
-(``Unit.reruns``) where checkpoints of that kind have been seen, and in the first backward of each kind.
+Reentrant checkpointing runs a forward without a graph and runs it again inside the backward: such
+forwards are counted (``Unit.reruns``) where checkpoints of that kind have been seen, and in the
+first backward of each kind.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Outstanding:
             self._unmarked.append(call)
 
     def reach(self, moment: int) -> Sequence[Unit]:
-        """The backward has come to ``moment``; gives the units of calls without a mark that are over by that."""
+        """The backward has come to ``moment``; gives the units of calls without a mark that are
+        over by that.
+        """
         if moment >= self._reached:
             return ()
         self._reached = moment
@@ -62,11 +66,18 @@ class Outstanding:
 
     def awaits_calls(self, unit: Unit) -> bool:
         """Whether the backward of a call of ``unit`` may still come or is under way."""
-        # Several blocks may share a unit, and each of their calls asks: the one that was found last time answers most of them.
+        # Several blocks may share a unit, and each of their calls asks: the one that was found last
+        # time answers most of them.
         found = unit.awaited()
-        if found is not None and self._may_come(found) and (found in unit.active or found in unit.pending):
+        if (
+            found is not None
+            and self._may_come(found)
+            and (found in unit.active or found in unit.pending)
+        ):
             return True
-        coming = [call for calls in (unit.active, unit.pending) for call in calls if self._may_come(call)]
+        coming = [
+            call for calls in (unit.active, unit.pending) for call in calls if self._may_come(call)
+        ]
         if not coming:
             return False
         unit.awaited = weakref.ref(min(coming, key=_began))  # a backward comes to it last
@@ -76,9 +87,16 @@ class Outstanding:
         return call.began < self._reached or call.outer is self.recomputation
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
-        """Whether a checkpoint may still run ``unit`` again. ``learning``: the first backward of its kind is under way."""
+        """Whether a checkpoint may still run ``unit`` again.
+
+        ``learning``: the first backward of its kind is under way.
+        """
         return unit.reruns > 0 and (learning or self.reruns_seen)
 
     def awaits(self, unit: Unit, learning: bool) -> bool:
         """Whether gradients of ``unit`` may still come."""
-        return bool(unit.open or unit.stays) or self.awaits_reruns(unit, learning) or self.awaits_calls(unit)
+        return (
+            bool(unit.open or unit.stays)
+            or self.awaits_reruns(unit, learning)
+            or self.awaits_calls(unit)
+        )

@@ -1,14 +1,16 @@
 """Parameters that an engine owns, and what may be done with them while their values are not here.
 
 [Note: released parameters]
-A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded. Written through,
-such a tensor would lose the write in silence, and saved it would store garbage. So its class becomes
-:class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and raises on everything else. Autograd's saved
-references are to the tensor, not to its Python class, and survive the change.
+A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded.
+Written through, such a tensor would lose the write in silence, and saved it would store garbage. So
+its class becomes :class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and
+raises on everything else. Autograd's saved references are to the tensor, not to its Python class,
+and survive the change.
 
 [Note: parameters of a class of their own]
-Quantised weights are often a subclass of ``nn.Parameter`` whose attributes tell how to read the bytes. Such a parameter keeps its
-class, its attributes and the name of its class: while an engine owns it, its class is made of the engine's and its own.
+Quantised weights are often a subclass of ``nn.Parameter`` whose attributes tell how to read the
+bytes. Such a parameter keeps its class, its attributes and the name of its class: while an engine
+owns it, its class is made of the engine's and its own.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Source(Protocol):
     sliceable: bool  # whether reading a part costs about that part
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with the elements from ``start`` on, in row-major order."""
+        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with the elements from ``start`` on, in
+        row-major order.
+        """
 
     def whole(self) -> torch.Tensor:
         """All elements, on the CPU."""
@@ -55,7 +59,10 @@ class Source(Protocol):
 
 def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
     """A parameter without memory, whose values an engine takes from ``source``."""
-    made = nn.Parameter(torch.zeros((), dtype=source.dtype).expand(tuple(shape)), requires_grad=source.dtype.is_floating_point)
+    made = nn.Parameter(
+        torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
+        requires_grad=source.dtype.is_floating_point,
+    )
     made.__dict__["_hf_zero_source"] = source
     return made
 
@@ -66,7 +73,11 @@ def source_of(parameter: torch.Tensor) -> Source | None:
 
 def owner_of(parameter: torch.Tensor) -> Any:
     """The flat that holds ``parameter``, or None for a tensor that no engine owns."""
-    return parameter.__dict__.get("_hf_zero_flat") if issubclass(type(parameter), OwnedParameter) else None
+    return (
+        parameter.__dict__.get("_hf_zero_flat")
+        if issubclass(type(parameter), OwnedParameter)
+        else None
+    )
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -74,7 +85,9 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd left on ``parameter``, past the guard of :attr:`OwnedParameter.grad`."""
+    """The gradient that autograd left on ``parameter``, past the guard of
+    :attr:`OwnedParameter.grad`.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return _grad.__get__(parameter)
 
@@ -111,7 +124,10 @@ def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
 
 @functools.cache
 def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[OwnedParameter]:
-    """``kind`` for a parameter that was a ``given``. Raises TypeError where the two classes cannot be one."""
+    """``kind`` for a parameter that was a ``given``.
+
+    Raises TypeError where the two classes cannot be one.
+    """
     if given is nn.Parameter:
         return kind
     return type(
@@ -121,7 +137,8 @@ def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[O
             "given": given,
             "__module__": given.__module__,
             "__qualname__": given.__qualname__,
-            "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),  # what its own methods make, no engine owns
+            # what its own methods make, no engine owns
+            "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),
         },
     )
 
@@ -138,30 +155,46 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the backward under way. Once the engine has taken it in, reading it raises."""
+        """The gradient of the backward under way.
+
+        Once the engine has taken it in, reading it raises.
+        """
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
         held = flat is not None and flat.holds_gradient and not torch.compiler.is_compiling()
-        # What is on the parameter between backwards is what none has announced: a part of its gradient.
+        # What is on the parameter between backwards is what none has announced: a part of its
+        # gradient.
         if held and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(
-                f"the gradient of {name_of(self)} has been taken in by the engine and is not on the parameter; use engine.get_global_grad_norm(), "
-                "config gradient_clipping instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"
+                f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
+                "the parameter; use engine.get_global_grad_norm(), "
+                "config gradient_clipping instead of clip_grad_norm_, or "
+                "hf_zero.safe_get_full_grad(parameter)"
             )
         return value
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        """Before the engine has taken a gradient in, as in plain PyTorch; after that the engine's own is replaced, or forgotten."""
+        """Before the engine has taken a gradient in, as in plain PyTorch; after that the
+        engine's own is replaced, or forgotten.
+        """
         flat = self.__dict__.get("_hf_zero_flat")
         set_raw_grad(self, value)  # checks its shape, dtype and device
-        if flat is not None and flat.holds_gradient and torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+        if (
+            flat is not None
+            and flat.holds_gradient
+            and torch._C._current_graph_task_id() == -1
+            and not torch.compiler.is_compiling()
+        ):
             set_raw_grad(self, None)
             flat.engine().write_gradient(flat, name_of(self), value)
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
-        """The values, past autograd. What is written through it is noticed; what is assigned is copied into the flat buffer."""
+        """The values, past autograd.
+
+        What is written through it is noticed; what is assigned is copied into the flat buffer.
+        """
         values = _data.__get__(self)
         flat = self.__dict__.get("_hf_zero_flat")
         if flat is None or isinstance(values, ReleasedTensor) or torch.compiler.is_compiling():
@@ -171,12 +204,19 @@ class OwnedParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         flat = self.__dict__.get("_hf_zero_flat")
-        if flat is None or isinstance(self, ReleasedParameter) or not flat.assign(name_of(self), value):
+        if (
+            flat is None
+            or isinstance(self, ReleasedParameter)
+            or not flat.assign(name_of(self), value)
+        ):
             _data.__set__(self, value)
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
-        """Whether operations on the parameter are recorded. What trains was laid out at initialize."""
+        """Whether operations on the parameter are recorded.
+
+        What trains was laid out at initialize.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return _requires_grad.__get__(self)
 
@@ -185,7 +225,9 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Adapters are switched off and on again around the forward of a reference; a backward refuses what stays switched."""
+        """Adapters are switched off and on again around the forward of a reference; a backward
+        refuses what stays switched.
+        """
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
@@ -195,9 +237,15 @@ class OwnedParameter(nn.Parameter):
     def _bare(self) -> nn.Parameter:
         """A copy of the values as the parameter that was given, with the attributes it had."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.Tensor._make_subclass(self.given, self.detach().clone(), self.requires_grad)
+            made = torch.Tensor._make_subclass(
+                self.given, self.detach().clone(), self.requires_grad
+            )
         if self.given is not nn.Parameter:
-            made.__dict__.update((name, value) for name, value in self.__dict__.items() if not name.startswith("_hf_zero_"))
+            made.__dict__.update(
+                (name, value)
+                for name, value in self.__dict__.items()
+                if not name.startswith("_hf_zero_")
+            )
         return made  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -260,19 +308,22 @@ class LiveParameter(_Stage3Facts, OwnedParameter):
 
 
 _METADATA = """
-shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested
-is_mkldnn is_xpu is_mps nbytes itemsize names _version _backward_hooks _post_accumulate_grad_hooks output_nr retains_grad
-size dim numel nelement element_size stride ndimension is_floating_point is_complex is_contiguous is_inference is_same_size
-register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_signed has_names grad_dtype
-is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
+shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse
+is_quantized is_nested is_mkldnn is_xpu is_mps nbytes itemsize names _version _backward_hooks
+_post_accumulate_grad_hooks output_nr retains_grad size dim numel nelement element_size stride
+ndimension is_floating_point is_complex is_contiguous is_inference is_same_size register_hook
+register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_signed has_names
+grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
 """
 METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
 
 
 def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:
     return ReleasedParameterError(
-        f"{operation} on {parameter_name}: its values are sharded over the ranks and not here. Gather them first: "
-        f"`with hf_zero.GatheredParameters([parameter], modifier_rank=0 or None):`; for a whole copy use engine.state_dict()"
+        f"{operation} on {parameter_name}: its values are sharded over the ranks and not "
+        "here. Gather them first: "
+        "`with hf_zero.GatheredParameters([parameter], modifier_rank=0 or None):`; for a whole "
+        "copy use engine.state_dict()"
     )
 
 
@@ -283,7 +334,9 @@ def _called(func: Callable[..., Any]) -> str:
 
 
 class WatchedParameter(LiveParameter):
-    """A parameter inside GatheredParameters: whatever records a graph on it keeps its unit gathered for the backward."""
+    """A parameter inside GatheredParameters: whatever records a graph on it keeps its unit
+    gathered for the backward.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -292,18 +345,26 @@ class WatchedParameter(LiveParameter):
         records = torch.is_grad_enabled() and not transformed()
         nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if records else []
         if made:
-            for flat in {p.__dict__["_hf_zero_flat"] for p in tensors_in((args, kwargs)) if isinstance(p, WatchedParameter)}:
+            for flat in {
+                p.__dict__["_hf_zero_flat"]
+                for p in tensors_in((args, kwargs))
+                if isinstance(p, WatchedParameter)
+            }:
                 for node in nodes:
                     flat.engine().hold(flat.unit, node)
                 if any(
-                    tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata for tensor in made if type(tensor) is torch.Tensor
+                    tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
+                    for tensor in made
+                    if type(tensor) is torch.Tensor
                 ):
                     flat.unit.share()
         return answer
 
 
 class ReleasedTensor(torch.Tensor):
-    """What ``parameter.data`` and ``parameter.detach()`` of a released parameter give: shape and dtype, no values."""
+    """What ``parameter.data`` and ``parameter.detach()`` of a released parameter give: shape and
+    dtype, no values.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -325,12 +386,25 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         kwargs = kwargs or {}
         name = _called(func)
         setting = func.__name__ == "__set__"
-        if name in METADATA and (not setting or name in ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")):
+        if name in METADATA and (
+            not setting or name in ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        released = next((a for a in (*args, *kwargs.values()) if isinstance(a, ReleasedParameter)), None)
+        released = next(
+            (a for a in (*args, *kwargs.values()) if isinstance(a, ReleasedParameter)), None
+        )
         if released is None:
-            released = next((b for a in args if isinstance(a, (list, tuple)) for b in a if isinstance(b, ReleasedParameter)), None)
+            released = next(
+                (
+                    b
+                    for a in args
+                    if isinstance(a, (list, tuple))
+                    for b in a
+                    if isinstance(b, ReleasedParameter)
+                ),
+                None,
+            )
         if name in ("data", "detach") and not setting and released is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
@@ -342,7 +416,8 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             engine = flat.engine()
             if engine is not None and engine.gather_on_use(flat.unit):
                 return func(*args, **kwargs)
-            if engine is not None and engine.holds:  # adapters read the weights they are made for, on all ranks alike
+            # adapters read the weights they are made for, on all ranks alike
+            if engine is not None and engine.holds:
                 with engine.lent(flat.unit):
                     return func(*args, **kwargs)
         raise _refuse(name_of(released) if released is not None else "a released parameter", name)

@@ -1,6 +1,8 @@
-"""A store that is asked with patience: a host that is cut off must not hold up whoever would tell of it.
+"""A store that is asked with patience: a host that is cut off must not hold up whoever would tell
+of it.
 
-torch's client of the store blocks in native code for as long as the network lets it, whatever timeout it was given.
+torch's client of the store blocks in native code for as long as the network lets it, whatever
+timeout it was given.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ SECONDS = 5.0
 
 
 class PatientStore:
-    """The calls of ``store`` that posts need, each from one thread and for ``seconds`` at most; RuntimeError when it does not answer."""
+    """The calls of ``store`` that posts need, each from one thread and for ``seconds`` at most;
+    RuntimeError when it does not answer.
+    """
 
     def __init__(self, store: Any, seconds: float = SECONDS):
         self._store = store
@@ -23,7 +27,8 @@ class PatientStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._lost = False
-        weakref.finalize(self, self._calls.put, None)  # the thread ends with this object, if it is not held up itself
+        # the thread ends with this object, if it is not held up itself
+        weakref.finalize(self, self._calls.put, None)
 
     def set(self, key: str, value: str) -> None:
         self._ask("set", key, value)
@@ -43,7 +48,12 @@ class PatientStore:
             raise RuntimeError("the ranks' store does not answer")
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=_answer, args=(self._store, self._calls), name="hf_zero-posts", daemon=True)
+                self._thread = threading.Thread(
+                    target=_answer,
+                    args=(self._store, self._calls),
+                    name="hf_zero-posts",
+                    daemon=True,
+                )
                 self._thread.start()
         call = _Call(name, args)
         self._calls.put(call)

@@ -1,4 +1,6 @@
-"""Where one engine keeps what: the rows of storage that its configuration chooses for parameters and for optimizer state."""
+"""Where one engine keeps what: the rows of storage that its configuration chooses for parameters
+and for optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from hf_zero.core.tier import FileTier
 from hf_zero.device import kinds, usage
 from hf_zero.ops.host_memory import HostArena
 
-PIECE_ELEMENTS = 4096  # a piece is a multiple of this many, so that it begins at a page and at a block
+# a piece is a multiple of this many, so that it begins at a page and at a block
+PIECE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What has to be known of a flat to place it: this rank's elements, and the tensors there are to be."""
+    """What has to be known of a flat to place it: this rank's elements, and the tensors there
+    are to be.
+    """
 
     key: str
     numel: int
@@ -37,18 +42,29 @@ class Chunk:
 
 
 def room_beside_a_step(device: torch.device) -> int:
-    """Bytes of ``device`` that the largest step so far has left, but for a tenth that fragmentation may take. None of a CPU: its memory is the host's."""
+    """Bytes of ``device`` that the largest step so far has left, but for a tenth that
+    fragmentation may take. None of a CPU: its memory is the host's.
+    """
     return 0 if kinds.is_host(device) else max(0, int(0.9 * usage.free_at_the_peak(device)))
 
 
 class Placement:
-    """Rows for the flats of one engine on this rank. Memory and files are taken when they are first asked for."""
+    """Rows for the flats of one engine on this rank.
+
+    Memory and files are taken when they are first asked for.
+    """
 
     def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
-        self._optimizer, self._param, self._aio = config.offload_optimizer, config.offload_param, config.aio
+        self._optimizer, self._param, self._aio = (
+            config.offload_optimizer,
+            config.offload_param,
+            config.aio,
+        )
         self._device, self._rank = device, rank
         self._accumulates = (config.gradient_accumulation_steps or 1) > 1
-        self._divides_later = (config.precision == "fp16" and world > 1) or config.prescale_gradients
+        self._divides_later = (
+            config.precision == "fp16" and world > 1
+        ) or config.prescale_gradients
         self._explicit = config.gradient_accumulation_dtype is not None
         self._arenas: dict[bool, HostArena] = {}
         self._tiers: dict[tuple[str, ...], FileTier] = {}
@@ -85,14 +101,22 @@ class Placement:
         return "nvme" in (self._optimizer.device, self._param.device)
 
     def trouble(self) -> OSError | None:
-        """A write that has failed; what was to be written is in memory. Waits for what is being written."""
-        used: list[Buffers | ShardBuffers] = [each for each in (self.buffers, self._shards) if each is not None]
+        """A write that has failed; what was to be written is in memory.
+
+        Waits for what is being written.
+        """
+        used: list[Buffers | ShardBuffers] = [
+            each for each in (self.buffers, self._shards) if each is not None
+        ]
         for each in used:
             each.flush()
         return next((each.trouble for each in used if each.trouble is not None), None)
 
     def offloaded(self, chunks: Sequence[Chunk]) -> set[str]:
-        """Keys of the flats whose states are offloaded. Those that come first in the model stay: their update is over first."""
+        """Keys of the flats whose states are offloaded.
+
+        Those that come first in the model stay: their update is over first.
+        """
         if not self._optimizer.on:
             return set()
         training = [chunk for chunk in chunks if chunk.trainable]
@@ -124,7 +148,9 @@ class Placement:
         self._measured = True
 
     def fitting(self, chunks: Sequence[Chunk], moments: int, room: int) -> list[str]:
-        """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the device, ``moments`` numbers an element."""
+        """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the
+        device, ``moments`` numbers an element.
+        """
         chosen = []
         for chunk in chunks:
             own_master = 0 if chunk.dtype.itemsize >= 4 else 4
@@ -147,7 +173,9 @@ class Placement:
         return self._taken(self._param.pin_memory, numel, dtype)
 
     def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._arena(pinned=pin is not False and not kinds.is_host(self._device)).take(numel, dtype)
+        return self._arena(pinned=pin is not False and not kinds.is_host(self._device)).take(
+            numel, dtype
+        )
 
     def _arena(self, pinned: bool) -> HostArena:
         if pinned not in self._arenas:
@@ -157,13 +185,21 @@ class Placement:
     def _tier(self, paths: tuple[str, ...]) -> FileTier:
         if paths not in self._tiers:
             aio = self._aio
-            self._tiers[paths] = FileTier(paths, self._rank, block_size=aio.block_size, queue_depth=aio.queue_depth, threads=aio.threads)
+            self._tiers[paths] = FileTier(
+                paths,
+                self._rank,
+                block_size=aio.block_size,
+                queue_depth=aio.queue_depth,
+                threads=aio.threads,
+            )
         return self._tiers[paths]
 
     def shards(self, chunks: Iterable[Chunk]) -> Callable[[Chunk], tuple[Storage, int]]:
-        """What tells where the shard of each of the sharded flats lives: a storage and the place of its first element.
+        """What tells where the shard of each of the sharded flats lives: a storage and the place of
+        its first element.
 
-        Memory of the host is taken as it is asked for: what a flat takes over from is then given back before the next one.
+        Memory of the host is taken as it is asked for: what a flat takes over from is then given
+        back before the next one.
         """
         if self._param.on:
             return lambda chunk: (self._shard(chunk), 0)
@@ -185,14 +221,21 @@ class Placement:
         if self._shards is None:
             self._shards = ShardBuffers(self._param.buffer_count, self.take_for_shards)
         tier = self._tier(self._param.nvme_path)
-        return StorageInFiles(f"{chunk.key}.shard", chunk.numel, chunk.dtype, self._device, tier, self._shards)
+        return StorageInFiles(
+            f"{chunk.key}.shard", chunk.numel, chunk.dtype, self._device, tier, self._shards
+        )
 
     def _stays_in_memory(self, chunk: Chunk, before: int) -> bool:
-        """Whether the shard of ``chunk``, which is not on the device, stays in memory beside ``before`` elements that do."""
+        """Whether the shard of ``chunk``, which is not on the device, stays in memory beside
+        ``before`` elements that do.
+        """
         return self._param.device == "cpu" or before + chunk.numel <= self._param.max_in_cpu
 
-    def reserve(self, shards: Iterable[Chunk], states: Iterable[tuple[Chunk, Sequence[Piece]]], moments: int) -> None:
-        """Take the room for all that is going to be in files; ``moments`` numbers are kept for each element that trains.
+    def reserve(
+        self, shards: Iterable[Chunk], states: Iterable[tuple[Chunk, Sequence[Piece]]], moments: int
+    ) -> None:
+        """Take the room for all that is going to be in files; ``moments`` numbers are kept for each
+        element that trains.
 
         Raises ConfigError and DiskSpaceError, before anything else has been done.
         """
@@ -207,7 +250,9 @@ class Placement:
             master = Form(chunk.wide)
             kept = form_of(self.moments, chunk.wide)
             for start, stop in those:
-                wanted[self._optimizer.nvme_path] += size_in_file(master, stop - start) + moments * size_in_file(kept, stop - start)
+                wanted[self._optimizer.nvme_path] += size_in_file(
+                    master, stop - start
+                ) + moments * size_in_file(kept, stop - start)
         for paths, nbytes in wanted.items():
             self._tier(paths).reserve(nbytes)
 
@@ -217,16 +262,21 @@ class Placement:
         if self._optimizer.device == "nvme":
             if self.buffers is None:
                 how = self._optimizer
-                self.buffers = Buffers(how.buffer_count, self.take, how.pipeline_read, how.pipeline_write)
-            made = StatesInFiles(chunk.key, chunk.numel, pieces, self._tier(self._optimizer.nvme_path), self.buffers)
+                self.buffers = Buffers(
+                    how.buffer_count, self.take, how.pipeline_read, how.pipeline_write
+                )
+            made = StatesInFiles(
+                chunk.key, chunk.numel, pieces, self._tier(self._optimizer.nvme_path), self.buffers
+            )
         else:
             made = StatesInMemory(chunk.numel, pieces, self.take)
         made.add(MASTER, Form(chunk.wide))
         return made
 
     def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
-        """What a gradient is kept in that is offloaded, or that the update reads in 16 bits: these, where one reduction fills it with just
-        what it sent."""
+        """What a gradient is kept in that is offloaded, or that the update reads in 16 bits: these,
+        where one reduction fills it with just what it sent.
+        """
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
         return chunk.wide

@@ -1,7 +1,9 @@
-"""The stage table: what a ZeRO stage shards, what that costs in bytes and in traffic (Rajbhandari et al., arXiv 1910.02054).
+"""The stage table: what a ZeRO stage shards, what that costs in bytes and in traffic (Rajbhandari
+et al., arXiv 1910.02054).
 
-A stage is a row here, not a class, and no other file branches on it. Ranks form a mesh of two axes: along the shard
-axis state is cut into chunks, along the replicate axis it is repeated. Stage 0 is the mesh whose shard axis is 1 long.
+A stage is a row here, not a class, and no other file branches on it. Ranks form a mesh of two axes:
+along the shard axis state is cut into chunks, along the replicate axis it is repeated. Stage 0 is
+the mesh whose shard axis is 1 long.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ ADAM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class Policy:
-    """What one stage does with parameters, gradients and optimizer state: False is whole on every rank, True is a chunk."""
+    """What one stage does with parameters, gradients and optimizer state: False is whole on
+    every rank, True is a chunk.
+    """
 
     stage: int
     shards_parameters: bool
@@ -25,7 +29,8 @@ class Policy:
         """Length of the shard axis for ``world`` ranks kept in ``replicas`` copies."""
         if world % replicas:
             raise ValueError(
-                f"{world} ranks cannot be split into {replicas} equal replicas; choose a replicate_size that divides the ranks"
+                f"{world} ranks cannot be split into {replicas} equal replicas; choose a "
+                "replicate_size that divides the ranks"
             )
         return world // replicas if self.shards_optimizer else 1
 
@@ -39,7 +44,9 @@ class Policy:
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whole parameters whose optimizer state is in chunks are gathered once the chunks are updated."""
+        """Whole parameters whose optimizer state is in chunks are gathered once the chunks are
+        updated.
+        """
         return self.shards_optimizer and not self.shards_parameters
 
     def bytes_per_parameter(
@@ -51,9 +58,10 @@ class Policy:
     ) -> dict[str, float]:
         """Bytes of state a rank holds for one trainable parameter, between backward and step.
 
-        ``precision`` and ``gradient`` are dtype names ("float32", "bfloat16", "float16"); ``gradient`` defaults to
-        float32, in which gradients are accumulated. In fp32 the master weights are the parameters themselves. The
-        optimizer keeps ``moments`` fp32 numbers a parameter (Adam 2, SGD with momentum 1, plain SGD 0).
+        ``precision`` and ``gradient`` are dtype names ("float32", "bfloat16", "float16");
+        ``gradient`` defaults to float32, in which gradients are accumulated. In fp32 the master
+        weights are the parameters themselves. The optimizer keeps ``moments`` fp32 numbers a
+        parameter (Adam 2, SGD with momentum 1, plain SGD 0).
         """
         cut = float(shards)
         master = 0 if precision == "float32" else 4
@@ -65,10 +73,12 @@ class Policy:
         }
 
     def traffic(self, accumulation: int = 1, recompute: bool = False) -> float:
-        """Elements sent and received a step, in multiples of the number of parameters (large-N limit of (N-1)/N).
+        """Elements sent and received a step, in multiples of the number of parameters (large-N
+        limit of (N-1)/N).
 
-        An all-gather and a reduce-scatter count 1 each, an all-reduce 2. ``recompute`` (activation checkpointing)
-        costs no further gather: the recomputation runs while the unit is gathered for its backward.
+        An all-gather and a reduce-scatter count 1 each, an all-reduce 2. ``recompute`` (activation
+        checkpointing) costs no further gather: the recomputation runs while the unit is gathered
+        for its backward.
         """
         del recompute
         reduces = accumulation if self.reduces_every_backward else 1
@@ -86,7 +96,11 @@ POLICIES: dict[int, Policy] = {
 
 
 def bytes_per_parameter(
-    stage: int, shards: int, precision: str = "bfloat16", moments: int = ADAM_MOMENTS, gradient: str | None = None
+    stage: int,
+    shards: int,
+    precision: str = "bfloat16",
+    moments: int = ADAM_MOMENTS,
+    gradient: str | None = None,
 ) -> float:
     """Total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
     return sum(POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient).values())

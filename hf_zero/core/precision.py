@@ -1,4 +1,6 @@
-"""Which dtype each parameter computes in, and the loss scale of fp16 (Micikevicius et al., arXiv 1710.03740)."""
+"""Which dtype each parameter computes in, and the loss scale of fp16 (Micikevicius et al., arXiv
+1710.03740).
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,28 @@ from torch import nn
 from hf_zero.core.parameter import given_class
 from hf_zero.errors import ConfigError
 
-CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # smaller floats are quantised weights: bytes to us
+# smaller floats are quantised weights: bytes to us
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_raw(parameter: torch.Tensor) -> bool:
-    """Whether the values of ``parameter`` are bytes that only their module can read, whatever their dtype: never cast."""
-    return parameter.dtype not in CASTABLE or (given_class(parameter) is not nn.Parameter and not parameter.requires_grad)
+    """Whether the values of ``parameter`` are bytes that only their module can read, whatever
+    their dtype: never cast.
+    """
+    return parameter.dtype not in CASTABLE or (
+        given_class(parameter) is not nn.Parameter and not parameter.requires_grad
+    )
 
 
-def compute_dtype(name: str, parameter: torch.Tensor, precision: str, model: nn.Module) -> torch.dtype:
-    """The dtype ``parameter`` trains in: the configured one, fp32 where the model keeps it, its own if it is quantised.
+def compute_dtype(
+    name: str, parameter: torch.Tensor, precision: str, model: nn.Module
+) -> torch.dtype:
+    """The dtype ``parameter`` trains in: the configured one, fp32 where the model keeps it, its own
+    if it is quantised.
 
-    Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish without a master copy.
+    Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
+    without a master copy.
     """
     if is_raw(parameter):
         return parameter.dtype
@@ -33,7 +44,8 @@ def compute_dtype(name: str, parameter: torch.Tensor, precision: str, model: nn.
         if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.requires_grad:
             kind = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
             raise ConfigError(
-                f"parameter {name} is {parameter.dtype} but neither bf16 nor fp16 is enabled in the config; write "
+                f"parameter {name} is {parameter.dtype} but neither bf16 nor fp16 is enabled "
+                "in the config; write "
                 f'"{kind}": {{"enabled": true}}, or load the model with dtype=torch.float32'
             )
         return parameter.dtype
@@ -49,10 +61,12 @@ def compute_dtype(name: str, parameter: torch.Tensor, precision: str, model: nn.
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where the average over ranks and the weight of a micro-batch are multiplied in: before or after the reduction.
+    """Where the average over ranks and the weight of a micro-batch are multiplied in: before or
+    after the reduction.
 
-    After it costs a pass over this rank's chunk, before it one over the whole gradient, and nothing small is lost on the way; before it,
-    nothing can overflow, which matters on a wire of fp16 without a loss scale.
+    After it costs a pass over this rank's chunk, before it one over the whole gradient, and nothing
+    small is lost on the way; before it, nothing can overflow, which matters on a wire of fp16
+    without a loss scale.
     """
 
     pre: float
@@ -60,8 +74,17 @@ class Scaling:
     weight_after: bool = False
 
     @classmethod
-    def over(cls, world: int, precision: str, prescale: bool = False, predivide: float = 1.0, wire: str | None = None) -> Scaling:
-        """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after; ``wire`` is what travels, None: ``precision``."""
+    def over(
+        cls,
+        world: int,
+        precision: str,
+        prescale: bool = False,
+        predivide: float = 1.0,
+        wire: str | None = None,
+    ) -> Scaling:
+        """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after;
+        ``wire`` is what travels, None: ``precision``.
+        """
         if prescale:
             return cls(1.0 / predivide, predivide / world, precision == "fp16")
         if wire == "fp16" and precision != "fp16":
@@ -80,8 +103,9 @@ class Scaling:
 class LossScaler:
     """The factor on the loss that keeps fp16 gradients representable; a constant 1 outside fp16.
 
-    Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``), ``window`` steps
-    without one double it. ``consecutive`` refills the hysteresis after each good step, else only a growth does.
+    Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
+    ``window`` steps without one double it. ``consecutive`` refills the hysteresis after each good
+    step, else only a growth does.
     """
 
     def __init__(
@@ -95,7 +119,12 @@ class LossScaler:
     ):
         self.scale = float(scale)
         self.dynamic = dynamic
-        self._window, self._hysteresis, self._minimum, self._consecutive = window, hysteresis, minimum, consecutive
+        self._window, self._hysteresis, self._minimum, self._consecutive = (
+            window,
+            hysteresis,
+            minimum,
+            consecutive,
+        )
         self._left = hysteresis
         self._since = 0
 
@@ -143,4 +172,8 @@ class LossScaler:
         return {"scale": self.scale, "left": self._left, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.scale, self._left, self._since = float(state["scale"]), int(state["left"]), int(state["since"])
+        self.scale, self._left, self._since = (
+            float(state["scale"]),
+            int(state["left"]),
+            int(state["since"]),
+        )

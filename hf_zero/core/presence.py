@@ -1,16 +1,19 @@
-"""What ranks tell each other through the store while they wait, and when they end; and what that proves.
+"""What ranks tell each other through the store while they wait, and when they end; and what that
+proves.
 
 [Note: proofs]
-A rank that has waited for a second posts for what, with the numbers of collectives that it has issued on each lane. Posts
-are never taken back, and need not be: each conclusion holds for an old post, too.
+A rank that has waited for a second posts for what, with the numbers of collectives that it has
+issued on each lane. Posts are never taken back, and need not be: each conclusion holds for an old
+post, too.
 
 - Two ranks whose collectives of one number on one lane differ have parted.
 - A rank that has ended, or closed the lane, before it issued a collective will never issue it.
-- On a device the host does not wait for collectives: a thread follows them, and such a rank "follows" where it would wait. Its
-  host may go on, so it is never stuck; the first two proofs hold all the same.
-- A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it: had its wait ended
-  since its post, that other rank would have issued it. If what this rank waits for needs a stuck rank that has not issued
-  it, nobody will ever come.
+- On a device the host does not wait for collectives: a thread follows them, and such a rank
+  "follows" where it would wait. Its host may go on, so it is never stuck; the first two proofs hold
+  all the same.
+- A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it:
+  had its wait ended since its post, that other rank would have issued it. If what this rank waits
+  for needs a stuck rank that has not issued it, nobody will ever come.
 
 All else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
 """
@@ -44,23 +47,32 @@ class Verdict(NamedTuple):
 
 
 PATIENCE_SECONDS = 5.0  # for the word of a rank whose connection was lost
-LINGER_SECONDS = 4.0  # that a rank which fails waits for the others to hear of it, and they for it to end first
+# that a rank which fails waits for the others to hear of it, and they for it to end first
+LINGER_SECONDS = 4.0
 POLL_SECONDS = 0.05
-REMEDY = "Every rank must run the same forwards, backwards, steps, evaluations and saves in the same order"
+REMEDY = (
+    "Every rank must run the same forwards, backwards, steps, evaluations and "
+    "saves in the same order"
+)
 OVER = ("failed", "broken")  # states of a rank that ends all others that wait
 
 
 class Presence:
-    """One rank's entry in ``store``, and its view of the entries of the others. ``keeper``: the rank that hosts the store."""
+    """One rank's entry in ``store``, and its view of the entries of the others.
+
+    ``keeper``: the rank that hosts the store.
+    """
 
     def __init__(self, store: Any, rank: int, world: int, keeper: int | None = None):
-        self.store = self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)  # its own: others block on theirs
+        # its own: others block on theirs
+        self.store = self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)
         self.resumptions: Resumptions
         self.rank = rank
         self.world = world
         self.keeper = keeper
         self.lanes: dict[str, Lane] = {}
-        self.trouble = ""  # the exception that went through the engine last, if nothing has gone well since
+        # the exception that went through the engine last, if nothing has gone well since
+        self.trouble = ""
         self._state = "here"
         self._posts: dict[int, Post] = {}
         self._news = 0
@@ -93,7 +105,10 @@ class Presence:
             self._gone = True  # nobody can read
 
     def post(self, wait: Wait | None, why: str = "") -> Post:
-        lanes = {name: [lane.issued, list(lane.recent), lane.closed] for name, lane in list(self.lanes.items())}
+        lanes = {
+            name: [lane.issued, list(lane.recent), lane.closed]
+            for name, lane in list(self.lanes.items())
+        }
         post: Post = {"state": self._state, "why": why, "lanes": lanes}
         if wait is not None and wait.lane is not None:
             post["wait"] = [wait.lane.name, wait.number, wait.what, list(wait.needs)]
@@ -116,7 +131,9 @@ class Presence:
             return None if self._gone else dict(self._posts)
 
     def knows(self, rank: int) -> bool:
-        """Learn on which host and in which process ``rank`` runs; False where it has not said so."""
+        """Learn on which host and in which process ``rank`` runs; False where it has not said
+        so.
+        """
         try:
             if rank not in self._people and not self._gone and self._store.check([f"who/{rank}"]):
                 self._people[rank] = self._store.get(f"who/{rank}").decode()
@@ -129,43 +146,81 @@ class Presence:
         if not self.knows(rank):
             return False
         host, process, _ = self._people[rank].split()
-        return host != "?" and host == _identity(os.getpid()).split()[0] and _identity(int(process)) != self._people[rank]
+        return (
+            host != "?"
+            and host == _identity(os.getpid()).split()[0]
+            and _identity(int(process)) != self._people[rank]
+        )
 
     def verdict(self, wait: Wait, stuck_in: Sequence[str] = ("waits",)) -> Verdict | None:
-        """What proves that ``wait`` will never end; None if nothing does. ``stuck_in`` as for :func:`judge`."""
+        """What proves that ``wait`` will never end; None if nothing does.
+
+        ``stuck_in`` as for :func:`judge`.
+        """
         lane = wait.lane
-        dead = [] if lane is None or lane.native else [rank for rank in wait.needs if rank != self.rank and self._dead(rank)]
+        dead = (
+            []
+            if lane is None or lane.native
+            else [rank for rank in wait.needs if rank != self.rank and self._dead(rank)]
+        )
         posts = self._read()
         if posts is None:
-            # A backend tells of a peer that is gone by itself, and what is on the wire may still come.
-            return Verdict(self._without_store(), self._without_store()) if lane is not None and not lane.native else None
+            # A backend tells of a peer that is gone by itself, and what is on the wire may still
+            # come.
+            return (
+                Verdict(self._without_store(), self._without_store())
+                if lane is not None and not lane.native
+                else None
+            )
         for rank in dead:
             if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended"):
-                posts[rank] = {"state": "dead", "lanes": posts.get(rank, {}).get("lanes", {}), "why": ""}
+                posts[rank] = {
+                    "state": "dead",
+                    "lanes": posts.get(rank, {}).get("lanes", {}),
+                    "why": "",
+                }
         return judge(self.rank, self.post(wait), posts, stuck_in)
 
     def lacking(self, wait: Wait) -> list[int]:
-        """The ranks that ``wait`` needs and that had not issued it when they last said where they are."""
+        """The ranks that ``wait`` needs and that had not issued it when they last said where
+        they are.
+        """
         posts = self._posts
-        return [rank for rank in wait.needs if rank in posts and wait.lane and _issued(posts[rank], wait.lane.name) <= wait.number]
+        return [
+            rank
+            for rank in wait.needs
+            if rank in posts and wait.lane and _issued(posts[rank], wait.lane.name) <= wait.number
+        ]
 
     def _without_store(self) -> str:
         if self.keeper is None or self.keeper == self.rank:
             return "the launcher, which hosts the ranks' store, is gone or cannot be reached"
         how = "died or ended" if self._dead(self.keeper) else "cannot be reached"
-        return f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says why, if it could speak"
+        return (
+            f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says "
+            "why, if it could speak"
+        )
 
     def gone(self, rank: int) -> str | None:
-        """Why no thread of ``rank`` will say anything more: it has died, or its interpreter has ended. None if it may."""
+        """Why no thread of ``rank`` will say anything more: it has died, or its interpreter has
+        ended. None if it may.
+        """
         dead = self._dead(rank)
         posts = self._read()
         if posts is None:
             return self._without_store()
         post = posts.get(rank, {"state": "here"})
-        return _end_of({rank: post}, [rank] if dead else []) if dead or post["state"] in ("failed", "ended") else None
+        return (
+            _end_of({rank: post}, [rank] if dead else [])
+            if dead or post["state"] in ("failed", "ended")
+            else None
+        )
 
     def cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
-        """Why a connection was lost: the rank that has failed, died or ended. None if nothing of the kind is known."""
+        """Why a connection was lost: the rank that has failed, died or ended.
+
+        None if nothing of the kind is known.
+        """
         limit = time.monotonic() + patience
         while True:
             dead = [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
@@ -182,16 +237,27 @@ class Presence:
     # ---- the end ----
 
     def leave(self) -> str | None:
-        """The interpreter ends. Returns what there is to tell about an end that others have caused."""
+        """The interpreter ends.
+
+        Returns what there is to tell about an end that others have caused.
+        """
         if os.getpid() != self._process:
             return None  # a child that inherited this
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._state == "broken":  # a launcher calls the first that ends the reason
-            self._linger(lambda posts: all(self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"))
+            self._linger(
+                lambda posts: all(
+                    self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"
+                )
+            )
         if self._state in OVER:
             return None
         told = None
-        if error is not None and "Connection" in str(error) and not isinstance(error, RankMismatchError):
+        if (
+            error is not None
+            and "Connection" in str(error)
+            and not isinstance(error, RankMismatchError)
+        ):
             told = self.cause()  # in a collective that is not hf-zero's
         if told is not None:
             self.say("broken", told)
@@ -206,7 +272,12 @@ class Presence:
                 )
             )
         elif self.keeper is None or self.keeper == self.rank or not self._dead(self.keeper):
-            self.say("ended", f"after {self.trouble}" if self.trouble else "its script is over, or its own output says why")
+            self.say(
+                "ended",
+                f"after {self.trouble}"
+                if self.trouble
+                else "its script is over, or its own output says why",
+            )
         return told
 
     def _linger(self, enough: Callable[[Mapping[int, Post]], bool]) -> None:
@@ -225,9 +296,13 @@ def first_line(error: BaseException) -> str:
 
 
 def _identity(process: int) -> str:
-    """The host (with its process name space), the process, and its start; "gone" where no such process runs."""
+    """The host (with its process name space), the process, and its start; "gone" where no such
+    process runs.
+    """
     try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return f"? {process} ?"  # no such thing on this system: nothing can be told from it
     try:
@@ -239,23 +314,36 @@ def _identity(process: int) -> str:
 
 def _end_of(posts: Mapping[int, Post], dead: list[int]) -> str | None:
     """The worst that has happened to another rank."""
-    silent = [rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")]
+    silent = [
+        rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")
+    ]
     if silent:
         names = ", ".join(map(str, silent))
-        return f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, or crashed in native code)"
+        return (
+            f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, "
+            "or crashed in native code)"
+        )
     for state in (*OVER, "ended"):
         for rank, post in posts.items():
             if post["state"] == state == "failed":
                 return f"rank {rank} has failed: {post['why']}"
             if post["state"] == state == "broken":
-                return str(post["why"]) if post["why"].startswith("rank ") else f"rank {rank} gave up: {post['why']}"
+                return (
+                    str(post["why"])
+                    if post["why"].startswith("rank ")
+                    else f"rank {rank} gave up: {post['why']}"
+                )
             if post["state"] == state:
-                return f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"
+                return (
+                    f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"
+                )
     return None
 
 
 def _said(post: Post, lane: str, number: int) -> str | None:
-    """What the rank of ``post`` has issued as ``number`` on ``lane``; None where that is not known."""
+    """What the rank of ``post`` has issued as ``number`` on ``lane``; None where that is not
+    known.
+    """
     issued, recent, _ = post["lanes"].get(lane, (0, [], ""))
     at = number - (issued - len(recent))
     return recent[at] if 0 <= at < len(recent) else None
@@ -265,7 +353,9 @@ def _issued(post: Post, lane: str) -> int:
     return int(post["lanes"].get(lane, (0, [], ""))[0])
 
 
-def judge(rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[str] = ("waits",)) -> Verdict | None:
+def judge(
+    rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[str] = ("waits",)
+) -> Verdict | None:
     """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``.
 
     ``stuck_in`` are the states in which a host is taken to issue nothing before its wait is over.
@@ -275,7 +365,9 @@ def judge(rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[st
     if over:
         cause = _end_of(over, []) or ""
         return Verdict(
-            f"rank {rank} waits for {what}{f' (number {number} of {lane})' if lane else ''}, and will do so for ever: {cause}", cause
+            f"rank {rank} waits for {what}{f' (number {number} of {lane})' if lane else ''}, and "
+            f"will do so for ever: {cause}",
+            cause,
         )
     if not lane:
         return None
@@ -283,25 +375,38 @@ def judge(rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[st
     for each, post in posts.items():
         other = _said(post, lane, number)
         if said is not None and other is not None and other != said:
-            return _same(f"rank {rank} is at {said}, rank {each} at {other} (both number {number} of {lane}). {REMEDY}")
+            return _same(
+                f"rank {rank} is at {said}, rank {each} at {other} (both number {number} "
+                f"of {lane}). {REMEDY}"
+            )
     for each in needs:
         if each == rank or each not in posts or _issued(posts[each], lane) > number:
             continue
         post = posts[each]
-        # Where this rank has closed the lane too, what was left in shards is gathered: all that destroyed the engine will come.
+        # Where this rank has closed the lane too, what was left in shards is gathered: all that
+        # destroyed the engine will come.
         closed = "" if own["lanes"][lane][2] else post["lanes"].get(lane, (0, [], ""))[2]
         if post["state"] == "dead":
             cause = _end_of({each: post}, [each]) or ""
-            return Verdict(f"rank {rank} waits for {what} (number {number} of {lane}), and will do so for ever: {cause}", cause)
+            return Verdict(
+                f"rank {rank} waits for {what} (number {number} of {lane}), and will do "
+                f"so for ever: {cause}",
+                cause,
+            )
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(
-                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} will never join: it has {how}. {REMEDY}, and the "
+                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} will "
+                f"never join: it has {how}. {REMEDY}, and the "
                 "same number of them"
             )
     stuck = {rank: own}
     while True:
-        more = {each: post for each, post in posts.items() if each not in stuck and post["state"] in stuck_in and _lacks(post, stuck, each)}
+        more = {
+            each: post
+            for each, post in posts.items()
+            if each not in stuck and post["state"] in stuck_in and _lacks(post, stuck, each)
+        }
         if not more:
             break
         stuck.update(more)
@@ -309,7 +414,8 @@ def judge(rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[st
         if each != rank and each in stuck and _issued(stuck[each], lane) <= number:
             there, at, instead, _ = stuck[each]["wait"]
             return _same(
-                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} has not issued: it waits for {instead} "
+                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} has "
+                f"not issued: it waits for {instead} "
                 f"(number {at} of {there}). {REMEDY}"
             )
     return None
@@ -322,4 +428,6 @@ def _same(text: str) -> Verdict:
 def _lacks(post: Post, stuck: Mapping[int, Post], rank: int) -> bool:
     """Whether what ``rank`` waits for needs a rank of ``stuck`` that has not issued it."""
     lane, number, _, needs = post["wait"]
-    return any(each in stuck and each != rank and _issued(stuck[each], lane) <= number for each in needs)
+    return any(
+        each in stuck and each != rank and _issued(stuck[each], lane) <= number for each in needs
+    )

@@ -1,13 +1,15 @@
-"""Activation checkpointing of a model's blocks: a block's forward runs again in the backward (arXiv 1604.06174).
+"""Activation checkpointing of a model's blocks: a block's forward runs again in the backward (arXiv
+1604.06174).
 
 [Note: inside the hooks, inside the compiler]
-A block's ``forward`` is replaced, on the instance; the module's hooks stay outside, so that gathers and marks come once per call: the
-gather of a block's backward serves its recomputation, and checkpointing costs no further one. torch.compile goes around: it traces the
-checkpoint with the block and drops what it recomputes from its graph, while a compiled function inside a checkpoint would store all it saves
-once more, and would hide its products from the selective policy.
+A block's ``forward`` is replaced, on the instance; the module's hooks stay outside, so that gathers
+and marks come once per call: the gather of a block's backward serves its recomputation, and
+checkpointing costs no further one. torch.compile goes around: it traces the checkpoint with the
+block and drops what it recomputes from its graph, while a compiled function inside a checkpoint
+would store all it saves once more, and would hide its products from the selective policy.
 
-Checkpoints are torch's non-reentrant ones: the state of the random generators is kept, so dropout masks are the same, and nothing needs
-an input that requires grad.
+Checkpoints are torch's non-reentrant ones: the state of the random generators is kept, so dropout
+masks are the same, and nothing needs an input that requires grad.
 """
 
 from __future__ import annotations
@@ -31,25 +33,35 @@ from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"))
+PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
+)
 _inside = threading.local()  # how many checkpoints a script has around what runs now
 
 
 def is_kept(operator: str) -> bool:
-    """Whether the selective policy keeps the results of ``operator``: what costs FLOPs, not what costs bandwidth."""
+    """Whether the selective policy keeps the results of ``operator``: what costs FLOPs, not what
+    costs bandwidth.
+    """
     name = operator.split(".")[0]
     return name in PRODUCTS or "attention" in name or "attn" in name or "packed_linear" in name
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operator.__name__) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if is_kept(operator.__name__)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class Timing:
-    """Waits for the device at both ends of what is checkpointed; with ``profile`` it logs the seconds, a line for each backward."""
+    """Waits for the device at both ends of what is checkpointed; with ``profile`` it logs the
+    seconds, a line for each backward.
+    """
 
     def __init__(self, device: torch.device, profile: bool, tells: bool = True):
         self._device, self._profile, self._tells = device, profile, tells
@@ -83,8 +95,12 @@ class Timing:
         self._seconds, self._counts = [0.0, 0.0], [0, 0]
 
 
-def _call(function: Callable[..., Any], timing: Timing | None, names: tuple[str, ...], *values: Any) -> Any:
-    """``function`` with the last of ``values`` as keywords: a checkpoint keeps tensors among its positional arguments as autograd does."""
+def _call(
+    function: Callable[..., Any], timing: Timing | None, names: tuple[str, ...], *values: Any
+) -> Any:
+    """``function`` with the last of ``values`` as keywords: a checkpoint keeps tensors among its
+    positional arguments as autograd does.
+    """
     first = len(values) - len(names)
     kwargs = dict(zip(names, values[first:]))
     if timing is None:
@@ -93,16 +109,40 @@ def _call(function: Callable[..., Any], timing: Timing | None, names: tuple[str,
         return function(*values[:first], **kwargs)
 
 
-def _checkpoint(function: Callable[..., Any], timing: Timing | None, selective: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+def _checkpoint(
+    function: Callable[..., Any],
+    timing: Timing | None,
+    selective: bool,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
     values = (*args, *kwargs.values())
     # The compiler reads a context_fn only where it stands in the call.
     if selective:
-        return torch.utils.checkpoint.checkpoint(_call, function, timing, tuple(kwargs), *values, use_reentrant=False, context_fn=SELECTIVE)
-    return torch.utils.checkpoint.checkpoint(_call, function, timing, tuple(kwargs), *values, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(
+            _call,
+            function,
+            timing,
+            tuple(kwargs),
+            *values,
+            use_reentrant=False,
+            context_fn=SELECTIVE,
+        )
+    return torch.utils.checkpoint.checkpoint(
+        _call, function, timing, tuple(kwargs), *values, use_reentrant=False
+    )
 
 
-def checkpoint(function: Callable[..., Any], timing: Timing | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A script's own checkpoint: ``function(*args, **kwargs)``, recomputed in backward. Blocks inside are not checkpointed again."""
+def checkpoint(
+    function: Callable[..., Any],
+    timing: Timing | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A script's own checkpoint: ``function(*args, **kwargs)``, recomputed in backward.
+
+    Blocks inside are not checkpointed again.
+    """
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         _inside.depth = getattr(_inside, "depth", 0) + 1
@@ -115,7 +155,9 @@ def checkpoint(function: Callable[..., Any], timing: Timing | None, args: tuple[
 
 
 def _is_cache(value: Any) -> bool:
-    """Keys and values of a decoder, to which a forward adds: the recomputation would add them again."""
+    """Keys and values of a decoder, to which a forward adds: the recomputation would add them
+    again.
+    """
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
@@ -125,11 +167,17 @@ class _Checkpointed(Override):
     def __init__(self, blocks: Checkpoints, block: nn.Module):
         super().__init__(block.forward, block, "forward")
         self._blocks = blocks
-        self.before = block.__dict__.get("forward")  # what an instance had in place of its class's own
+        # what an instance had in place of its class's own
+        self.before = block.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         blocks, block = self._blocks, self._module
-        if not torch.is_grad_enabled() or transformed() or blocks.left_to_model or not (torch.compiler.is_compiling() or _alone()):
+        if (
+            not torch.is_grad_enabled()
+            or transformed()
+            or blocks.left_to_model
+            or not (torch.compiler.is_compiling() or _alone())
+        ):
             return self._fn(*args, **kwargs)
         if not getattr(block, "_can_checkpoint_with_cache", False):
             caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
@@ -137,7 +185,9 @@ class _Checkpointed(Override):
                 return self._fn(*args, **kwargs)  # what the cache holds is part of the result
             if caches:
                 args = tuple(None if _is_cache(value) else value for value in args)
-                kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+                kwargs = {
+                    name: None if _is_cache(value) else value for name, value in kwargs.items()
+                }
                 if kwargs.get("use_cache"):
                     kwargs["use_cache"] = False
         return _checkpoint(self._fn, blocks.timing, blocks.selective, args, kwargs)
@@ -148,15 +198,20 @@ def _alone() -> bool:
 
 
 def blocks_to_checkpoint(model: nn.Module, section: ActivationCheckpointing) -> list[nn.Module]:
-    """The first ``section.number`` repeated blocks, for their activations would wait longest. Raises ConfigError where there are none."""
+    """The first ``section.number`` repeated blocks, for their activations would wait longest.
+
+    Raises ConfigError where there are none.
+    """
     if section.number == 0:
         return []
     blocks = [module for _, module in repeated_blocks(model)]
     if not blocks:
         key = "number_checkpoints" if section.blocks is None else "blocks"
         raise ConfigError(
-            f"activation_checkpointing.{key} asks for checkpoints of blocks, and {type(model).__name__} has no repeated ones (layers of "
-            "transformers, _no_split_modules, or items of a ModuleList); remove the key and use torch.utils.checkpoint in the model's forward"
+            f"activation_checkpointing.{key} asks for checkpoints of blocks, and "
+            f"{type(model).__name__} has no repeated ones (layers of "
+            "transformers, _no_split_modules, or items of a ModuleList); remove the key and use "
+            "torch.utils.checkpoint in the model's forward"
         )
     return blocks[: section.number]
 
@@ -164,16 +219,28 @@ def blocks_to_checkpoint(model: nn.Module, section: ActivationCheckpointing) -> 
 class Checkpoints:
     """The checkpointed ``blocks`` of one model.
 
-    A model that checkpoints by itself (transformers' ``gradient_checkpointing``) is left to do it; each forward looks anew.
+    A model that checkpoints by itself (transformers' ``gradient_checkpointing``) is left to do it;
+    each forward looks anew.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], section: ActivationCheckpointing, device: torch.device, tells: bool = True
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        section: ActivationCheckpointing,
+        device: torch.device,
+        tells: bool = True,
     ):
         self.left_to_model = False
-        self.timing = Timing(device, section.profile, tells) if section.profile or section.synchronize else None
+        self.timing = (
+            Timing(device, section.profile, tells)
+            if section.profile or section.synchronize
+            else None
+        )
         self.selective = section.selective
-        self._carriers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        self._carriers = [
+            module for module in model.modules() if hasattr(module, "gradient_checkpointing")
+        ]
         self._blocks = list(blocks)
         self._tells = tells
         for block in blocks:
@@ -181,7 +248,9 @@ class Checkpoints:
         self.look()
         if blocks and tells and not self.left_to_model:
             how = "all but products and attention of " if section.selective else ""
-            logger.info("activation checkpointing: the backward recomputes %s%d blocks", how, len(blocks))
+            logger.info(
+                "activation checkpointing: the backward recomputes %s%d blocks", how, len(blocks)
+            )
 
     @property
     def on(self) -> bool:
@@ -193,7 +262,10 @@ class Checkpoints:
         self.left_to_model = any(module.gradient_checkpointing for module in self._carriers)
         if self._blocks and self.left_to_model and self._tells:
             self._tells = False
-            logger.info("activation_checkpointing: the model checkpoints by itself (gradient_checkpointing), and goes on to do so")
+            logger.info(
+                "activation_checkpointing: the model checkpoints by itself "
+                "(gradient_checkpointing), and goes on to do so"
+            )
 
     def remove(self) -> None:
         for block in self._blocks:

@@ -1,13 +1,15 @@
-"""Going on after a pass that broke: a rank compares what it has issued with the others before it issues anything more.
+"""Going on after a pass that broke: a rank compares what it has issued with the others before it
+issues anything more.
 
 [Note: after an exception]
-The k-th collective of a rank on a communicator meets the k-th of the others, whatever they are. A rank whose forward or
-backward an exception has broken after some of its collectives were issued, and whose script goes on, must not let those of
-its next pass meet what the others still issue for the broken one. It knows that its pass broke, they do not. So before it
-begins the next pass it says in the store at which numbers it stands and what it begins, and waits. A thread of every other
-rank finds that (:meth:`Resumptions.look`, once a second) and answers as soon as its own rank has come as far: yes, if that
-rank has begun the same at the same numbers, else why not, which ends both. Where nothing breaks, a pass costs one entry in a
-list.
+The k-th collective of a rank on a communicator meets the k-th of the others, whatever they are. A
+rank whose forward or backward an exception has broken after some of its collectives were issued,
+and whose script goes on, must not let those of its next pass meet what the others still issue for
+the broken one. It knows that its pass broke, they do not. So before it begins the next pass it says
+in the store at which numbers it stands and what it begins, and waits. A thread of every other rank
+finds that (:meth:`Resumptions.look`, once a second) and answers as soon as its own rank has come as
+far: yes, if that rank has begun the same at the same numbers, else why not, which ends both. Where
+nothing breaks, a pass costs one entry in a list.
 """
 
 from __future__ import annotations
@@ -27,14 +29,25 @@ from hf_zero.errors import RankMismatchError
 
 POLL_SECONDS = 0.05
 BEGINNINGS = 64  # passes that are remembered
-REMEDY = "After an exception every rank must go on alike: catch it on all of them at the same place, or let the job end"
+REMEDY = (
+    "After an exception every rank must go on alike: catch it on all of them at the same "
+    "place, or let the job end"
+)
 Numbers = dict[str, int]
 
 
 class Passes:
     """The passes of one engine on this rank: where each began, and whether the last one broke."""
 
-    def __init__(self, name: str, rank: int, world: int, lanes: Mapping[str, Lane], watch: Watch, timeout: float):
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        lanes: Mapping[str, Lane],
+        watch: Watch,
+        timeout: float,
+    ):
         """``lanes``: the communicators, by what they are for."""
         self.name = name
         self._rank, self._ranks = rank, range(world)
@@ -51,7 +64,10 @@ class Passes:
         return tuple(lane.issued for lane in self._lanes.values())
 
     def begin(self, what: str, kind: Hashable) -> None:
-        """A pass begins, of a kind that is the same on all ranks. After one that broke: return when all ranks begin it here."""
+        """A pass begins, of a kind that is the same on all ranks.
+
+        After one that broke: return when all ranks begin it here.
+        """
         self._began.append(((what, kind), self._at()))
         self._open = True
         if self._broken:
@@ -79,10 +95,19 @@ class Passes:
             lane.before_issue = None
         self._broken = False
         said = {"kind": kind, "first": first, "what": what}
-        statement = {"serial": next(self._serials), "at": self.numbers(), "last": self.last(), **said}
+        statement = {
+            "serial": next(self._serials),
+            "at": self.numbers(),
+            "last": self.last(),
+            **said,
+        }
         presence.resumptions.state(self.name, self._rank, statement)
         peers = [rank for rank in self._ranks if rank != self._rank]
-        with self._watch.over(Wait("all ranks to come to where this one goes on after an exception", needs=tuple(peers))):
+        with self._watch.over(
+            Wait(
+                "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
+            )
+        ):
             limit = time.monotonic() + self._timeout
             for peer in peers:
                 self._await_answer(peer, statement, limit)
@@ -100,7 +125,11 @@ class Passes:
             if answer is None and gone is None and time.monotonic() >= limit:
                 gone = f"rank {peer} has not come there within {self._timeout:g} s"
             if answer is not None or gone is not None:
-                text = answer or f"rank {self._rank} cannot go on after an exception, having issued {statement['last']}: {gone}. {REMEDY}"
+                text = (
+                    answer
+                    or f"rank {self._rank} cannot go on after an exception, having issued "
+                    f"{statement['last']}: {gone}. {REMEDY}"
+                )
                 self._watch.end(text)
                 raise RankMismatchError(text)
             time.sleep(POLL_SECONDS)
@@ -110,12 +139,19 @@ class Passes:
 
     def last(self) -> str:
         """The last collective on each communicator that has had one."""
-        said = [f"{lane.recent[-1]} (number {lane.issued - 1} of {role})" for role, lane in self._lanes.items() if lane.recent]
+        said = [
+            f"{lane.recent[-1]} (number {lane.issued - 1} of {role})"
+            for role, lane in self._lanes.items()
+            if lane.recent
+        ]
         return "; ".join(said) or "nothing"
 
     def judge(self, peer: int, statement: Mapping[str, Any]) -> str | None:
-        """What this rank answers to ``statement`` of ``peer``: "" is yes; None: it cannot be said yet."""
-        at, there = self.numbers(), statement["at"]  # before what has begun: a pass is noted before its first collective
+        """What this rank answers to ``statement`` of ``peer``: "" is yes; None: it cannot be
+        said yet.
+        """
+        # before what has begun: a pass is noted before its first collective
+        at, there = self.numbers(), statement["at"]
         presence = self._watch.presence
         own = presence.resumptions.stated.get(self.name) if presence is not None else None
         if statement["first"] is not None:
@@ -124,15 +160,23 @@ class Passes:
             place = number - (lane.issued - len(lane.recent))
             same = 0 <= place < len(lane.recent) and lane.recent[place] == what
         else:
-            began = [(f"{what} {kind!r}", dict(zip(self._lanes, numbers))) for (what, kind), numbers in list(self._began)]
+            began = [
+                (f"{what} {kind!r}", dict(zip(self._lanes, numbers)))
+                for (what, kind), numbers in list(self._began)
+            ]
             same = (statement["kind"], there) in began
         if same:
             return ""
-        parted = own is not None and own["at"] == there and any(own[part] != statement[part] for part in ("kind", "first"))
+        parted = (
+            own is not None
+            and own["at"] == there
+            and any(own[part] != statement[part] for part in ("kind", "first"))
+        )
         if not parted and all(at[role] <= there[role] for role in at):
             return None
         return (
-            f"rank {peer} goes on with another {statement['what']} after an exception, having issued {statement['last']}, but rank {self._rank} has issued "
+            f"rank {peer} goes on with another {statement['what']} after an exception, having "
+            f"issued {statement['last']}, but rank {self._rank} has issued "
             f"{self.last()}. {REMEDY}"
         )
 
@@ -152,14 +196,18 @@ class Resumptions:
 
     def state(self, name: str, rank: int, statement: dict[str, Any]) -> None:
         self.stated[name] = statement
-        self._store.set(f"resumes/{self._store.add('resumes', 1)}", json.dumps([name, rank, statement]))
+        self._store.set(
+            f"resumes/{self._store.add('resumes', 1)}", json.dumps([name, rank, statement])
+        )
 
     def answer(self, name: str, of: int, to: int, serial: int) -> str | None:
         key = f"answer/{name}/{of}/{to}/{serial}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def look(self, conclude: Callable[[str], None]) -> None:
-        """Answer what other ranks have said; ``conclude`` ends this rank where it has parted from one. From the watch's thread."""
+        """Answer what other ranks have said; ``conclude`` ends this rank where it has parted
+        from one. From the watch's thread.
+        """
         while self._seen < self._store.add("resumes", 0):
             if not self._store.check([f"resumes/{self._seen + 1}"]):
                 break  # it is being written

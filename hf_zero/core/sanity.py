@@ -1,9 +1,12 @@
-"""Warnings about a training that goes wrong without an error: gradients that are not finite, backwards without a step.
+"""Warnings about a training that goes wrong without an error: gradients that are not finite,
+backwards without a step.
 
 [Note: read one step late]
-Whether a norm is finite is known on the device, and the host does not wait for it. Rank 0 copies the norm and its loss to host memory behind the
-step, with an event, and looks at them in a later step, if the event is over by then. One copy is under way at a time: until it has been
-read no other is made, so that a host which runs far ahead of its device names a step that may come after the first bad one.
+Whether a norm is finite is known on the device, and the host does not wait for it. Rank 0 copies
+the norm and its loss to host memory behind the step, with an event, and looks at them in a later
+step, if the event is over by then. One copy is under way at a time: until it has been read no other
+is made, so that a host which runs far ahead of its device names a step that may come after the
+first bad one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import torch
 from hf_zero.device import kinds, pinned, streams
 from hf_zero.logs import logger
 
-FORGOTTEN = 8  # backwards: a step of one micro-batch may well add up the gradients of several losses
+# backwards: a step of one micro-batch may well add up the gradients of several losses
+FORGOTTEN = 8
 
 
 class SanityChecks:
@@ -35,14 +39,22 @@ class SanityChecks:
         self._values: ctypes.Array[ctypes.c_double] | None = None  # the same memory
 
     def on_backward(self, ends_window: bool) -> None:
-        """A backward begins; ``ends_window`` is False where the script has said that more of its window follow."""
+        """A backward begins; ``ends_window`` is False where the script has said that more of its
+        window follow.
+        """
         self._backwards += ends_window
         if self._backwards > self._limit:
-            window = f", also inside a window of {self._accumulation} micro-batches" if self._accumulation > 1 else ""
+            window = (
+                f", also inside a window of {self._accumulation} micro-batches"
+                if self._accumulation > 1
+                else ""
+            )
             self._warn(
                 "backwards",
-                f"{self._backwards} backwards without engine.step(): gradients add up and no weight has changed; call engine.step() after each "
-                f"engine.backward(loss){window}, or engine.zero_grad() to drop what has been added up",
+                f"{self._backwards} backwards without engine.step(): gradients add up and no "
+                "weight has changed; call engine.step() after each "
+                f"engine.backward(loss){window}, or engine.zero_grad() to drop "
+                "what has been added up",
             )
 
     def on_loss(self, loss: torch.Tensor) -> None:
@@ -63,10 +75,16 @@ class SanityChecks:
         if self._copied is not None:
             return
         if self._numbers is None:
-            self._numbers = torch.empty(2, dtype=torch.float64) if kinds.is_host(self._device) else pinned.empty(2, torch.float64)
+            self._numbers = (
+                torch.empty(2, dtype=torch.float64)
+                if kinds.is_host(self._device)
+                else pinned.empty(2, torch.float64)
+            )
             self._values = (ctypes.c_double * 2).from_address(self._numbers.data_ptr())
         loss = torch.zeros_like(norm) if loss is None or loss.device != norm.device else loss
-        self._numbers.copy_(torch.stack([norm.double().reshape(()), loss.double().reshape(())]), non_blocking=True)
+        self._numbers.copy_(
+            torch.stack([norm.double().reshape(()), loss.double().reshape(())]), non_blocking=True
+        )
         self._copied, self._step = streams.record_here(self._device), step
         if self._copied is None:
             self._report()
@@ -81,16 +99,24 @@ class SanityChecks:
         norm, loss = self._values
         if math.isfinite(norm) and math.isfinite(loss):
             return
-        what = f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss of rank 0 is {loss:g} and the gradient norm {norm:g}"
+        what = (
+            f"the gradient norm is {norm:g}"
+            if math.isfinite(loss)
+            else f"the loss of rank 0 is {loss:g} and the gradient norm {norm:g}"
+        )
         if math.isfinite(norm):
             after = "; the weights are still finite"
         else:
             after = "; a NaN in the weights stays there: go on from a checkpoint before this step"
-        narrow = "its precision (bf16: does it happen in fp32?), " if self._precision == "bf16" else ""
+        narrow = (
+            "its precision (bf16: does it happen in fp32?), " if self._precision == "bf16" else ""
+        )
         self._warn(
             "finite",
-            f"step {self._step}: {what}{after}. Look at the learning rate and its warm-up, the batches of this step (inputs that are not finite, "
-            f"labels that are all ignored), {narrow}gradient_clipping; torch.autograd.set_detect_anomaly(True) names the operation",
+            f"step {self._step}: {what}{after}. Look at the learning rate and its warm-up, the "
+            "batches of this step (inputs that are not finite, "
+            f"labels that are all ignored), {narrow}gradient_clipping; "
+            "torch.autograd.set_detect_anomaly(True) names the operation",
         )
 
     def _warn(self, kind: str, text: str) -> None:

@@ -1,14 +1,17 @@
-"""Tensors that a forward saves for its backward, in host memory until then (activation offload; vDNN, arXiv 1602.08124).
+"""Tensors that a forward saves for its backward, in host memory until then (activation offload;
+vDNN, arXiv 1602.08124).
 
 [Note: what leaves and what comes back]
-The unit is a storage: a tensor saved by three operations, or through different views, leaves once. Its copy starts when it is saved. Of
-the device memory under copy the newest ``in_flight`` bytes are kept; the computing stream waits, on the device, for a copy whose source
-has to go. What is still kept when the forward ends stays: the backward needs it first, and what uses its memory afterwards waits for
-the copy, which nobody reads. The backward asks for tensors in about the
-reverse order; with each one asked for, those saved before it are brought back ahead, ``in_flight`` bytes at most.
+The unit is a storage: a tensor saved by three operations, or through different views, leaves once.
+Its copy starts when it is saved. Of the device memory under copy the newest ``in_flight`` bytes are
+kept; the computing stream waits, on the device, for a copy whose source has to go. What is still
+kept when the forward ends stays: the backward needs it first, and what uses its memory afterwards
+waits for the copy, which nobody reads. The backward asks for tensors in about the reverse order;
+with each one asked for, those saved before it are brought back ahead, ``in_flight`` bytes at most.
 
-Parameters and buffers are no activations: who owns them knows when they are needed. With checkpointing, what a forward saves is the
-inputs of the checkpoints. A recomputation in the backward saves on the device, as always.
+Parameters and buffers are no activations: who owns them knows when they are needed. With
+checkpointing, what a forward saves is the inputs of the checkpoints. A recomputation in the
+backward saves on the device, as always.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ from hf_zero.core.tree import transformed
 from hf_zero.errors import OffloadError
 
 IN_FLIGHT = 512 << 20  # bytes, until blocks are seen that save more
-PART = 8  # a tensor that is less than this part of its storage stays: the rest of the storage would travel with it
+# a tensor that is less than this part of its storage stays: the rest of the storage would travel
+# with it
+PART = 8
 
 
 def _refuse_changed(shape: torch.Size, saved: int, now: int) -> None:
     if saved != now:
         raise OffloadError(
-            f"a tensor of shape {tuple(shape)} that was saved for the backward has been changed in place since (version {now}, saved at {saved}); "
+            f"a tensor of shape {tuple(shape)} that was saved for the backward has been changed in "
+            f"place since (version {now}, saved at {saved}); "
             "change a copy (x = x + 1 in place of x += 1, or x.clone())"
         )
 
@@ -42,13 +48,22 @@ def _refuse_changed(shape: torch.Size, saved: int, now: int) -> None:
 class _Record:
     """One storage that was saved."""
 
-    def __init__(self, run: _Pass, position: int, source: torch.Tensor, nbytes: int, region: Region, sent: Any):
+    def __init__(
+        self,
+        run: _Pass,
+        position: int,
+        source: torch.Tensor,
+        nbytes: int,
+        region: Region,
+        sent: Any,
+    ):
         self.run = run
         self.position = position
         self.nbytes = nbytes
         self.version = self.left_at = source._version
         self.shape, self.device = source.shape, source.device
-        # On the device, as long as it is kept there. Without its graph: a node that saved its own result would keep itself.
+        # On the device, as long as it is kept there. Without its graph: a node that saved its own
+        # result would keep itself.
         self.source: torch.Tensor | None = source.detach()
         self.region: Region | None = region
         self.sent = sent
@@ -93,7 +108,8 @@ class _Record:
 
     def __del__(self) -> None:
         self.drop()
-        if self.source is not None:  # it has stayed, and its copy may still be under way: its memory is used again after that
+        # it has stayed, and its copy may still be under way: its memory is used again after that
+        if self.source is not None:
             self.run.transfers.leave(self.sent)
 
 
@@ -137,7 +153,8 @@ class _Stayed:
 
     def __init__(self, run: _Pass, tensor: torch.Tensor):
         self._run, self._position = run, run.length
-        self._tensor, self._version = tensor.detach(), tensor._version  # without its graph: see _Record
+        # without its graph: see _Record
+        self._tensor, self._version = tensor.detach(), tensor._version
 
     def tensor(self) -> torch.Tensor:
         self._run.bring_before(self._position)
@@ -154,7 +171,11 @@ class _Pass:
         self.keeps = False  # what is saved from now on is needed first
         self.ended = False
         self._limit = offload.in_flight
-        self._min_bytes, self._slabs, self._device = offload.min_bytes, offload.slabs, offload.device
+        self._min_bytes, self._slabs, self._device = (
+            offload.min_bytes,
+            offload.slabs,
+            offload.device,
+        )
         self._stays = stays
         self._records: list[weakref.ref[_Record]] = []
         self._cursor = 0  # records from here on are here, or were
@@ -172,7 +193,11 @@ class _Pass:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Ticket | _Stayed:
-        if type(tensor) is not torch.Tensor or tensor.device != self._device or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._device
+            or tensor.layout is not torch.strided
+        ):
             return tensor
         storage = tensor.untyped_storage()
         if storage._cdata in self._stays:
@@ -197,7 +222,11 @@ class _Pass:
             return None
         alive, known = self._known[storage._cdata]
         record = known()
-        return record if record is not None and not alive.expired() and record.version == version else None
+        return (
+            record
+            if record is not None and not alive.expired() and record.version == version
+            else None
+        )
 
     @torch.no_grad()
     def _send(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> _Record:
@@ -205,7 +234,9 @@ class _Pass:
         region = self._slabs.take(nbytes)
         whole = torch.empty(0, dtype=torch.uint8, device=self._device)
         whole.set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
-        record = _Record(self, self.length, tensor, nbytes, region, self.transfers.send(whole, region.memory))
+        record = _Record(
+            self, self.length, tensor, nbytes, region, self.transfers.send(whole, region.memory)
+        )
         self._records.append(weakref.ref(record))
         self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(record)
         self._leaving.append(record)
@@ -234,9 +265,13 @@ class _Pass:
         self._cursor = self.length
 
     def bring_before(self, position: int, missing: bool = False) -> None:
-        """The backward has come to ``position``: what was saved before is needed soon. ``missing``: that itself was not on its way."""
+        """The backward has come to ``position``: what was saved before is needed soon.
+
+        ``missing``: that itself was not on its way.
+        """
         self.end()
-        self._cursor = position if missing else min(self._cursor, position)  # above the cursor, it is a second backward
+        # above the cursor, it is a second backward
+        self._cursor = position if missing else min(self._cursor, position)
         while self._cursor > 0 and self.ahead < self._limit:
             record = self._records[self._cursor - 1]()
             if record is not None and self.ahead and self.ahead + record.nbytes > self._limit:
@@ -247,20 +282,29 @@ class _Pass:
 
 
 class Offload:
-    """Offload of what is saved on ``device``: at least ``min_bytes`` each, with ``in_flight`` bytes under copy in each direction.
+    """Offload of what is saved on ``device``: at least ``min_bytes`` each, with ``in_flight`` bytes
+    under copy in each direction.
 
-    ``in_flight`` None: what the two largest blocks of the forward before have sent, and :data:`IN_FLIGHT` at least. Less than a block
-    would have each block wait for its own copies.
+    ``in_flight`` None: what the two largest blocks of the forward before have sent, and
+    :data:`IN_FLIGHT` at least. Less than a block would have each block wait for its own copies.
     """
 
-    def __init__(self, device: torch.device, transfers: Transfers, slabs: Slabs, min_bytes: int, in_flight: int | None):
+    def __init__(
+        self,
+        device: torch.device,
+        transfers: Transfers,
+        slabs: Slabs,
+        min_bytes: int,
+        in_flight: int | None,
+    ):
         self.device = device
         self.transfers = transfers
         self.slabs = slabs
         self.min_bytes = min_bytes
         self._learns = in_flight is None
         self.in_flight = IN_FLIGHT if in_flight is None else in_flight
-        weakref.finalize(self, transfers.close).atexit = False  # no copy may outlive the host memory that it reads or fills
+        # no copy may outlive the host memory that it reads or fills
+        weakref.finalize(self, transfers.close).atexit = False
         self._run: _Pass | None = None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
@@ -295,7 +339,9 @@ class Offload:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A part of a forward of which nobody tells begin or end: it is taken to be over when its backward asks for something."""
+        """A part of a forward of which nobody tells begin or end: it is taken to be over when
+        its backward asks for something.
+        """
         if transformed():
             yield
             return

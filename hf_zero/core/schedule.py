@@ -1,14 +1,16 @@
-"""When units are gathered and released: recorded orders, prefetching, agreement on what is not in an order yet.
+"""When units are gathered and released: recorded orders, prefetching, agreement on what is not in
+an order yet.
 
 [Note: passes]
-Gathers happen in passes: a forward from the outermost module called, a backward from its first hook to its end. Each kind
-of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and all ranks issue exactly that order, units
-that this rank happens not to use included. The first pass of a kind is recorded: before every gather the ranks agree, so
-that a block used on one rank only enters everybody's plan. A gather that is not in the rest of a plan departs from it: see
-the note in agreement.py.
+Gathers happen in passes: a forward from the outermost module called, a backward from its first hook
+to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
+all ranks issue exactly that order, units that this rank happens not to use included. The first pass
+of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
+enters everybody's plan. A gather that is not in the rest of a plan departs from it: see the note in
+agreement.py.
 
-A unit is released one step late, when the next unit is needed: a block called twice in a row is not gathered twice, and
-the unit that ends a forward is still there when its backward begins.
+A unit is released one step late, when the next unit is needed: a block called twice in a row is not
+gathered twice, and the unit that ends a forward is still there when its backward begins.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Schedule:
     """The gathers and releases of one engine."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm, ahead_bytes: int, reads_ahead: int = 0):
-        """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read from files before their gather."""
+        """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read
+        from files before their gather.
+        """
         self._units = list(units)
         self._comm = comm
         self._ahead_bytes = ahead_bytes
@@ -45,41 +49,55 @@ class Schedule:
         self._record: list[Unit] = []
         self._cursor = 0
         self.plan: Sequence[Unit] = ()  # of the pass whose gathers were all issued last
-        self.places: Sequence[int] = (0,)  # where in it the gathers stand that were recorded: after none of them, one, and so on
+        # where in it the gathers stand that were recorded: after none of them, one, and so on
+        self.places: Sequence[int] = (0,)
         self._key: Hashable = None
         self._backward = False
         self._idle: list[Unit] = []
         self._ahead: list[Unit] = []
-        self._passed: list[tuple[int, Unit]] = []  # units gathered for other ranks' sake so far, and their places in the plan
+        # units gathered for other ranks' sake so far, and their places in the plan
+        self._passed: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self._written: dict[int, streams.Event] = {}  # on a GPU: when the shards were written, by epoch
+        # on a GPU: when the shards were written, by epoch
+        self._written: dict[int, streams.Event] = {}
         self.gathers = any(unit.sharded for unit in units)
         self.on_need: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
-        self.launched: Callable[[], int] = lambda: 0  # reductions that this rank has launched in the backward under way
-        self.on_launched: Callable[[int], None] | None = None  # told how many of them all ranks have launched
+        # reductions that this rank has launched in the backward under way
+        self.launched: Callable[[], int] = lambda: 0
+        # told how many of them all ranks have launched
+        self.on_launched: Callable[[int], None] | None = None
 
     @property
     def gathered(self) -> tuple[int, ...]:
         """Indices of the sharded units that are whole now."""
-        return tuple(unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED)
+        return tuple(
+            unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED
+        )
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Indices of the units that every rank expects to be whole at the start of a pass: pinned, or kept by the pass before.
+        """Indices of the units that every rank expects to be whole at the start of a pass: pinned,
+        or kept by the pass before.
 
         A rank that has left an order may hold others; that must not choose its plan.
         """
-        return tuple(unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept))
+        return tuple(
+            unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept)
+        )
 
     def begin(self, kind: tuple[Hashable, ...], backward: bool = False) -> None:
-        """Start a pass. ``kind`` must be the same on all ranks; with what is gathered already it selects the plan."""
+        """Start a pass.
+
+        ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
+        """
         if not self.gathers:
             return
         if not backward:
             self._kept = []
             self._release_unused()
             if all(unit.pins for unit in self._units if unit.sharded):
-                # Nothing to gather and so nothing to agree on: ranks may run different numbers of such forwards.
+                # Nothing to gather and so nothing to agree on: ranks may run different numbers of
+                # such forwards.
                 self._key, self._plan = None, None
                 return
         self._key = (*kind, self.resident)
@@ -89,13 +107,16 @@ class Schedule:
             self._comm.passes.begin("forward", self._key)
 
     def issue_rest(self) -> None:
-        """The pass is over on this rank: issue the gathers that others may still need, and wait for none of them."""
+        """The pass is over on this rank: issue the gathers that others may still need, and wait
+        for none of them.
+        """
         if not self.gathers or self._key is None:
             return
         if self._plan is None:
             while self._settle(END, None):
                 pass
-            # What nobody used this time may be used again: a unit that no plan holds is slow to get.
+            # What nobody used this time may be used again: a unit that no plan holds is slow to
+            # get.
             self._plan = merged([self._record, self._before.get(self._key, ())])
             self._plans[self._key], self._cursor = self._plan, len(self._plan)
             self.plan, self.places = self._plan, _places(self._record, self._plan)
@@ -105,7 +126,10 @@ class Schedule:
             self.issue_through(len(self._plan))
 
     def end(self, keep_last: bool) -> None:
-        """Finish the pass: issue what the plan still holds, then release. ``keep_last``: its backward may follow."""
+        """Finish the pass: issue what the plan still holds, then release.
+
+        ``keep_last``: its backward may follow.
+        """
         if not self.gathers or self._key is None:
             self._comm.passes.end()
             return
@@ -123,7 +147,9 @@ class Schedule:
             self._issue_planned()
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
-        """Release units that were gathered for others' sake among the first ``through`` of the plan, if this backward needs them no more."""
+        """Release units that were gathered for others' sake among the first ``through`` of the
+        plan, if this backward needs them no more.
+        """
         if not self._passed:
             return
         kept = []
@@ -145,18 +171,24 @@ class Schedule:
         return self._key is not None and self._plan is None and self._comm.world > 1
 
     def note(self, error: BaseException | None) -> None:
-        """Remember, for the other ranks, the exception that a forward has raised, as long as none has gone well since."""
+        """Remember, for the other ranks, the exception that a forward has raised, as long as
+        none has gone well since.
+        """
         if self._comm.watch.presence is not None:
             self._comm.watch.presence.trouble = "" if error is None else first_line(error)
 
     def abandon(self) -> None:
-        """Forget the pass under way, which an exception has broken, and release what nobody uses."""
+        """Forget the pass under way, which an exception has broken, and release what nobody
+        uses.
+        """
         self._comm.passes.broke()
         self._key, self._plan, self._record, self._kept = None, None, [], []
         self._release_unused()
 
     def need(self, unit: Unit, module: nn.Module | None = None) -> None:
-        """Return when ``unit`` is whole on this rank, with the values of the last step, for ``module``, which is at work."""
+        """Return when ``unit`` is whole on this rank, with the values of the last step, for
+        ``module``, which is at work.
+        """
         if self.on_need is not None:
             self.on_need(unit)
         unit.settle()
@@ -189,8 +221,15 @@ class Schedule:
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
-        if self._key is None and unit.sharded and unit.pins == 1 and unit not in self._kept and unit.state is not State.RELEASED:
-            # It is here by chance (a graph that lives on, say), which other ranks may not share: they need this one to join.
+        if (
+            self._key is None
+            and unit.sharded
+            and unit.pins == 1
+            and unit not in self._kept
+            and unit.state is not State.RELEASED
+        ):
+            # It is here by chance (a graph that lives on, say), which other ranks may not share:
+            # they need this one to join.
             self._settle(GATHER, unit)
         self.need(unit)
 
@@ -204,7 +243,9 @@ class Schedule:
         return self._key is None
 
     def agree(self, what: str, value: int) -> int:
-        """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside passes)."""
+        """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside
+        passes).
+        """
         if self._comm.agreement is None:
             return value
         return self._comm.agreement.settle(what, (0, value), lambda wish: "agreement")[1]
@@ -233,7 +274,12 @@ class Schedule:
         assert agreement is not None
         peers = [rank for rank in axis.ranks if rank != self._comm.rank]
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
-        unit.fill({axis.ranks.index(rank): data for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()})
+        unit.fill(
+            {
+                axis.ranks.index(rank): data
+                for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()
+            }
+        )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -250,16 +296,20 @@ class Schedule:
                 self._written.pop(agreement.epoch + 1 - EVENTS, None)
 
     def read(self, index: int, epoch: int) -> bytes:
-        """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's fetch."""
+        """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's
+        fetch.
+        """
         written = self._written.get(epoch)
         if written is None:
             assert self._comm.agreement is not None
             if not self._comm.blocks or epoch != self._comm.agreement.epoch:
                 raise PartitionError(
-                    "the values asked for have been overwritten since; keep the ranks together around writes to parameters"
+                    "the values asked for have been overwritten since; keep the ranks together "
+                    "around writes to parameters"
                 )
             return self._units[index].chunk_bytes()
-        # Not in the stream that computes: what this host has put there already may wait for the rank that asks.
+        # Not in the stream that computes: what this host has put there already may wait for the
+        # rank that asks.
         stream = streams.new_stream(self._units[index].sharded[0].full.device)
         with streams.on_stream(stream):
             stream.wait_event(written)
@@ -284,7 +334,9 @@ class Schedule:
             unit.finish_gather()  # taken part in for the others' sake; the values were here already
 
     def _settle(self, kind: int, unit: Unit | None) -> bool:
-        """Agree with the other ranks on the next gather and issue it; False when all of them are at the end."""
+        """Agree with the other ranks on the next gather and issue it; False when all of them are
+        at the end.
+        """
         sign = 1 if self._backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
         agreement, agreed = self._comm.agreement, wish
@@ -306,7 +358,11 @@ class Schedule:
         return f"{'backward' if self._backward else 'forward'} {self._key!r}"
 
     def _say(self, wish: tuple[int, int]) -> str:
-        return f"gather of {self._units[abs(wish[1])].label}" if wish[0] == GATHER else "end of the pass"
+        return (
+            f"gather of {self._units[abs(wish[1])].label}"
+            if wish[0] == GATHER
+            else "end of the pass"
+        )
 
     def _prefetch(self) -> None:
         if self._plan is None:
@@ -320,7 +376,9 @@ class Schedule:
         waiting = sum(unit.nbytes for unit in self._ahead)
         while self._cursor < len(self._plan) and len(self._ahead) < AHEAD:
             unit = self._plan[self._cursor]
-            if unit.state is not State.RELEASED or (self._ahead and waiting + unit.nbytes > self._ahead_bytes):
+            if unit.state is not State.RELEASED or (
+                self._ahead and waiting + unit.nbytes > self._ahead_bytes
+            ):
                 return
             self._issue_planned()
             self._ahead.append(unit)
@@ -328,7 +386,12 @@ class Schedule:
 
     def _release_unused(self) -> None:
         for unit in self._units:
-            if unit.sharded and unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
+            if (
+                unit.sharded
+                and unit.state is not State.RELEASED
+                and not unit.in_use
+                and unit not in self._kept
+            ):
                 unit.release()
         self._idle, self._ahead, self._passed = [], [], []
 
@@ -336,11 +399,16 @@ class Schedule:
         """Raise PartitionError if a unit is still gathered: for tests and for saving."""
         held = [self._units[index].label for index in self.gathered]
         if held:
-            raise PartitionError(f"units {held} are still gathered; leave the GatheredParameters blocks around this call")
+            raise PartitionError(
+                f"units {held} are still gathered; leave the GatheredParameters "
+                "blocks around this call"
+            )
 
 
 def _places(record: Sequence[Unit], plan: Sequence[Unit]) -> list[int]:
-    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it in this order, are issued."""
+    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it
+    in this order, are issued.
+    """
     places = [0]
     for unit in record:
         places.append(plan.index(unit, places[-1]) + 1)

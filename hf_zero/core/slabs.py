@@ -1,4 +1,6 @@
-"""Host memory for what comes in a forward and goes in its backward: slabs that are filled in order and used again once they are empty."""
+"""Host memory for what comes in a forward and goes in its backward: slabs that are filled in
+order and used again once they are empty.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ import torch
 from hf_zero.core.states import Take
 from hf_zero.errors import HostMemoryError
 
-FIRST, MOST = 16 << 20, 256 << 20  # bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
+# bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
+FIRST, MOST = 16 << 20, 256 << 20
 ALIGN = 512  # bytes, as the device's allocator aligns
 
 
 class Region:
-    """``nbytes`` of host memory: ``memory``, uint8. It goes back to its slab when this object dies."""
+    """``nbytes`` of host memory: ``memory``, uint8.
+
+    It goes back to its slab when this object dies.
+    """
 
     __slots__ = ("_slab", "memory")
 
@@ -31,7 +37,8 @@ class _Slab:
         self.memory = memory
         self.filled = 0  # bytes
         self.taken = 0  # regions
-        self.left: deque[None] = deque()  # regions that have gone: appended to by whatever thread frees a graph
+        # regions that have gone: appended to by whatever thread frees a graph
+        self.left: deque[None] = deque()
 
     def take(self, nbytes: int) -> Region | None:
         if self.taken == len(self.left):
@@ -46,10 +53,15 @@ class _Slab:
 
 
 class Slabs:
-    """``take`` gives memory that the device copies to and from. Graphs die backwards, so slabs empty one after the other."""
+    """``take`` gives memory that the device copies to and from.
+
+    Graphs die backwards, so slabs empty one after the other.
+    """
 
     def __init__(self, take: Take, first: int = FIRST, most: int = MOST):
-        """``first`` and ``most`` are the bytes of the first slab and of any, but for one that holds a single larger tensor."""
+        """``first`` and ``most`` are the bytes of the first slab and of any, but for one that
+        holds a single larger tensor.
+        """
         self._take = take
         self._first, self._most = first, most
         self._slabs: list[_Slab] = []
@@ -66,11 +78,15 @@ class Slabs:
             if region is not None:
                 return region
         try:
-            memory = self._take(max(nbytes, min(self._most, max(self._first, self.nbytes))), torch.uint8)
+            memory = self._take(
+                max(nbytes, min(self._most, max(self._first, self.nbytes))), torch.uint8
+            )
         except HostMemoryError as error:
             raise HostMemoryError(
-                f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory beside the {self.nbytes / 1e9:.2f} GB that hold others "
-                f"({error}); let blocks recompute them (activation_checkpointing.blocks), or use a smaller micro-batch or activation_offload.min_bytes "
+                f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory beside the "
+                f"{self.nbytes / 1e9:.2f} GB that hold others "
+                f"({error}); let blocks recompute them (activation_checkpointing.blocks), or use a "
+                "smaller micro-batch or activation_offload.min_bytes "
                 "above the size of what may stay on the device"
             ) from error
         self._slabs.append(_Slab(memory))

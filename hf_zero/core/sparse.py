@@ -1,4 +1,6 @@
-"""Sparse gradients, which embeddings with ``sparse=True`` give: they are made dense, and the log says so once."""
+"""Sparse gradients, which embeddings with ``sparse=True`` give: they are made dense, and the log
+says so once.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ _warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # of engines
 
 
 def dense(flat: Flat, place: int, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense tensor."""
+    """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
+    tensor.
+    """
     if flat.comm not in _warned:
         _warned.add(flat.comm)
         log_rank0(
-            f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because flat buffers travel whole; "
+            f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
+            "flat buffers travel whole; "
             "sparse=True saves nothing here and costs a copy",
             logging.WARNING,
         )

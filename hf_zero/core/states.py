@@ -1,8 +1,10 @@
-"""Training state of one flat beside its values: master weights and moments, in arrays over ``owned``, wherever they live.
+"""Training state of one flat beside its values: master weights and moments, in arrays over
+``owned``, wherever they live.
 
-An array is worked on in *pieces*, runs of elements of one optimizer group that are short enough for a buffer. Whoever updates
-asks for a piece ahead, holds it, changes what it got and releases it; whoever reads or loads a whole array fetches and
-stores. The rows are host memory (here) and files (``states_in_files.py``).
+An array is worked on in *pieces*, runs of elements of one optimizer group that are short enough for
+a buffer. Whoever updates asks for a piece ahead, holds it, changes what it got and releases it;
+whoever reads or loads a whole array fetches and stores. The rows are host memory (here) and files
+(``states_in_files.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class States(Protocol):
         """Of what :meth:`fetch` gives."""
 
     def fetch(self, name: str) -> torch.Tensor:
-        """The whole array in numbers: [owned]. In memory it is the array itself unless that is quantised; else a copy."""
+        """The whole array in numbers: [owned].
+
+        In memory it is the array itself unless that is quantised; else a copy.
+        """
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements from ``start`` on."""
@@ -49,7 +54,9 @@ class States(Protocol):
         """Keep what has been changed."""
 
     def entry(self, name: str) -> torch.Tensor:
-        """What the optimizer's books have between steps: the array if it is in memory and made of numbers, else one like it without memory."""
+        """What the optimizer's books have between steps: the array if it is in memory and made
+        of numbers, else one like it without memory.
+        """
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by tier: ``ram`` and ``disk``."""
@@ -66,7 +73,9 @@ class Form:
 
 
 def form_of(moments: str, dtype: torch.dtype, signed: bool = True) -> Form:
-    """How a moment of ``dtype`` is kept where ``moments`` is ``"fp32"``, ``"bf16"`` or ``"int8"``."""
+    """How a moment of ``dtype`` is kept where ``moments`` is ``"fp32"``, ``"bf16"`` or
+    ``"int8"``.
+    """
     if moments == "bf16":
         return Form(torch.bfloat16)
     return Form(dtype, blocks=moments == "int8", signed=signed)
@@ -99,7 +108,9 @@ class StatesInMemory:
 
     def add(self, name: str, like: Form) -> None:
         if like.blocks:
-            self._blocks[name] = [Blocks.zeros(stop - start, like.signed) for start, stop in self.pieces]
+            self._blocks[name] = [
+                Blocks.zeros(stop - start, like.signed) for start, stop in self.pieces
+            ]
         else:
             self._whole[name] = self._take(self._numel, like.dtype)
 
@@ -139,7 +150,11 @@ class StatesInMemory:
 
     def nbytes(self) -> dict[str, int]:
         numbers = sum(array.nbytes for array in self._whole.values())
-        return {"ram": numbers + sum(blocks.nbytes for each in self._blocks.values() for blocks in each), "disk": 0}
+        return {
+            "ram": numbers
+            + sum(blocks.nbytes for each in self._blocks.values() for blocks in each),
+            "disk": 0,
+        }
 
     def close(self) -> None:
         self._whole.clear()

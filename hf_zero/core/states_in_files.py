@@ -1,8 +1,10 @@
-"""The training state of a flat in files: read ahead and written behind, through a bounded number of buffers.
+"""The training state of a flat in files: read ahead and written behind, through a bounded number of
+buffers.
 
 [Note: a disk that fails]
-A piece that cannot be written stays in memory, and the update goes on: after it, every piece is of the same step and can
-still be saved. :attr:`Buffers.trouble` then tells the engine not to begin another one.
+A piece that cannot be written stays in memory, and the update goes on: after it, every piece is of
+the same step and can still be saved. :attr:`Buffers.trouble` then tells the engine not to begin
+another one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def size_in_file(form: Form, numel: int) -> int:
 
 @dataclass(eq=False)
 class _Held:
-    """A buffer and what is in it. ``tickets`` are of the read it waits for, or of the write that has begun."""
+    """A buffer and what is in it.
+
+    ``tickets`` are of the read it waits for, or of the write that has begun.
+    """
 
     owner: StatesInFiles
     piece: int
@@ -102,7 +107,9 @@ class Buffers:
         return [held for held in self._writing if held.owner is owner]
 
     def _reap(self, must: bool) -> None:
-        for held in [held for held in self._writing if all(ticket.done() for ticket in held.tickets)]:
+        for held in [
+            held for held in self._writing if all(ticket.done() for ticket in held.tickets)
+        ]:
             self._end(held)
         if must and not self._free and self._writing:
             self._end(self._writing[0])
@@ -120,7 +127,9 @@ class Buffers:
 
 
 def let_end(ticket: Any) -> None:
-    """Wait for a transfer whose outcome no longer matters, because the buffer must not be used under it."""
+    """Wait for a transfer whose outcome no longer matters, because the buffer must not be used
+    under it.
+    """
     try:
         ticket.wait()
     except OSError:
@@ -150,7 +159,9 @@ class StatesInFiles:
         self._forms[name] = like
         self._offsets[name] = [0, *accumulate(self._sizes(name))]
         self._regions[name] = self._tier.allocate(f"{self._key}.{name}", self._offsets[name][-1])
-        self._buffers.grow(max((self._piece_bytes(piece) for piece in range(len(self.pieces))), default=0))
+        self._buffers.grow(
+            max((self._piece_bytes(piece) for piece in range(len(self.pieces))), default=0)
+        )
 
     def _size(self, name: str, piece: int) -> int:
         start, stop = self.pieces[piece]
@@ -171,7 +182,9 @@ class StatesInFiles:
         numel, form = stop - start, self._forms[name]
         if form.blocks:
             scales, at = -(-numel // BLOCK), paged(numel)
-            return Blocks(memory[:numel], memory[at : at + 4 * scales].view(torch.float32), form.signed)
+            return Blocks(
+                memory[:numel], memory[at : at + 4 * scales].view(torch.float32), form.signed
+            )
         return memory[: numel * form.dtype.itemsize].view(form.dtype)
 
     def _read(self, piece: int, memory: torch.Tensor, priority: Priority) -> _Held:
@@ -179,7 +192,9 @@ class StatesInFiles:
         for name, region in self._regions.items():
             size = self._size(name, piece)
             held.arrays[name] = self._array(name, piece, memory[at : at + size])
-            held.tickets.append(region.read(self._offset(name, piece), memory[at : at + size], priority))
+            held.tickets.append(
+                region.read(self._offset(name, piece), memory[at : at + size], priority)
+            )
             at += size
         return held
 
@@ -212,14 +227,20 @@ class StatesInFiles:
         at = 0
         for name, region in self._regions.items():
             size = self._size(name, piece)
-            held.tickets.append(region.write(self._offset(name, piece), held.memory[at : at + size], Priority.BEHIND))
+            held.tickets.append(
+                region.write(
+                    self._offset(name, piece), held.memory[at : at + size], Priority.BEHIND
+                )
+            )
             at += size
         self._buffers.write(held)
 
     def keep(self, piece: int, arrays: dict[str, Moment]) -> None:
         """Hold a copy of ``arrays`` in memory from now on."""
         self._kept[piece] = {
-            name: Blocks(array.codes.clone(), array.scales.clone(), array.signed) if isinstance(array, Blocks) else array.clone()
+            name: Blocks(array.codes.clone(), array.scales.clone(), array.signed)
+            if isinstance(array, Blocks)
+            else array.clone()
             for name, array in arrays.items()
         }
 
@@ -237,7 +258,9 @@ class StatesInFiles:
             self._buffers.give_back(held.memory)
 
     def _one(self, name: str, piece: int, fill: bool = True) -> Moment:
-        """The array ``name`` of ``piece`` in memory of its own; without ``fill`` it is to be overwritten whole."""
+        """The array ``name`` of ``piece`` in memory of its own; without ``fill`` it is to be
+        overwritten whole.
+        """
         if piece in self._kept:
             return self._kept[piece][name]
         memory = torch.empty(self._size(name, piece) + ALIGNMENT, dtype=torch.uint8)

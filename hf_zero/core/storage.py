@@ -1,7 +1,8 @@
-"""Where the shards of this rank live: ``fetch`` a range to the compute device, ``store`` a range back.
+"""Where the shards of this rank live: ``fetch`` a range to the compute device, ``store`` a range
+back.
 
-The engine above reads and writes shards only through this interface, so that the place is a choice of row. Files are a row
-of their own (``storage_in_files.py``).
+The engine above reads and writes shards only through this interface, so that the place is a choice
+of row. Files are a row of their own (``storage_in_files.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ class Storage(Protocol):
     dtype: torch.dtype
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` on the compute device: [stop - start]. Not to be written: it may be a copy."""
+        """Elements ``[start, stop)`` on the compute device: [stop - start].
+
+        Not to be written: it may be a copy.
+        """
         ...
 
     def fetch_into(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, on the compute device) with the elements from ``start`` on, in the order of the current stream."""
+        """Fill ``out`` (1-D, on the compute device) with the elements from ``start`` on, in the
+        order of the current stream.
+        """
         ...
 
     def ahead(self, start: int, stop: int) -> None:
@@ -32,7 +38,9 @@ class Storage(Protocol):
         ...
 
     def open(self, start: int, stop: int) -> torch.Tensor:
-        """Memory to be filled with new elements ``[start, stop)`` and then given to :meth:`store`."""
+        """Memory to be filled with new elements ``[start, stop)`` and then given to
+        :meth:`store`.
+        """
         ...
 
     def store(self, start: int, values: torch.Tensor) -> None:
@@ -40,7 +48,9 @@ class Storage(Protocol):
         ...
 
     def in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Elements ``[start, stop)`` where the host can write them, if it can. :meth:`complete` follows the last write."""
+        """Elements ``[start, stop)`` where the host can write them, if it can. :meth:`complete`
+        follows the last write.
+        """
         ...
 
     def complete(self) -> None:
@@ -77,7 +87,8 @@ class _InMemory:
     def store(self, start: int, values: torch.Tensor) -> None:
         own = self._memory[start : start + values.numel()]
         if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-            own.copy_(values, non_blocking=not kinds.is_host(own.device))  # to a GPU only: nobody waits for what comes from one
+            # to a GPU only: nobody waits for what comes from one
+            own.copy_(values, non_blocking=not kinds.is_host(own.device))
 
     def in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
         return self._memory[start:stop] if self._memory.device.type == "cpu" else None
@@ -103,9 +114,17 @@ class DeviceStorage(_InMemory):
 
 
 class HostStorage(_InMemory):
-    """Shards in host memory: every fetch is a copy to the compute device, also where that is the host itself."""
+    """Shards in host memory: every fetch is a copy to the compute device, also where that is the
+    host itself.
+    """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, take: Callable[[int, torch.dtype], torch.Tensor]):
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        take: Callable[[int, torch.dtype], torch.Tensor],
+    ):
         super().__init__(take(numel, dtype))
         self._device = device
 

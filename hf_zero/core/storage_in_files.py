@@ -1,4 +1,6 @@
-"""Parameter shards in files: one file region a flat, read ahead as the recorded order of gathers tells, written behind."""
+"""Parameter shards in files: one file region a flat, read ahead as the recorded order of gathers
+tells, written behind.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from hf_zero.ops.files import Priority
 
 
 class ShardBuffers:
-    """The buffers through which the shards of one engine go: at most ``count`` are read ahead or written at once.
+    """The buffers through which the shards of one engine go: at most ``count`` are read ahead or
+    written at once.
 
-    The update writes shards from its own thread while others are being gathered: whoever uses the buffers holds ``lock``.
+    The update writes shards from its own thread while others are being gathered: whoever uses the
+    buffers holds ``lock``.
     """
 
     def __init__(self, count: int, take: Take):
@@ -25,7 +29,8 @@ class ShardBuffers:
         self._count = max(2, count)
         self._take = take
         self._size = 0
-        self._free: list[tuple[torch.Tensor, streams.Event | None]] | None = None  # and the end of the copy from each
+        # and the end of the copy from each
+        self._free: list[tuple[torch.Tensor, streams.Event | None]] | None = None
         self._ahead: deque[StorageInFiles] = deque()
         self._writing: deque[tuple[StorageInFiles, torch.Tensor, Any]] = deque()
         self.trouble: OSError | None = None
@@ -59,8 +64,12 @@ class ShardBuffers:
                 self._ahead.popleft().drop_ahead()
         if len(self._free) <= (0 if must else 1):
             return None
-        # Latest first, for its memory is in the caches; but not one that the device still reads, if there is another.
-        at = next((at for at in reversed(range(len(self._free))) if _is_over(self._free[at][1])), 0 if must else None)
+        # Latest first, for its memory is in the caches; but not one that the device still reads, if
+        # there is another.
+        at = next(
+            (at for at in reversed(range(len(self._free))) if _is_over(self._free[at][1])),
+            0 if must else None,
+        )
         if at is None:
             return None
         memory, copied = self._free.pop(at)
@@ -110,14 +119,23 @@ def _is_over(copied: streams.Event | None) -> bool:
 class StorageInFiles:
     """The shard of one flat: ``numel`` elements in a region of ``tier``."""
 
-    def __init__(self, key: str, numel: int, dtype: torch.dtype, device: torch.device, tier: Any, buffers: ShardBuffers):
+    def __init__(
+        self,
+        key: str,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tier: Any,
+        buffers: ShardBuffers,
+    ):
         self.dtype = dtype
         self._numel = numel
         self._device = device
         self._bytes = paged(numel * dtype.itemsize)
         self._region = tier.allocate(key, self._bytes)
         self._buffers = buffers
-        self._coming: tuple[torch.Tensor, Any] | None = None  # read ahead: its memory and its ticket
+        # read ahead: its memory and its ticket
+        self._coming: tuple[torch.Tensor, Any] | None = None
         self._open: torch.Tensor | None = None  # being filled through in_host_memory
         self._kept: torch.Tensor | None = None  # could not be written
         buffers.grow(self._bytes)
@@ -126,7 +144,9 @@ class StorageInFiles:
         return memory[: self._numel * self.dtype.itemsize].view(self.dtype)
 
     def _read(self) -> torch.Tensor:
-        """The whole shard, of which nothing is being written, in a buffer that is to be given back."""
+        """The whole shard, of which nothing is being written, in a buffer that is to be given
+        back.
+        """
         if self._coming is not None:
             (memory, ticket), self._coming = self._coming, None
             self._buffers.arrived(self)
@@ -189,10 +209,14 @@ class StorageInFiles:
             if self._kept is not None:
                 self._kept[start : start + values.numel()].copy_(values)
                 return
-            memory = self._buffers.borrow(must=True) if values.numel() == self._numel else self._read()
+            memory = (
+                self._buffers.borrow(must=True) if values.numel() == self._numel else self._read()
+            )
             assert memory is not None
             self._numbers(memory)[start : start + values.numel()].copy_(values)
-            self._buffers.write(self, memory, self._region.write(0, memory[: self._bytes], Priority.BEHIND))
+            self._buffers.write(
+                self, memory, self._region.write(0, memory[: self._bytes], Priority.BEHIND)
+            )
 
     def in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
         with self._buffers.lock:
@@ -209,7 +233,9 @@ class StorageInFiles:
         with self._buffers.lock:
             if self._open is not None:
                 memory, self._open = self._open, None
-                self._buffers.write(self, memory, self._region.write(0, memory[: self._bytes], Priority.BEHIND))
+                self._buffers.write(
+                    self, memory, self._region.write(0, memory[: self._bytes], Priority.BEHIND)
+                )
 
     def keep(self, memory: torch.Tensor) -> None:
         """Hold a copy of ``memory`` from now on."""

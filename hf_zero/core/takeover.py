@@ -1,4 +1,6 @@
-"""The user's optimizer object under an engine: its steps become the engine's, its groups stay live."""
+"""The user's optimizer object under an engine: its steps become the engine's, its groups stay
+live.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain one would make an empty entry.
+    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain
+    one would make an empty entry.
 
-    ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state what it was before the first step.
+    ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state
+    what it was before the first step.
     """
 
     wait: Callable[[], None] | None = None
@@ -64,24 +68,36 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     def _refuse_parameter(key: Any) -> None:
         if isinstance(key, torch.Tensor) and owner_of(key) is not None:
             raise PartitionError(
-                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, sharded over the ranks, and not by "
-                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, name) and write it with "
+                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
+                "sharded over the ranks, and not by "
+                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
+                "name) and write it with "
                 "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
             )
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the model's."""
-    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the
+    model's.
+    """
+    strangers = [
+        tuple(p.shape)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) not in known
+    ]
     if strangers:
         raise PartitionError(
-            f"the optimizer holds {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}); "
-            "build it from model.parameters() of the model given to initialize, after the model has its final parameters"
+            f"the optimizer holds {len(strangers)} parameters that are not in the model "
+            f"(shapes {strangers[:3]}); "
+            "build it from model.parameters() of the model given to initialize, after the model "
+            "has its final parameters"
         )
 
 
 def take_over(optimizer: Any, owner: Any) -> None:
-    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does not keep alive.
+    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does
+    not keep alive.
 
     Its state dict is that of this rank's segments, wherever their state is kept.
     """
@@ -91,7 +107,8 @@ def take_over(optimizer: Any, owner: Any) -> None:
         optimizer._opt_called = True  # what torch's schedulers look for
         if closure is not None:
             raise PartitionError(
-                "optimizer.step(closure) cannot run under ZeRO: the closure would need a second backward; call step() without it"
+                "optimizer.step(closure) cannot run under ZeRO: the closure would need a second "
+                "backward; call step() without it"
             )
         alive = engine()
         if alive is not None:
@@ -99,12 +116,14 @@ def take_over(optimizer: Any, owner: Any) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         alive = engine()
-        if alive is not None and not alive.window_is_open:  # scripts with accumulation call it after every micro-batch, as they do step
+        # scripts with accumulation call it after every micro-batch, as they do step
+        if alive is not None and not alive.window_is_open:
             alive.zero_grad()
 
     def add_param_group(group: Any) -> None:
         raise PartitionError(
-            "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the group before, or destroy() and initialize again"
+            "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the "
+            "group before, or destroy() and initialize again"
         )
 
     def state_dict() -> dict[str, Any]:
@@ -136,13 +155,20 @@ def take_over(optimizer: Any, owner: Any) -> None:
 
     watch_state()
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
-    optimizer.step, optimizer.zero_grad, optimizer.add_param_group = step, zero_grad, add_param_group
+    optimizer.step, optimizer.zero_grad, optimizer.add_param_group = (
+        step,
+        zero_grad,
+        add_param_group,
+    )
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     optimizer.overflow = False
 
 
 def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`take_over`. What the optimizer has learnt went with the engine, and the memory its segments were in."""
+    """Undo :func:`take_over`.
+
+    What the optimizer has learnt went with the engine, and the memory its segments were in.
+    """
     for name in TAKEN:
         optimizer.__dict__.pop(name, None)
     optimizer.state = defaultdict(dict)

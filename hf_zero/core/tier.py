@@ -1,10 +1,11 @@
 """The disk as a tier of storage: this rank's regions in files on one or several paths.
 
 [Note: files without names]
-A rank has one file on each path, and takes its name away as soon as it is open. So nothing is left behind however the process
-ends, no later run can mistake it for its own, and a directory that is removed or closed to writing in mid-run changes nothing. What
-is used shows in ``df``, not in ``du`` (``lsof +L1`` lists it). Only between making a file and unnaming it can a kill leave a
-name, of a file that is still empty and no longer locked: the next tier on that path removes it.
+A rank has one file on each path, and takes its name away as soon as it is open. So nothing is left
+behind however the process ends, no later run can mistake it for its own, and a directory that is
+removed or closed to writing in mid-run changes nothing. What is used shows in ``df``, not in ``du``
+(``lsof +L1`` lists it). Only between making a file and unnaming it can a kill leave a name, of a
+file that is still empty and no longer locked: the next tier on that path removes it.
 """
 
 from __future__ import annotations
@@ -35,17 +36,31 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _no_room(path: str, needed: int, free: int, name: str, number: int) -> DiskSpaceError:
-    why = "RLIMIT_FSIZE (ulimit -f) forbids it" if number == errno.EFBIG else f"{free / _GB:.3f} GB are free"
+    why = (
+        "RLIMIT_FSIZE (ulimit -f) forbids it"
+        if number == errno.EFBIG
+        else f"{free / _GB:.3f} GB are free"
+    )
     return DiskSpaceError(
-        number, f"{needed / _GB:.3f} GB more are needed for {name}, and {why}; free some, or name further paths in nvme_path", path
+        number,
+        f"{needed / _GB:.3f} GB more are needed for {name}, and {why}; free some, or name "
+        "further paths in nvme_path",
+        path,
     )
 
 
 def remove_leftovers(path: str) -> list[str]:
-    """Remove what runs that were killed left at ``path``, and say what it was. Files of living processes are locked, and not empty."""
+    """Remove what runs that were killed left at ``path``, and say what it was.
+
+    Files of living processes are locked, and not empty.
+    """
     removed = []
     with os.scandir(path) as entries:
-        names = [entry.path for entry in entries if entry.name.startswith(PREFIX) and entry.is_file(follow_symlinks=False)]
+        names = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(PREFIX) and entry.is_file(follow_symlinks=False)
+        ]
     for name in names:
         with contextlib.suppress(OSError):  # gone meanwhile, locked, or another user's
             descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -62,10 +77,14 @@ def remove_leftovers(path: str) -> list[str]:
 def _nameless_file(path: str, rank: int) -> OpenFile:
     """A new file on the file system of ``path``, open and without a name (the note)."""
     while True:
-        descriptor, name = tempfile.mkstemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=path)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody else can lock it either, and so nobody removes it
+        descriptor, name = tempfile.mkstemp(
+            prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=path
+        )
+        # a file system without locks: nobody else can lock it either, and so nobody removes it
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink == 0:  # another rank took it for a leftover before it was locked
+        # another rank took it for a leftover before it was locked
+        if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
             continue
         try:
@@ -89,7 +108,8 @@ class _Pending:
 class Region:
     """``nbytes`` bytes of the tier that belong together; zeros at first.
 
-    Requests for bytes that overlap take effect in the order they were made, whatever their priorities.
+    Requests for bytes that overlap take effect in the order they were made, whatever their
+    priorities.
     """
 
     def __init__(self, tier: FileTier, name: str, start: int, nbytes: int):
@@ -100,29 +120,49 @@ class Region:
         self._pending: list[_Pending] = []
 
     def read(self, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
-        """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the region. The ticket's ``wait`` raises OSError."""
+        """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the region.
+
+        The ticket's ``wait`` raises OSError.
+        """
         return self._move(False, offset, out, priority)
 
-    def write(self, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND) -> Ticket:
-        """Write ``data`` (CPU, contiguous, not to be changed until done) at byte ``offset``. The ticket's ``wait`` raises OSError."""
+    def write(
+        self, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND
+    ) -> Ticket:
+        """Write ``data`` (CPU, contiguous, not to be changed until done) at byte ``offset``.
+
+        The ticket's ``wait`` raises OSError.
+        """
         return self._move(True, offset, data, priority)
 
     def _move(self, write: bool, offset: int, tensor: torch.Tensor, priority: Priority) -> Ticket:
         stop = offset + tensor.nbytes
         if offset < 0 or stop > self.nbytes:
             raise OffloadError(
-                f"bytes {offset} to {stop} were asked of region {self.name!r}, which has {self.nbytes}; allocate a larger one"
+                f"bytes {offset} to {stop} were asked of region {self.name!r}, which has "
+                f"{self.nbytes}; allocate a larger one"
             )
         with self._tier.lock:
-            # A write that failed stays, so that nobody reads what it should have replaced, until another one covers it.
+            # A write that failed stays, so that nobody reads what it should have replaced, until
+            # another one covers it.
             self._pending = [
                 other
                 for other in self._pending
                 if not other.ticket.done()
-                or (other.ticket.failed() and other.write and not (write and offset <= other.start and other.stop <= stop))
+                or (
+                    other.ticket.failed()
+                    and other.write
+                    and not (write and offset <= other.start and other.stop <= stop)
+                )
             ]
-            after = [other.ticket for other in self._pending if (write or other.write) and other.start < stop and offset < other.stop]
-            ticket = self._tier.move(write, self._start + offset, tensor, priority, after, self.name)
+            after = [
+                other.ticket
+                for other in self._pending
+                if (write or other.write) and other.start < stop and offset < other.stop
+            ]
+            ticket = self._tier.move(
+                write, self._start + offset, tensor, priority, after, self.name
+            )
             self._pending.append(_Pending(offset, stop, write, ticket))
         return ticket
 
@@ -130,12 +170,13 @@ class Region:
 class FileTier:
     """This rank's files: regions are allocated once and then read and written through one queue.
 
-    paths: directories that exist and can be written. With several, blocks of ``block_size`` bytes go round them in turn.
-    rank: for the names of files and messages.
-    block_size, queue_depth, threads: as in ``FileQueue``; on several paths the queue is shared.
+    paths: directories that exist and can be written. With several, blocks of ``block_size`` bytes
+    go round them in turn. rank: for the names of files and messages. block_size, queue_depth,
+    threads: as in ``FileQueue``; on several paths the queue is shared.
 
-    Raises ConfigError for a path that cannot be used and DiskSpaceError where there is no room. A failure in mid-run is an OSError of
-    the ticket: what other regions hold is untouched, and what was to be written is still in the caller's memory.
+    Raises ConfigError for a path that cannot be used and DiskSpaceError where there is no room. A
+    failure in mid-run is an OSError of the ticket: what other regions hold is untouched, and what
+    was to be written is still in the caller's memory.
     """
 
     def __init__(
@@ -148,7 +189,9 @@ class FileTier:
         backend: str | None = None,
     ):
         if not paths:
-            raise ConfigError("offloading to nvme needs nvme_path: at least one directory on the disk")
+            raise ConfigError(
+                "offloading to nvme needs nvme_path: at least one directory on the disk"
+            )
         self.paths = [os.fspath(path) for path in paths]
         self.rank = rank
         self.lock = threading.RLock()
@@ -164,7 +207,10 @@ class FileTier:
 
     def _open(self, path: str) -> OpenFile:
         if not os.path.isdir(path):
-            raise ConfigError(f"nvme_path {path!r} is not a directory here; make it, or check that the disk is mounted")
+            raise ConfigError(
+                f"nvme_path {path!r} is not a directory here; make it, or check "
+                "that the disk is mounted"
+            )
         try:
             for name in remove_leftovers(path):
                 logger.info("removed %s, which a run that was killed had left", name)
@@ -172,7 +218,8 @@ class FileTier:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise ConfigError(
-                    f"nvme_path {path!r} cannot be written by this user ({error.strerror}); change its mode, or name another"
+                    f"nvme_path {path!r} cannot be written by this user ({error.strerror}); change "
+                    "its mode, or name another"
                 ) from error
             if error.errno in _NO_ROOM:
                 raise _no_room(path, 0, 0, "a file", error.errno) from error
@@ -182,7 +229,11 @@ class FileTier:
         for path, file in zip(self.paths, self._files):
             if not file.direct and path not in self._told:
                 self._told.add(path)
-                logger.warning("the file system of nvme_path %s takes no O_DIRECT: transfers go through the page cache", path)
+                logger.warning(
+                    "the file system of nvme_path %s takes no O_DIRECT: transfers go "
+                    "through the page cache",
+                    path,
+                )
 
     @property
     def direct(self) -> bool:
@@ -195,7 +246,9 @@ class FileTier:
         return sum(self._sizes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for regions of ``nbytes`` bytes in all, beside those that are there, or raise DiskSpaceError."""
+        """Take room for regions of ``nbytes`` bytes in all, beside those that are there, or
+        raise DiskSpaceError.
+        """
         self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")
 
     def allocate(self, name: str, nbytes: int) -> Region:
@@ -203,7 +256,10 @@ class FileTier:
         with self.lock:
             self._check_open()
             if name in self._regions or nbytes < 0:
-                raise OffloadError(f"region {name!r} of {nbytes} bytes: names must differ and sizes be 0 or more; allocate each once")
+                raise OffloadError(
+                    f"region {name!r} of {nbytes} bytes: names must differ and sizes be 0 or "
+                    "more; allocate each once"
+                )
             self._grow(self._used + nbytes, f"{name!r} of rank {self.rank}")
             region = Region(self, name, self._used, nbytes)
             self._used = _round_up(self._used + nbytes, ALIGNMENT)
@@ -213,7 +269,11 @@ class FileTier:
     def _grow(self, end: int, name: str) -> None:
         stripes, paths = -(-end // self._stripe), len(self._files)
         for index, (path, file) in enumerate(zip(self.paths, self._files)):
-            share = _round_up(end, ALIGNMENT) if paths == 1 else (stripes - index + paths - 1) // paths * self._stripe
+            share = (
+                _round_up(end, ALIGNMENT)
+                if paths == 1
+                else (stripes - index + paths - 1) // paths * self._stripe
+            )
             have = self._sizes[index]
             if share <= have:
                 continue
@@ -227,7 +287,9 @@ class FileTier:
                 os.ftruncate(file.descriptor, have)
                 if error.errno in _NO_ROOM:
                     raise _no_room(path, share - have, free, name, error.errno) from error
-                raise OSError(error.errno, f"{error.strerror} (taking {share - have} bytes for {name})", path) from error
+                raise OSError(
+                    error.errno, f"{error.strerror} (taking {share - have} bytes for {name})", path
+                ) from error
             self._sizes[index] = share
 
     def _pieces(self, start: int, nbytes: int) -> list[Piece]:
@@ -242,19 +304,31 @@ class FileTier:
             at += length
         return pieces
 
-    def move(self, write: bool, start: int, tensor: torch.Tensor, priority: Priority, after: Sequence[Ticket], name: str) -> Ticket:
+    def move(
+        self,
+        write: bool,
+        start: int,
+        tensor: torch.Tensor,
+        priority: Priority,
+        after: Sequence[Ticket],
+        name: str,
+    ) -> Ticket:
         """A transfer of a region's bytes, which stand from ``start`` on. For ``Region``."""
         self._check_open()
         kept = "its values are still in memory" if write else "what it holds was not changed"
         context = f" for {name!r} of rank {self.rank}; {kept}, and other regions are untouched"
-        ticket = self._queue.transfer(write, self._pieces(start, tensor.nbytes), tensor, priority, after, context)
+        ticket = self._queue.transfer(
+            write, self._pieces(start, tensor.nbytes), tensor, priority, after, context
+        )
         if write:
             self._writes = [other for other in self._writes if not other.done() or other.failed()]
             self._writes.append(ticket)
         return ticket
 
     def flush(self) -> None:
-        """Return when everything written so far is in the files; raises the OSError of the first write that failed."""
+        """Return when everything written so far is in the files; raises the OSError of the first
+        write that failed.
+        """
         with self.lock:
             writes, self._writes = self._writes, []
         failure: OSError | None = None
@@ -269,10 +343,16 @@ class FileTier:
 
     def _check_open(self) -> None:
         if not self._files:
-            raise OffloadError(f"the offloaded files of rank {self.rank} are closed; the engine that held them was destroyed")
+            raise OffloadError(
+                f"the offloaded files of rank {self.rank} are closed; the engine that "
+                "held them was destroyed"
+            )
 
     def close(self) -> None:
-        """Give the disk back. What is under way ends first, what is queued is dropped. May be called again."""
+        """Give the disk back.
+
+        What is under way ends first, what is queued is dropped. May be called again.
+        """
         self._queue.close(cancel=True)
         with self.lock:
             self._files = []

@@ -1,10 +1,12 @@
-"""Copies between the device and host memory, beside what the device computes; and plain ones where that is the host itself.
+"""Copies between the device and host memory, beside what the device computes; and plain ones where
+that is the host itself.
 
 [Note: one stream]
-All copies of a :class:`Streams` run on one stream, in the order of their calls. So a host region that is used again cannot be written
-before the copy from it has run: that was called earlier. The computing stream is waited for before each copy (what it has launched
-makes the values, or has used the memory before), and waits itself, on the device, only where a copy's result is used or its source is
-given back. The host waits for nothing.
+All copies of a :class:`Streams` run on one stream, in the order of their calls. So a host region
+that is used again cannot be written before the copy from it has run: that was called earlier. The
+computing stream is waited for before each copy (what it has launched makes the values, or has used
+the memory before), and waits itself, on the device, only where a copy's result is used or its
+source is given back. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Brought(Protocol):
     """A copy on its way to the device."""
 
     def use(self) -> torch.Tensor:
-        """The values, uint8 on the device, for what is launched from now on in the current stream."""
+        """The values, uint8 on the device, for what is launched from now on in the current
+        stream.
+        """
         ...
 
 
@@ -28,7 +32,9 @@ class Transfers(Protocol):
     """How bytes leave the device and come back."""
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; what :meth:`leave` takes. ``source`` must live until then."""
+        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; what :meth:`leave`
+        takes. ``source`` must live until then.
+        """
         ...
 
     def leave(self, sent: Any) -> None:
@@ -63,7 +69,8 @@ class Streams:
 
     def bring(self, source: torch.Tensor) -> _OnStream:
         current = streams.current_stream(self._device)
-        # From the computing stream's memory: given back, it is used next by what that stream launches later.
+        # From the computing stream's memory: given back, it is used next by what that stream
+        # launches later.
         values = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
@@ -93,7 +100,8 @@ class _OnStream:
         return self._values
 
     def __del__(self) -> None:
-        if not self._used:  # the memory goes back to its stream, which must not write before the copy has
+        # the memory goes back to its stream, which must not write before the copy has
+        if not self._used:
             self._home.wait_event(self._came)
 
 

@@ -1,4 +1,6 @@
-"""Tensors inside what modules take and return: tuples, lists, dicts, dataclasses, and objects that carry tensors."""
+"""Tensors inside what modules take and return: tuples, lists, dicts, dataclasses, and objects
+that carry tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ import torch
 
 Visit = Callable[[torch.Tensor], torch.Tensor]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-_PLAIN = frozenset(_ATOMS)  # a class of such values; one that is derived from them may hold anything
+# a class of such values; one that is derived from them may hold anything
+_PLAIN = frozenset(_ATOMS)
 
 
 def transformed() -> bool:
-    """Whether grad, jvp or another transform of torch.func that has graphs of its own is at work. ``vmap`` has none."""
+    """Whether grad, jvp or another transform of torch.func that has graphs of its own is at work.
+
+    ``vmap`` has none.
+    """
     if not torch._C._are_functorch_transforms_active():
         return False
     vmap = torch._C._functorch.TransformType.Vmap
@@ -23,9 +29,11 @@ def transformed() -> bool:
 
 
 def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
-    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing changed are returned as they are.
+    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing
+    changed are returned as they are.
 
-    ``in_place`` changes lists and plain dicts themselves: whoever passed one may wait for what is appended to it.
+    ``in_place`` changes lists and plain dicts themselves: whoever passed one may wait for what is
+    appended to it.
     """
     if isinstance(value, torch.Tensor):
         return visit(value)
@@ -53,13 +61,18 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
             return value
         if type(value) is dict:
             return changed
-        # Copied and filled in, not made anew: transformers' ModelOutput may hold keys and attributes that are no fields.
+        # Copied and filled in, not made anew: transformers' ModelOutput may hold keys and
+        # attributes that are no fields.
         copied = copy.copy(value)
         for key, item in changed.items():
             copied[key] = item
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(getattr(value, f.name), visit, in_place) for f in dataclasses.fields(value) if f.init}
+        changed = {
+            f.name: map_tensors(getattr(value, f.name), visit, in_place)
+            for f in dataclasses.fields(value)
+            if f.init
+        }
         if all(changed[name] is getattr(value, name) for name in changed):
             return value
         return dataclasses.replace(value, **changed)
@@ -67,21 +80,27 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
 
 
 def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors in what a module is called with that require grad, by id: of each call of each block, so this must be quick."""
+    """The tensors in what a module is called with that require grad, by id: of each call of each
+    block, so this must be quick.
+    """
     found = {}
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 found[id(value)] = value
         elif type(value) not in _PLAIN:
-            found.update((id(tensor), tensor) for tensor in tensors_in(value) if tensor.requires_grad)
+            found.update(
+                (id(tensor), tensor) for tensor in tensors_in(value) if tensor.requires_grad
+            )
     return found
 
 
 def with_replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Such arguments with the tensors whose ids ``replaced`` holds replaced; lists and plain dicts in them are changed in place."""
+    """Such arguments with the tensors whose ids ``replaced`` holds replaced; lists and plain
+    dicts in them are changed in place.
+    """
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
         return replaced.get(id(tensor), tensor)
@@ -94,8 +113,13 @@ def with_replaced(
     return tuple(map(given, args)), {key: given(value) for key, value in kwargs.items()}
 
 
-def tensors_in(value: Any, unknown: list[Any] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``. Objects of unknown classes are searched one level deep and listed in ``unknown``."""
+def tensors_in(
+    value: Any, unknown: list[Any] | None = None, depth: int = 0
+) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``.
+
+    Objects of unknown classes are searched one level deep and listed in ``unknown``.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, _ATOMS):

@@ -12,7 +12,14 @@ from torch import nn
 
 from hf_zero.core.axis import Handle
 from hf_zero.core.flat import Flat
-from hf_zero.core.parameter import LiveParameter, OwnedParameter, WatchedParameter, become, given_class, owned_class
+from hf_zero.core.parameter import (
+    LiveParameter,
+    OwnedParameter,
+    WatchedParameter,
+    become,
+    given_class,
+    owned_class,
+)
 from hf_zero.device import kinds, streams
 
 
@@ -25,16 +32,21 @@ class State(Enum):
 
 
 class OuterCall:
-    """One forward from the outermost module called, with what was gathered for it. It lives as long as its graph."""
+    """One forward from the outermost module called, with what was gathered for it.
+
+    It lives as long as its graph.
+    """
 
     __slots__ = ("__weakref__", "began", "calls", "reads", "tracked", "whole")
 
     def __init__(self, whole: bool, began: int = 0):
         self.began = began  # as that of a call
         self.whole = whole  # the whole model was called, not a part of it
-        self.reads: set[Unit] = set()  # units that its backward reads where no hook of theirs can tell when
+        # units that its backward reads where no hook of theirs can tell when
+        self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph tells when its backward runs
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in it whose backward will be told of
+        # those in it whose backward will be told of
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
     @property
     def pending(self) -> bool:
@@ -43,19 +55,38 @@ class OuterCall:
 
 
 class Call:
-    """One forward of a unit whose backward may come. It lives as long as the graph of that forward."""
+    """One forward of a unit whose backward may come.
 
-    __slots__ = ("__weakref__", "began", "last_node", "left", "marked", "marks", "marks_left", "module", "outer", "unit")
+    It lives as long as the graph of that forward.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "began",
+        "last_node",
+        "left",
+        "marked",
+        "marks",
+        "marks_left",
+        "module",
+        "outer",
+        "unit",
+    )
 
     def __init__(self, unit: Unit, module: nn.Module, outer: OuterCall, began: int):
         self.unit = unit
         self.module = module
         self.outer = outer
-        self.began = self.left = began  # places in the order in which this rank enters and leaves forwards
-        self.marked = False  # an input carries the mark that tells when this call's backward is over
+        # places in the order in which this rank enters and leaves forwards
+        self.began = self.left = began
+        # an input carries the mark that tells when this call's backward is over
+        self.marked = False
         self.last_node = -1  # of the graph before the forward
-        self.marks: Sequence[torch.autograd.graph.Node] = ()  # of its inputs, while the forward is under way
-        self.marks_left = 0  # of several inputs that have a part in the backward under way, those whose gradients are to come
+        # of its inputs, while the forward is under way
+        self.marks: Sequence[torch.autograd.graph.Node] = ()
+        # of several inputs that have a part in the backward under way, those whose gradients are to
+        # come
+        self.marks_left = 0
 
 
 def _no_call() -> None:
@@ -63,9 +94,13 @@ def _no_call() -> None:
 
 
 class Unit:
-    """One module, or several small ones, and the flats that are gathered and released together for them."""
+    """One module, or several small ones, and the flats that are gathered and released together
+    for them.
+    """
 
-    def __init__(self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[Flat]):
+    def __init__(
+        self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[Flat]
+    ):
         self.index = index
         self.name = name
         self.modules = dict(modules)  # by path in the model
@@ -73,24 +108,34 @@ class Unit:
         self.sharded = [flat for flat in flats if flat.sharded]
         self.trainable = [flat for flat in flats if flat.trainable]
         self.state = State.GATHERED
-        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is to come: decides the reduction
+        # calls whose backward is to come: decides the reduction
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
         self.active: set[Call] = set()  # calls whose backward is under way: decides the release
-        self.awaited: Callable[[], Call | None] = _no_call  # weakly, one of these that was found to come last
+        # weakly, one of these that was found to come last
+        self.awaited: Callable[[], Call | None] = _no_call
         self.open: list[Call | None] = []  # forwards under way, innermost last
-        self.reruns = 0  # forwards without a graph in training, which a reentrant checkpoint may run again in the backward
+        # forwards without a graph in training, which a reentrant checkpoint may run again in the
+        # backward
+        self.reruns = 0
         self.pins = 0
-        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # those that read this unit so: it waits for their backward
-        self._streams: set[streams.Stream] = set()  # on which forwards of it have run, and so its gradients accumulate
+        # those that read this unit so: it waits for their backward
+        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()
+        # on which forwards of it have run, and so its gradients accumulate
+        self._streams: set[streams.Stream] = set()
         self._watchers = 0
-        # Where there are several modules: the parameters of each, and those modules that are at work or were the last to be.
+        # Where there are several modules: the parameters of each, and those modules that are at
+        # work or were the last to be.
         self._members = [parameter for flat in self.sharded for parameter in flat.members]
         sharded = set(map(id, self._members))
         several = modules.values() if len(modules) > 1 else ()
-        self._own = {module: [p for p in module.parameters() if id(p) in sharded] for module in several}
+        self._own = {
+            module: [p for p in module.parameters() if id(p) in sharded] for module in several
+        }
         self._bare: set[nn.Module] = set()
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
-        self._brought: streams.Event | None = None  # the shards are here, and their gather is on its way
+        # the shards are here, and their gather is on its way
+        self._brought: streams.Event | None = None
         for flat in self.flats:
             flat.unit = self
 
@@ -117,7 +162,9 @@ class Unit:
         return [flat for flat in self.trainable if flat.states is not None]
 
     def settle(self) -> None:
-        """Return when no update of this unit is under way: its parameters are those of the last step."""
+        """Return when no update of this unit is under way: its parameters are those of the last
+        step.
+        """
         for flat in self.trainable:
             flat.settle()
 
@@ -128,14 +175,17 @@ class Unit:
 
     @cached_property
     def _device_of_streams(self) -> torch.device | None:
-        """Where its gradients accumulate on streams; None where it has none, or they come in the host's order."""
+        """Where its gradients accumulate on streams; None where it has none, or they come in the
+        host's order.
+        """
         device = self.trainable[0].full.device if self.trainable else None
         return None if device is None or kinds.is_host(device) else device
 
     def await_gradients(self) -> None:
         """From now on the current stream may read the gradients that a backward has accumulated.
 
-        Autograd accumulates on the stream of the forward, and orders it before that of the caller only when the backward is over.
+        Autograd accumulates on the stream of the forward, and orders it before that of the caller
+        only when the backward is over.
         """
         if self._streams:
             here = streams.current_stream(self.trainable[0].full.device)
@@ -149,11 +199,15 @@ class Unit:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody has asked for values that are sharded, so that parameters tell of what is done with them."""
+        """Whether somebody has asked for values that are sharded, so that parameters tell of
+        what is done with them.
+        """
         return self._watchers > 0 and bool(self.sharded)
 
     def guard(self) -> None:
-        """Let parameters that are here tell of graphs that are recorded on them: their own module is not at work."""
+        """Let parameters that are here tell of graphs that are recorded on them: their own
+        module is not at work.
+        """
         if not self._own:
             self._become(LiveParameter, WatchedParameter, self._members)
         for module in self._bare:
@@ -161,7 +215,9 @@ class Unit:
         self._bare.clear()
 
     def unguard(self, module: nn.Module | None = None) -> None:
-        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a unit of one module."""
+        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
+        unit of one module.
+        """
         if self._watchers:
             return
         if not self._own:
@@ -171,7 +227,9 @@ class Unit:
             self._become(WatchedParameter, LiveParameter, self._own[module])
 
     def watch(self) -> None:
-        """As :meth:`guard`, for as long as somebody has asked for the values, until :meth:`unwatch`."""
+        """As :meth:`guard`, for as long as somebody has asked for the values, until
+        :meth:`unwatch`.
+        """
         self._watchers += 1
         if self._watchers == 1:
             self.guard()
@@ -180,10 +238,17 @@ class Unit:
         self._watchers -= 1
 
     def share(self) -> None:
-        """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read memory that was given back."""
+        """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read
+        memory that was given back.
+        """
         self._shared = True
 
-    def _become(self, before: type[OwnedParameter], after: type[OwnedParameter], parameters: Sequence[nn.Parameter]) -> None:
+    def _become(
+        self,
+        before: type[OwnedParameter],
+        after: type[OwnedParameter],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         for parameter in parameters:
             kind = type(parameter)
             if kind is before:
@@ -201,9 +266,12 @@ class Unit:
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
             device = self.sharded[0].full.device
-            beside = streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
+            beside = (
+                streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
+            )
             if beside is not None:
-                beside.wait_stream(streams.current_stream(device))  # which has used this memory before
+                # which has used this memory before
+                beside.wait_stream(streams.current_stream(device))
             with torch.no_grad(), streams.on_stream(beside):
                 for flat in self.sharded:
                     pairs.append((flat.full, flat.bring_shard()))
@@ -227,19 +295,28 @@ class Unit:
             self.state = State.GATHERED
 
     def take_user_writes(self) -> None:
-        """What a script has written to parameters that are whole here goes into the shards (a module may change its own weights)."""
+        """What a script has written to parameters that are whole here goes into the shards (a
+        module may change its own weights).
+        """
         for flat in self.flats:
             if not flat.sharded or self.state is State.GATHERED:
                 flat.take_user_writes()
 
     def drop_user_writes(self) -> None:
-        """What was written to sharded parameters inside GatheredParameters has been kept by it, or is not to be."""
+        """What was written to sharded parameters inside GatheredParameters has been kept by it,
+        or is not to be.
+        """
         for flat in self.sharded:
             flat.user_writes.accept()
 
     def chunk_bytes(self) -> bytes:
-        """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread beside the one that trains."""
-        return b"".join(flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes() for flat in self.sharded)
+        """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread
+        beside the one that trains.
+        """
+        return b"".join(
+            flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes()
+            for flat in self.sharded
+        )
 
     def fill(self, chunks: Mapping[int, bytes]) -> None:
         """Become gathered from the other shards' :meth:`chunk_bytes`, without a collective."""
@@ -250,7 +327,9 @@ class Unit:
                 flat.full.untyped_storage().resize_(flat.layout.padded * flat.dtype.itemsize)
                 flat.bring_shard()
                 for shard, data in chunks.items():
-                    values = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8).view(flat.dtype)
+                    values = torch.frombuffer(
+                        bytearray(data[at : at + size]), dtype=torch.uint8
+                    ).view(flat.dtype)
                     start, stop = flat.layout.rank_range(shard)
                     flat.full[start:stop].copy_(values)
                 at += size
@@ -258,7 +337,10 @@ class Unit:
         self.finish_gather()
 
     def release(self, keep_views: bool = False) -> None:
-        """Give the whole values back; every rank keeps its shard. ``keep_views``: views that somebody has stay readable."""
+        """Give the whole values back; every rank keeps its shard.
+
+        ``keep_views``: views that somebody has stay readable.
+        """
         self.finish_gather()
         if self.state is State.RELEASED or not self.sharded:
             return

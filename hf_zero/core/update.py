@@ -1,11 +1,13 @@
-"""The update of what is offloaded: unit by unit on a thread of its own, in the order in which the next forward needs them.
+"""The update of what is offloaded: unit by unit on a thread of its own, in the order in which the
+next forward needs them.
 
 [Note: exact and without staleness]
-``engine.step`` returns while units are still being updated. Whoever needs one waits for it: a forward as it comes to the
-unit (``schedule.need``), a gather, a reduction into its gradient, and anything that reads its parameters, masters or moments
-(:meth:`Flat.settle`; whole parameters are :class:`UpdatingParameter` in between). The optimizer's groups were copied when the step
-began, so that a scheduler may set the next learning rate at once. Where the optimizer itself has to step, it does so
-before ``engine.step`` returns.
+``engine.step`` returns while units are still being updated. Whoever needs one waits for it: a
+forward as it comes to the unit (``schedule.need``), a gather, a reduction into its gradient, and
+anything that reads its parameters, masters or moments (:meth:`Flat.settle`; whole parameters are
+:class:`UpdatingParameter` in between). The optimizer's groups were copied when the step began, so
+that a scheduler may set the next learning rate at once. Where the optimizer itself has to step, it
+does so before ``engine.step`` returns.
 """
 
 from __future__ import annotations
@@ -26,13 +28,20 @@ from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
 from hf_zero.core.lane import Wait
-from hf_zero.core.parameter import OwnedParameter, UpdatingParameter, become, given_class, owned_class
+from hf_zero.core.parameter import (
+    OwnedParameter,
+    UpdatingParameter,
+    become,
+    given_class,
+    owned_class,
+)
 from hf_zero.core.states import Take
 from hf_zero.core.unit import Unit
 from hf_zero.device import kinds, streams
 from hf_zero.optim.piecewise import Update
 
-STAGED = 3  # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
+# pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
+STAGED = 3
 
 
 @dataclass(order=True)
@@ -48,11 +57,19 @@ class _Task:
 class Updater:
     """Updates the units that have offloaded flats. ``take`` gives memory that a GPU can copy from.
 
-    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: a unit is then gathered by the thread that
-    has updated it, in the order of the model on all ranks.
+    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: a unit
+    is then gathered by the thread that has updated it, in the order of the model on all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, device: torch.device, piece: int, take: Take, homeward: Homeward | None = None):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        piece: int,
+        take: Take,
+        homeward: Homeward | None = None,
+    ):
         self._all = list(units)
         self._axis, self._watch = comm.updates, comm.watch
         self._device = device
@@ -92,7 +109,9 @@ class Updater:
             self._uses.append(unit)
 
     def start(self, update: Update) -> None:
-        """Begin ``update``, in the order of the last forward; where units are gathered, in that of the model."""
+        """Begin ``update``, in the order of the last forward; where units are gathered, in that
+        of the model.
+        """
         if self._axis is None and self._uses:
             self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
         self._uses = []
@@ -104,7 +123,9 @@ class Updater:
             self._submit(update, self._order)
 
     def start_early(self, update: Update, unit: Unit) -> None:
-        """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on. :meth:`start` follows with the rest."""
+        """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on.
+        :meth:`start` follows with the rest.
+        """
         if self.early is not update:
             self.finish()
             self.early, self._started = update, []
@@ -112,7 +133,9 @@ class Updater:
         self._submit(update, [unit])
 
     def drop_early(self) -> None:
-        """The rest of what was begun in a backward will not follow: everything is going to be overwritten."""
+        """The rest of what was begun in a backward will not follow: everything is going to be
+        overwritten.
+        """
         self.finish()
         self.early = None
 
@@ -120,9 +143,11 @@ class Updater:
         units = self._begun_at_once(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
-            events.append(streams.record_event(streams.current_stream(self._device)))  # nothing reads the parameters any more
+            # nothing reads the parameters any more
+            events.append(streams.record_event(streams.current_stream(self._device)))
             beside = streams.shard_stream(self._device)
-            events += [streams.record_event(beside)] if beside is not None else []  # nor do shards leave the memory that is written
+            # nor do shards leave the memory that is written
+            events += [streams.record_event(beside)] if beside is not None else []
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat)
@@ -138,9 +163,19 @@ class Updater:
             future: Future[streams.Event | None] = Future()
             self._pending[unit] = future
             _mark(unit, partial(self.finish, unit), future)
-            # Of those that wait the thread takes the one that the next forward needs first; where all ranks gather, the first that came.
-            urgency = self._order.index(unit) if self._axis is None and update is self.early else len(self._order) + place
-            task = _Task(urgency, next(self._numbers), partial(self._run, update, unit, [*events, *self._landings(unit)]), future)
+            # Of those that wait the thread takes the one that the next forward needs first; where
+            # all ranks gather, the first that came.
+            urgency = (
+                self._order.index(unit)
+                if self._axis is None and update is self.early
+                else len(self._order) + place
+            )
+            task = _Task(
+                urgency,
+                next(self._numbers),
+                partial(self._run, update, unit, [*events, *self._landings(unit)]),
+                future,
+            )
             with self._lock:
                 heapq.heappush(self._waiting, task)
             self._worker.submit(self._run_next)
@@ -153,8 +188,15 @@ class Updater:
         return [event for event in found if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """``units``, not begun with the one whose gradients are the last to come: that of a model's first unit, as a rule."""
-        if self._homeward is None or self._axis is not None or len(units) < 2 or self._homeward.last not in units[0].trainable:
+        """``units``, not begun with the one whose gradients are the last to come: that of a
+        model's first unit, as a rule.
+        """
+        if (
+            self._homeward is None
+            or self._axis is not None
+            or len(units) < 2
+            or self._homeward.last not in units[0].trainable
+        ):
             return units
         return [units[1], units[0], *units[2:]]
 
@@ -164,8 +206,14 @@ class Updater:
             future = self._pending.get(each)
             if future is None:
                 continue
-            # The thread's own waits are not watched: what a rank waits for is one thing, and this is it.
-            with self._watch.over(Wait(f"the update of {each.label}", needs=self._axis.peers if self._axis is not None else ())):
+            # The thread's own waits are not watched: what a rank waits for is one thing, and this
+            # is it.
+            with self._watch.over(
+                Wait(
+                    f"the update of {each.label}",
+                    needs=self._axis.peers if self._axis is not None else (),
+                )
+            ):
                 copied = future.result()
             self._wait_for(copied)
             if self._pending.pop(each, None) is not None:
@@ -201,7 +249,9 @@ class Updater:
             task.future.set_exception(error)
 
     @torch.no_grad()
-    def _run(self, update: Update, unit: Unit, ready: Sequence[streams.Event]) -> streams.Event | None:
+    def _run(
+        self, update: Update, unit: Unit, ready: Sequence[streams.Event]
+    ) -> streams.Event | None:
         for event in ready:
             event.synchronize()
         for flat in unit.offloaded:
@@ -233,7 +283,11 @@ class Updater:
         return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
 
     def _placed(self, flat: Flat, start: int, stop: int, values: torch.Tensor | None) -> None:
-        if values is None or self._stream is None or flat.part_in_host_memory(start, stop) is not None:
+        if (
+            values is None
+            or self._stream is None
+            or flat.part_in_host_memory(start, stop) is not None
+        ):
             return
         with streams.on_stream(self._stream):
             flat.store_part(start, values)

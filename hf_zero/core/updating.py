@@ -1,4 +1,6 @@
-"""From reduced gradients to new parameters: the norm, the update of what is on the device and of what is offloaded."""
+"""From reduced gradients to new parameters: the norm, the update of what is on the device and of
+what is offloaded.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Updating:
     _placement: Placement
     _norm: torch.Tensor | None
     _sanity: SanityChecks
-    updates_state = False  # the engine itself reads and writes the optimizer's state now: nothing has to be waited for
+    # the engine itself reads and writes the optimizer's state now: nothing has to be waited for
+    updates_state = False
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -71,11 +74,15 @@ class Updating:
         if unit.offloaded:
             unit.take_user_writes()
             with self._updating_state():
-                self.updater.start_early(self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit)
+                self.updater.start_early(
+                    self.updater.early or self.bound.begin(1.0, self.counters.global_steps), unit
+                )
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The norm of the gradient that the next step will use, before clipping, loss scale removed; 0.0 without one (collective)."""
+        """The norm of the gradient that the next step will use, before clipping, loss scale
+        removed; 0.0 without one (collective).
+        """
         self._hooks.take_in_unannounced()
         self._reducer.reduce_windows()
         if not any(flat.reduced for flat in self._training):
@@ -106,25 +113,33 @@ class Updating:
             self.take_user_writes()
             written = self.bound.step(divisor, shards=self._shards_to_write())
             if self.updater is not None:
-                update = self.updater.early or self.bound.begin(1.0 if divisor is None else float(divisor), self.counters.global_steps)
+                update = self.updater.early or self.bound.begin(
+                    1.0 if divisor is None else float(divisor), self.counters.global_steps
+                )
                 self.updater.start(update)
         self._refresh([flat for flat in self.flats if flat.states is None], self.flats, written)
         return False
 
     @torch.no_grad()
     def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
-        """What ``parameter.grad = value`` does between a backward and the step: every rank passes the whole averaged gradient, or None.
+        """What ``parameter.grad = value`` does between a backward and the step: every rank passes
+        the whole averaged gradient, or None.
 
-        No communication: each rank keeps its part, and a parameter for which all ranks have None is left as it is by the step.
+        No communication: each rank keeps its part, and a parameter for which all ranks have None is
+        left as it is by the step.
         """
         if self.updater is not None and flat.unit in self.updater.updated_early:
             refuse_half_done(self.updater, f"writing {name}.grad")
         self._reducer.arrive()
         flat.settle()
-        flat.write_gradient(name, value, self.scaler.scale * self._reducer.unreduced, self.scaler.scale)
+        flat.write_gradient(
+            name, value, self.scaler.scale * self._reducer.unreduced, self.scaler.scale
+        )
 
     def take_user_writes(self) -> None:
-        """Take what the script has written to whole parameters over into shards and master weights."""
+        """Take what the script has written to whole parameters over into shards and master
+        weights.
+        """
         for unit in self.units:
             if self.updater is not None and unit in self.updater.updated_early:
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
@@ -132,20 +147,31 @@ class Updating:
             unit.take_user_writes()
 
     def _shards_to_write(self) -> dict[str, torch.Tensor]:
-        """Shards that a kernel of the optimizer can write while it has the new masters in registers, by key of their flat."""
+        """Shards that a kernel of the optimizer can write while it has the new masters in
+        registers, by key of their flat.
+        """
         if not self.bound.takes_shards():
             return {}
-        here = [flat for flat in self._training if flat.states is None and flat.has_own_master and not flat.is_away]
+        here = [
+            flat
+            for flat in self._training
+            if flat.states is None and flat.has_own_master and not flat.is_away
+        ]
         return {flat.key: flat.shard_to_fill() for flat in here}
 
     @torch.no_grad()
     def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
-        """Bring parameters up to date with the masters (collective): cast into shards; gather where they are whole."""
+        """Bring parameters up to date with the masters (collective): cast into shards; gather
+        where they are whole.
+        """
         chosen = self.flats if flats is None else list(flats)
         self._refresh(chosen, chosen)
 
-    def _refresh(self, stale: Sequence[Flat], chosen: Sequence[Flat], written: Set[str] = frozenset()) -> None:
-        """Cast the masters of ``stale`` into their shards, and gather them where they are whole; and units among ``chosen`` that are pinned.
+    def _refresh(
+        self, stale: Sequence[Flat], chosen: Sequence[Flat], written: Set[str] = frozenset()
+    ) -> None:
+        """Cast the masters of ``stale`` into their shards, and gather them where they are whole;
+        and units among ``chosen`` that are pinned.
 
         The shards of flats whose keys are in ``written`` are up to date already.
         """
@@ -157,30 +183,47 @@ class Updating:
         handles = []
         for flat in stale:
             if not flat.sharded and flat.layout.shards > 1:
-                handles.append(self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}"))
+                handles.append(
+                    self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
+                )
         for handle in handles:
             handle.wait()
         resident = frozenset(self.schedule.resident)
         for unit in dict.fromkeys(flat.unit for flat in chosen):
             if unit.index in resident:
-                unit.launch_gather()  # whole across the step on every rank: its values are those of before
+                # whole across the step on every rank: its values are those of before
+                unit.launch_gather()
                 unit.finish_gather()
             else:
-                # Here by a graph that this rank has not dropped yet, which keeps the values of before; other ranks may have none.
+                # Here by a graph that this rank has not dropped yet, which keeps the values of
+                # before; other ranks may have none.
                 unit.release(keep_views=True)
 
     def _bring_back_what_fits(self) -> None:
-        """After the first step: keep the state of those units on the device that come first and for which it has room (collective)."""
+        """After the first step: keep the state of those units on the device that come first and
+        for which it has room (collective).
+        """
         assert self.updater is not None
         self._placement.measured()
         self.updater.finish()
-        chunks = [Chunk(flat.key, flat.owned[1] - flat.owned[0], flat.dtype, True) for flat in self._training if flat.states is not None]
+        chunks = [
+            Chunk(flat.key, flat.owned[1] - flat.owned[0], flat.dtype, True)
+            for flat in self._training
+            if flat.states is not None
+        ]
         names = {name for flat in self._training for name in self.bound.tensors(flat)} - {MASTER}
-        room = min(self.comm.all_gather_object(room_beside_a_step(self.device), "room on the device"))
+        room = min(
+            self.comm.all_gather_object(room_beside_a_step(self.device), "room on the device")
+        )
         chosen = self._placement.fitting(chunks, len(names), room)
-        self.bound.bring_back(ways_back([flat for flat in self._training if flat.key in chosen], self.device))
+        self.bound.bring_back(
+            ways_back([flat for flat in self._training if flat.key in chosen], self.device)
+        )
         self.updater.refresh()
         if self.global_rank == 0:
             logger.info(
-                "offload ratio auto: %d of %d flats fit on the device beside the first step and stay there", len(chosen), len(chunks)
+                "offload ratio auto: %d of %d flats fit on the device beside the "
+                "first step and stay there",
+                len(chosen),
+                len(chunks),
             )

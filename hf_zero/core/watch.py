@@ -1,10 +1,12 @@
-"""No silent wait: a warning each minute, an error as soon as it is proved that nobody will come, or at the timeout.
+"""No silent wait: a warning each minute, an error as soon as it is proved that nobody will come, or
+at the timeout.
 
 [Note: interrupting]
-A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's wait orders a stream and
-returns at once, it polls an event after the wait. What waits in a backend's native code cannot
-be told to stop: gloo knows only timeouts, which close its connections. So, with a proof at hand, all lanes are broken off from
-here (``Lane.break_off``), the wait raises, and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
+A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's
+wait orders a stream and returns at once, it polls an event after the wait. What waits in a
+backend's native code cannot be told to stop: gloo knows only timeouts, which close its connections.
+So, with a proof at hand, all lanes are broken off from here (``Lane.break_off``), the wait raises,
+and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ JOIN_SECONDS = 5.0
 class Watch:
     """Watches the waits of one rank from a daemon thread, started at the first wait."""
 
-    def __init__(self, enabled: bool = True, warn_after: float = WARN_SECONDS, presence: Presence | None = None):
+    def __init__(
+        self,
+        enabled: bool = True,
+        warn_after: float = WARN_SECONDS,
+        presence: Presence | None = None,
+    ):
         self._enabled = enabled
         self._warn_after = warn_after
         self.presence = presence
@@ -71,11 +78,14 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True
+            )
             self._thread.start()
 
     def follow(self, wait: Wait, is_over: Callable[[], bool]) -> None:
-        """Watch a collective for which only a stream waits until ``is_over``. Those of a lane are over in their order.
+        """Watch a collective for which only a stream waits until ``is_over``. Those of a lane are
+        over in their order.
 
         ``is_over`` is asked on other threads, and should keep no tensor alive.
         """
@@ -86,7 +96,8 @@ class Watch:
             followed = self._followed.setdefault(wait.lane, deque())
             while followed and followed[0][1]():
                 followed.popleft()
-            if len(followed) == FOLLOWED:  # the oldest ones tell where a lane stands, the newest when all are over
+            # the oldest ones tell where a lane stands, the newest when all are over
+            if len(followed) == FOLLOWED:
                 followed.pop()
             followed.append(((wait, time.monotonic()), is_over))
 
@@ -105,22 +116,34 @@ class Watch:
             raise RankMismatchError(self.verdict)
 
     def explain(self, wait: Wait, error: BaseException) -> RankMismatchError:
-        """What to raise for ``error``, which ``wait`` has raised: who is the reason, if that can be found."""
+        """What to raise for ``error``, which ``wait`` has raised: who is the reason, if that can
+        be found.
+        """
         _take_time_to_speak()
         if self.verdict:
             return RankMismatchError(self.verdict)
         cause = self.presence.cause() if self.presence is not None else None
         if cause is None:
-            others = whereabouts.of(rank for rank in wait.needs if self.presence is None or rank != self.presence.rank)
-            cause = f"a connection was lost ({error}): a rank has ended or died, or its network; see the output of {others}"
+            others = whereabouts.of(
+                rank for rank in wait.needs if self.presence is None or rank != self.presence.rank
+            )
+            cause = (
+                f"a connection was lost ({error}): a rank has ended or died, or its network; "
+                f"see the output of {others}"
+            )
         elif not cause.startswith("rank"):
             cause = f"lost while it waited: {cause}"
-        text = f"rank {self.presence.rank if self.presence is not None else '?'} could not finish {wait}: {cause}"
+        text = (
+            f"rank {self.presence.rank if self.presence is not None else '?'} could not "
+            f"finish {wait}: {cause}"
+        )
         self._conclude(text, cause)
         return RankMismatchError(text)
 
     def disagree(self, wait: Wait) -> RankMismatchError:
-        """What to raise where ranks have met in different collectives: all of them know, and tell each other what theirs is."""
+        """What to raise where ranks have met in different collectives: all of them know, and
+        tell each other what theirs is.
+        """
         presence = self.presence
         if presence is not None and not self.verdict:
             presence.say("waits", wait=wait)
@@ -139,7 +162,8 @@ class Watch:
             self.presence.say("broken", cause)
         logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
         if self.presence is not None:
-            # All lanes, not only the one waited on: a group in which something is still under way joins its thread when it is freed.
+            # All lanes, not only the one waited on: a group in which something is still under way
+            # joins its thread when it is freed.
             for lane in list(self.presence.lanes.values()):
                 if not lane.closed:
                     self._break_off(lane)
@@ -148,18 +172,29 @@ class Watch:
     def _break_off(lane: Lane) -> None:
         try:
             lane.break_off()
-        except Exception:  # the other lanes must raise all the same, and this thread goes on for engines made later
+        except Exception:
+            # the other lanes must raise all the same, and this thread goes on for engines made
+            # later
             logger.exception("could not break off %s", lane.name)
 
     def end(self, verdict: str) -> None:
-        """End this rank, and all that it waits for, for a reason that another thread or rank has found."""
+        """End this rank, and all that it waits for, for a reason that another thread or rank has
+        found.
+        """
         if not self.verdict:
             self._conclude(verdict, verdict)
 
     def attend(self) -> None:
-        """Answer ranks that go on after an exception; asked for all the time, and looked after once a second."""
+        """Answer ranks that go on after an exception; asked for all the time, and looked after
+        once a second.
+        """
         presence, now = self.presence, time.monotonic()
-        if presence is None or not hasattr(presence, "resumptions") or self.verdict or now - self._attended < self._every(presence):
+        if (
+            presence is None
+            or not hasattr(presence, "resumptions")
+            or self.verdict
+            or now - self._attended < self._every(presence)
+        ):
             return
         self._attended = now
         try:
@@ -176,7 +211,9 @@ class Watch:
         return min(LOOK_SECONDS, self._warn_after) / 4
 
     def look(self) -> None:
-        """Warn if the wait under way has lasted long since it began or was last warned of; end it if it can never end."""
+        """Warn if the wait under way has lasted long since it began or was last warned of; end
+        it if it can never end.
+        """
         current = self._current or self._oldest_followed()
         if current is None:
             return
@@ -184,14 +221,28 @@ class Watch:
         waited = now - current[1]
         if current is not self._told:
             self._told, self._warned, self._looked = current, 0.0, current[1]
-        if self.presence is not None and not self.verdict and now - self._looked >= self._every(self.presence):
+        if (
+            self.presence is not None
+            and not self.verdict
+            and now - self._looked >= self._every(self.presence)
+        ):
             self._looked = now
             self._judge(current, waited, self.presence)
         if not wait.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
             lacking = self.presence.lacking(wait) if self.presence is not None else []
-            who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}" if lacking else "another rank"
-            logger.warning("waiting for %s since %.0f s: %s has not joined it (is it dead, or elsewhere in the script?)", wait, waited, who)
+            who = (
+                f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+                if lacking
+                else "another rank"
+            )
+            logger.warning(
+                "waiting for %s since %.0f s: %s has not joined it (is it dead, or "
+                "elsewhere in the script?)",
+                wait,
+                waited,
+                who,
+            )
 
     @staticmethod
     def _every(presence: Presence) -> float:
@@ -208,11 +259,16 @@ class Watch:
             likely = presence.verdict(wait, ("waits", "follows"))
             if likely is not None:
                 self._hinted = current
-                logger.warning("%s (nothing will end this if the hosts of these ranks wait for their devices now)", likely.text)
+                logger.warning(
+                    "%s (nothing will end this if the hosts of these ranks wait "
+                    "for their devices now)",
+                    likely.text,
+                )
         if verdict is None and lane is not None and waited >= lane.timeout:
             others = whereabouts.of(rank for rank in wait.needs if rank != presence.rank)
             text = (
-                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for {wait}; it needs {others}, of which one has not "
+                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for "
+                f"{wait}; it needs {others}, of which one has not "
                 "come. See where it stands (py-spy dump), or set a longer timeout in the config"
             )
             verdict = Verdict(text, text)
@@ -238,7 +294,11 @@ _ending = threading.Event()
 
 @atexit.register
 def _leave() -> None:
-    """Say how this rank ends. A thread that comes back from the store's C++ while the interpreter shuts down would abort the process."""
+    """Say how this rank ends.
+
+    A thread that comes back from the store's C++ while the interpreter shuts down would abort the
+    process.
+    """
     _ending.set()
     for watch in list(_watches):
         watch.close()
@@ -250,8 +310,13 @@ def _leave() -> None:
 
 
 def _take_time_to_speak() -> None:
-    """A launcher that sees one rank end ends the others at once; this one is about to say why, and ends a little later."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    """A launcher that sees one rank end ends the others at once; this one is about to say why,
+    and ends a little later.
+    """
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
         signal.signal(signal.SIGTERM, _end_soon)
 
 

@@ -1,4 +1,6 @@
-"""Which rank runs on which host: told through the store while all are well, to be named when one is lost."""
+"""Which rank runs on which host: told through the store while all are well, to be named when one
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ _hosts: list[str] = []
 
 
 def learn(store: Any, rank: int, world: int) -> None:
-    """Collective over the store, once per process: every rank tells its host and learns all. Rank 0 collects, so that n ranks read n keys."""
+    """Collective over the store, once per process: every rank tells its host and learns all.
+
+    Rank 0 collects, so that n ranks read n keys.
+    """
     if len(_hosts) == world:
         return
     store.set(f"{KEY}/{rank}", own_host())
@@ -33,11 +38,15 @@ def own_host() -> str:
 
 
 def of(ranks: Iterable[int]) -> str:
-    """``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; the numbers alone where hosts were never learnt."""
+    """``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; the numbers alone
+    where hosts were never learnt.
+    """
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(_hosts[rank] if rank < len(_hosts) else "", []).append(rank)
     parts = [
-        f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}" + (f" on {host}" if host else "") for host, group in by_host.items()
+        f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}"
+        + (f" on {host}" if host else "")
+        for host, group in by_host.items()
     ]
     return ", ".join(parts)

@@ -1,4 +1,6 @@
-"""Where a model is cut into units: the modules whose parameters are gathered and released together."""
+"""Where a model is cut into units: the modules whose parameters are gathered and released
+together.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from hf_zero.errors import PartitionError
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
 WHOLE = "_z3_leaf"  # the field's name for a module that somebody wants gathered as a whole
-PACKED = "_hf_zero_packed"  # a module's tuples of names of its parameters that are to lie one after another
+# a module's tuples of names of its parameters that are to lie one after another
+PACKED = "_hf_zero_packed"
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
-GRANULARITY = MIN_UNIT  # elements: consecutive blocks of fewer are one unit together, unless the configuration says otherwise
+# elements: consecutive blocks of fewer are one unit together, unless the configuration says
+# otherwise
+GRANULARITY = MIN_UNIT
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A unit to be: the modules it wraps and the parameters it owns, under their first names, in the order of their flat."""
+    """A unit to be: the modules it wraps and the parameters it owns, under their first names, in
+    the order of their flat.
+    """
 
     paths: tuple[str, ...]  # of the modules
     modules: tuple[nn.Module, ...]
@@ -52,7 +59,9 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _outermost(model: nn.Module, wanted: set[int]) -> list[tuple[str, nn.Module]]:
-    """The wanted modules that do not lie inside another wanted one, in definition order, each once."""
+    """The wanted modules that do not lie inside another wanted one, in definition order, each
+    once.
+    """
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
@@ -80,14 +89,23 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Gradient-checkpointing layers, else ``_no_split_modules``, else the items of ModuleLists, in definition order."""
+    """Gradient-checkpointing layers, else ``_no_split_modules``, else the items of ModuleLists,
+    in definition order.
+    """
     modules = list(model.modules())
-    blocks = _outermost(model, _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)))
+    blocks = _outermost(
+        model,
+        _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)),
+    )
     if not blocks:
         names = getattr(model, "_no_split_modules", None) or ()
-        blocks = _outermost(model, _with_parameters(m for m in modules if type(m).__name__ in set(names)))
+        blocks = _outermost(
+            model, _with_parameters(m for m in modules if type(m).__name__ in set(names))
+        )
     if not blocks:
-        lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) > 1 and m is not model]
+        lists = [
+            m for m in modules if isinstance(m, nn.ModuleList) and len(m) > 1 and m is not model
+        ]
         largest = max(map(_numel, lists), default=0)
         chosen = [m for m in lists if _numel(m) * 4 >= largest > 0]
         blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
@@ -106,7 +124,9 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
             size = _numel(child)
             if size < target // 4:
                 continue
-            if _is_called(child) and (size <= target or not any(_numel(part) >= target // 4 for part in child.children())):
+            if _is_called(child) and (
+                size <= target or not any(_numel(part) >= target // 4 for part in child.children())
+            ):
                 wanted.add(id(child))
             else:
                 visit(child)
@@ -118,11 +138,13 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
-    Consecutive blocks of one container share a unit as long as they have at most ``granularity`` elements together: what a gather, a
-    reduction and the Python around them cost does not shrink with them. 0: each block is a unit; None: :data:`GRANULARITY`.
-    A module marked :data:`WHOLE` is a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
-    together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the module does not have.
-    A parameter that two units reach belongs once, to the root: their lowest common ancestor, since units do not nest.
+    Consecutive blocks of one container share a unit as long as they have at most ``granularity``
+    elements together: what a gather, a reduction and the Python around them cost does not shrink
+    with them. 0: each block is a unit; None: :data:`GRANULARITY`. A module marked :data:`WHOLE` is
+    a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
+    together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the
+    module does not have. A parameter that two units reach belongs once, to the root: their lowest
+    common ancestor, since units do not nest.
     """
     first_name: dict[int, str] = {}
     by_id: dict[int, nn.Parameter] = {}
@@ -151,7 +173,9 @@ def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], di
         and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }
-    whole = _with_parameters(m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m))
+    whole = _with_parameters(
+        m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m)
+    )
     wrapped = _outermost(model, leaves | whole | {id(block) for _, block in blocks})
 
     reached: dict[int, set[int]] = {}
@@ -176,9 +200,17 @@ def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], di
             continue
         piece = Cut((name,), (module,), _in_packs(parameters, packs))
         last = cuts[-1]
-        joins = len(cuts) > 1 and not alone & {id(last.module), id(module)} and last.numel + piece.numel <= limit
+        joins = (
+            len(cuts) > 1
+            and not alone & {id(last.module), id(module)}
+            and last.numel + piece.numel <= limit
+        )
         if joins and last.paths[-1].rpartition(".")[0] == name.rpartition(".")[0]:
-            cuts[-1] = Cut(last.paths + piece.paths, last.modules + piece.modules, last.parameters + piece.parameters)
+            cuts[-1] = Cut(
+                last.paths + piece.paths,
+                last.modules + piece.modules,
+                last.parameters + piece.parameters,
+            )
         else:
             cuts.append(piece)
     return cuts, aliases
@@ -193,13 +225,16 @@ def _packs(model: nn.Module) -> list[list[int]]:
                 found.append([id(module.get_parameter(each)) for each in pack])
             except AttributeError as error:
                 raise PartitionError(
-                    f"{PACKED} of {name or 'the model'} ({type(module).__name__}) names a parameter that is not there: {error}; "
+                    f"{PACKED} of {name or 'the model'} ({type(module).__name__}) names a "
+                    f"parameter that is not there: {error}; "
                     "name the parameters as module.named_parameters() does"
                 ) from None
     return found
 
 
-def _in_packs(parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]) -> tuple[tuple[str, nn.Parameter], ...]:
+def _in_packs(
+    parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]
+) -> tuple[tuple[str, nn.Parameter], ...]:
     """``parameters`` in their order, but those of a pack behind its first."""
     order = {id(parameter): (place, 0) for place, (_, parameter) in enumerate(parameters)}
     for pack in packs:

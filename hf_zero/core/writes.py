@@ -1,16 +1,18 @@
-"""What a script writes to parameters past the engine: in place, through ``parameter.data``, or by assigning to it.
+"""What a script writes to parameters past the engine: in place, through ``parameter.data``, or by
+assigning to it.
 
 [Note: how a write is noticed]
-torch counts the changes of a tensor in ``_version``. A parameter keeps its own count, although its memory is a view of a
-flat buffer, so what the engine writes into the buffer does not move it. ``parameter.data`` has a count of its own each time
-it is read; the engine therefore hands out one alias a parameter, whose views share one count. So a step compares one sum of
-integers a flat, and looks closer only where something was written.
+torch counts the changes of a tensor in ``_version``. A parameter keeps its own count, although its
+memory is a view of a flat buffer, so what the engine writes into the buffer does not move it.
+``parameter.data`` has a count of its own each time it is read; the engine therefore hands out one
+alias a parameter, whose views share one count. So a step compares one sum of integers a flat, and
+looks closer only where something was written.
 
 [Note: whose values count]
-Each rank keeps its own part of what was written, as it keeps its own part of everything. Ranks that write the same, as
-they do in a script that is the same on all of them, lose nothing; where they differ, the rank that owns an element decides,
-and all ranks have its value after the next gather. Elements that were not changed keep their master weights in full
-precision.
+Each rank keeps its own part of what was written, as it keeps its own part of everything. Ranks that
+write the same, as they do in a script that is the same on all of them, lose nothing; where they
+differ, the rank that owns an element decides, and all ranks have its value after the next gather.
+Elements that were not changed keep their master weights in full precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which kind of device computes here, and what such a kind can do.
 
-A kind is the name of a device type: "cuda" (CUDA and ROCm), "xpu", "npu", the name of a PrivateUse1 backend. What torch offers
-for one lies in the module ``torch.<kind>``, with the same names for all. Nothing here initialises a device by being imported.
+A kind is the name of a device type: "cuda" (CUDA and ROCm), "xpu", "npu", the name of a PrivateUse1
+backend. What torch offers for one lies in the module ``torch.<kind>``, with the same names for all.
+Nothing here initialises a device by being imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def _drives_streams(kind: str) -> bool:
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Whether ``device``, or a device of this kind, computes in the host's order: no streams, and copies that are plain ones."""
+    """Whether ``device``, or a device of this kind, computes in the host's order: no streams,
+    and copies that are plain ones.
+    """
     return not _drives_streams(device if isinstance(device, str) else device.type)
 
 
@@ -57,7 +60,10 @@ def current_index(device: torch.device | str) -> int:
 
 
 def set_device(device: torch.device) -> None:
-    """Make ``device`` this thread's current one. A new thread begins with device 0, and whatever it calls opens a context there."""
+    """Make ``device`` this thread's current one.
+
+    A new thread begins with device 0, and whatever it calls opens a context there.
+    """
     if not is_host(device) and device.index is not None:
         module_of(device).set_device(device)
 
@@ -87,7 +93,9 @@ def runs_triton(device: torch.device | str) -> bool:
 
 
 def gemm_widens(device: torch.device) -> bool:
-    """Whether a GEMM takes operands in 16 bits and gives fp32: cuBLAS does, hipBLAS and others do not."""
+    """Whether a GEMM takes operands in 16 bits and gives fp32: cuBLAS does, hipBLAS and others
+    do not.
+    """
     return is_nvidia(device)
 
 

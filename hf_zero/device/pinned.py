@@ -1,7 +1,7 @@
 """Host memory that a device copies to and from by itself, beside what it computes.
 
-CUDA and ROCm pin pages that are there already (``cudaHostRegister``): exact in size, on the NUMA node that was chosen. Other kinds
-give pinned memory by torch's own allocator only.
+CUDA and ROCm pin pages that are there already (``cudaHostRegister``): exact in size, on the NUMA
+node that was chosen. Other kinds give pinned memory by torch's own allocator only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def registers(device: torch.device) -> bool:
 
 
 def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]:
-    """Pin pages for ``device``: the runtime's error or 0, and what undoes it, called with the address."""
+    """Pin pages for ``device``: the runtime's error or 0, and what undoes it, called with the
+    address.
+    """
     runtime: Any = kinds.module_of(device).cudart()
     with kinds.current(device):
         error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
@@ -31,7 +33,9 @@ def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the refusal as its last error and would lay it to the next kernel; torch has no call for it but to launch one."""
+    """CUDA keeps the refusal as its last error and would lay it to the next kernel; torch has no
+    call for it but to launch one.
+    """
     try:
         torch.zeros(1, device=device)
     except RuntimeError:
@@ -44,5 +48,7 @@ def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def for_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor``, which is in host memory, where a copy of it to ``device`` need not be waited for."""
+    """``tensor``, which is in host memory, where a copy of it to ``device`` need not be waited
+    for.
+    """
     return tensor if kinds.is_host(device) else tensor.pin_memory()

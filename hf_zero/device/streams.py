@@ -1,4 +1,6 @@
-"""Streams and events: the order of what a device does, and how the host and other streams wait for it."""
+"""Streams and events: the order of what a device does, and how the host and other streams wait
+for it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def record_event(stream: Stream) -> Event:
-    """An event that is over when all that ``stream`` holds now is done. A thread that waits for it sleeps."""
+    """An event that is over when all that ``stream`` holds now is done.
+
+    A thread that waits for it sleeps.
+    """
     event = _new_event(stream.device.type)
     event.record(stream)
     return event
@@ -53,7 +58,9 @@ def _new_event(kind: str) -> Event:
 
 @functools.cache
 def _options(kind: str) -> dict[str, Any]:
-    """CUDA's events spin in ``synchronize`` unless they are made so; not every kind knows the option."""
+    """CUDA's events spin in ``synchronize`` unless they are made so; not every kind knows the
+    option.
+    """
     try:
         kinds.module_of(kind).Event(blocking=True)
     except TypeError:
@@ -63,5 +70,7 @@ def _options(kind: str) -> dict[str, Any]:
 
 @functools.cache
 def shard_stream(device: torch.device) -> Stream | None:
-    """The stream on which shards come from host memory to ``device``, beside what it computes; None on the host."""
+    """The stream on which shards come from host memory to ``device``, beside what it computes;
+    None on the host.
+    """
     return None if kinds.is_host(device) else new_stream(device)

@@ -1,4 +1,7 @@
-"""Bytes of a device: free, in use, at most in use. None of these is asked of the host, whose memory is counted by hf_zero.memory."""
+"""Bytes of a device: free, in use, at most in use.
+
+None of these is asked of the host, whose memory is counted by hf_zero.memory.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Several hosts started from one: the hostfile, what each host runs, and the process that starts and ends them all."""
+"""Several hosts started from one: the hostfile, what each host runs, and the process that starts
+and ends them all.
+"""

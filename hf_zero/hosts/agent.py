@@ -1,8 +1,10 @@
-"""What runs on each host: it takes its orders from standard input, starts the ranks, and ends them when the input ends.
+"""What runs on each host: it takes its orders from standard input, starts the ranks, and ends them
+when the input ends.
 
-The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way because
-what stands on a command line has to pass two shells and can be read by everybody on the machine. The input stays open
-as long as whoever gave the orders lives: killed, cut off or done with, its end is seen here, and no rank is left behind.
+The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way
+because what stands on a command line has to pass two shells and can be read by everybody on the
+machine. The input stays open as long as whoever gave the orders lives: killed, cut off or done
+with, its end is seen here, and no rank is left behind.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    """Follow the orders on standard input; the exit code of the command, as a shell would give it."""
+    """Follow the orders on standard input; the exit code of the command, as a shell would give
+    it.
+    """
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
         return CANNOT_START  # nobody is there any more
     _adopt_orphans()
     try:
         child = subprocess.Popen(
-            order["command"], env={**os.environ, **order["environment"]}, stdin=subprocess.DEVNULL, start_new_session=True
+            order["command"],
+            env={**os.environ, **order["environment"]},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except OSError as error:
         print(f"hf-zero: cannot start {order['command'][0]}: {error}", file=sys.stderr, flush=True)
@@ -45,7 +52,9 @@ def main() -> int:
 
 
 def end(child: subprocess.Popen[Any], grace: float) -> None:
-    """End ``child``, by asking and then by force; unless it went well, also all that it has left behind, in whatever session."""
+    """End ``child``, by asking and then by force; unless it went well, also all that it has left
+    behind, in whatever session.
+    """
     import psutil
 
     if child.poll() is None:
@@ -64,7 +73,9 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
 
 
 def _adopt_orphans() -> None:
-    """What loses its parent becomes a child of this process, not of the first of the machine: nothing gets out of sight."""
+    """What loses its parent becomes a child of this process, not of the first of the machine:
+    nothing gets out of sight.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -1,4 +1,6 @@
-"""The process that starts the agents of all hosts, shows what they print, and ends them together."""
+"""The process that starts the agents of all hosts, shows what they print, and ends them
+together.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ class Ended:
 
 
 def carry_out(plan: Plan, patience: float = PATIENCE_SECONDS) -> int:
-    """Run the plan to its end: 0 if every host ended with 0, else the code of the first that did not.
+    """Run the plan to its end: 0 if every host ended with 0, else the code of the first that did
+    not.
 
-    A plan for this machine alone takes the place of this process. The failure of one host ends the others; so do Ctrl-C,
-    SIGTERM and a hang-up.
+    A plan for this machine alone takes the place of this process. The failure of one host ends the
+    others; so do Ctrl-C, SIGTERM and a hang-up.
     """
     if not plan.alone:
         return _Front(plan.starts, patience).run()
@@ -61,7 +64,12 @@ class _Front:
     def run(self) -> int:
         with ExitStack() as stack:
             for number in SIGNALS:
-                before = signal.signal(number, lambda caught, _: self._news.put(Ended(signal.Signals(caught).name, 128 + caught, True)))
+                before = signal.signal(
+                    number,
+                    lambda caught, _: self._news.put(
+                        Ended(signal.Signals(caught).name, 128 + caught, True)
+                    ),
+                )
                 stack.callback(signal.signal, number, before)
             stack.callback(self._cut_off)
             for start in self._starts:
@@ -74,19 +82,26 @@ class _Front:
     def _start(self, start: Start) -> None:
         # Sessions of their own: Ctrl-C reaches this process alone, which ends them in order.
         process = subprocess.Popen(
-            start.reached_by, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            start.reached_by,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         self._processes.append(process)
         assert process.stdout is not None and process.stderr is not None
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            pump = threading.Thread(target=self._pump, args=(start.host.name, source, sink.buffer), daemon=True)
+            pump = threading.Thread(
+                target=self._pump, args=(start.host.name, source, sink.buffer), daemon=True
+            )
             pump.start()
             self._pumps.append(pump)
         threading.Thread(target=self._attend, args=(start, process), daemon=True).start()
 
     def _attend(self, start: Start, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):  # it has ended already, and its code says why; or all are being ended
+        # it has ended already, and its code says why; or all are being ended
+        with suppress(BrokenPipeError, ValueError):
             process.stdin.write(start.order)
             process.stdin.flush()
         code = process.wait()
@@ -118,8 +133,15 @@ class _Front:
         impatient = threading.Thread(target=self._wait_for_impatience, args=(waiting,), daemon=True)
         impatient.start()
         if not waiting.wait(self._patience):
-            late = [name for name, process in zip(self._names, self._processes) if process.poll() is None]
-            self._say(f"{', '.join(late)} did not end within {self._patience:.0f} s: cut off from here; look for what is left of it there")
+            late = [
+                name
+                for name, process in zip(self._names, self._processes)
+                if process.poll() is None
+            ]
+            self._say(
+                f"{', '.join(late)} did not end within {self._patience:.0f} s: cut off from here; "
+                "look for what is left of it there"
+            )
 
     def _wait_for_all(self, done: threading.Event) -> None:
         for process in self._processes:
@@ -142,7 +164,9 @@ class _Front:
             pump.join(LAST_WORDS_SECONDS)
 
     def _pump(self, name: str, source: BinaryIO, sink: BinaryIO) -> None:
-        """Copy line by line, each with its host before it; a progress bar redraws with a carriage return."""
+        """Copy line by line, each with its host before it; a progress bar redraws with a
+        carriage return.
+        """
         prefix = f"[{name}] ".encode() if len(self._starts) > 1 else b""
         held = b""
         while block := os.read(source.fileno(), 1 << 16):
@@ -158,7 +182,8 @@ class _Front:
             self._write(sink, prefix + held + b"\n")
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        with self._lock, suppress(BrokenPipeError):  # nobody reads any more; the ranks are not to wait for him
+        # nobody reads any more; the ranks are not to wait for him
+        with self._lock, suppress(BrokenPipeError):
             sink.write(data)
             sink.flush()
 

@@ -1,8 +1,10 @@
-"""Runs ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does; of a rank that fails it says in a line how it ended.
+"""Runs ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does; of a rank
+that fails it says in a line how it ended.
 
     python -m hf_zero.hosts.launcher torch.distributed.run --nproc-per-node 2 train.py
 
-A rank has shown its own error. The launchers add their traceback and a table, which say nothing about it.
+A rank has shown its own error. The launchers add their traceback and a table, which say nothing
+about it.
 """
 
 from __future__ import annotations
@@ -16,18 +18,25 @@ from typing import Any
 
 SWITCH = "HF_ZERO_TRACEBACK"
 NOISE = ("failed (exitcode", "closing signal")
-LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+LOGGERS = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+)
 
 
 def main() -> int:
-    """Run the launcher named first; the exit code of the rank that failed first, as a shell would give it."""
+    """Run the launcher named first; the exit code of the rank that failed first, as a shell
+    would give it.
+    """
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
     if os.environ.get(SWITCH, "0").strip().lower() not in {"", "0", "false", "off", "no"}:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
         return 0
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))
+        logging.getLogger(name).addFilter(
+            lambda record: not any(part in record.getMessage() for part in NOISE)
+        )
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
     except Exception as error:
@@ -58,7 +67,11 @@ def _ended(error: Any) -> tuple[int, str] | None:
 def _described(who: str, code: int, rest: str) -> tuple[int, str]:
     if code >= 0:
         return code or 1, f"{who} ended with code {code}{rest}"
-    name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
+    name = (
+        signal.Signals(-code).name
+        if -code in signal.Signals.__members__.values()
+        else f"signal {-code}"
+    )
     hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
     return 128 - code, f"{who} was ended by {name}{hint}{rest}"
 

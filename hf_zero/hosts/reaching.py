@@ -1,4 +1,6 @@
-"""How a host is reached: this machine by itself, another one through ssh, and by which address its peers find it."""
+"""How a host is reached: this machine by itself, another one through ssh, and by which address
+its peers find it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ ANSWER_SECONDS = 60.0
 
 
 def ssh_command(given: str | None = None, port: int | None = None) -> list[str]:
-    """The program that takes a host and one line for its shell: ``given``, else HF_ZERO_SSH, else ssh."""
+    """The program that takes a host and one line for its shell: ``given``, else HF_ZERO_SSH,
+    else ssh.
+    """
     text = given or os.environ.get(VARIABLE) or SSH
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"the ssh program {text!r} cannot be read as a command: {error}") from None
+        raise LaunchError(
+            f"the ssh program {text!r} cannot be read as a command: {error}"
+        ) from None
     return [*words, *(["-p", str(port)] if port else [])]
 
 
@@ -46,7 +52,9 @@ def is_here(host: str) -> bool:
 
 
 def address_of(host: str, ssh: Sequence[str]) -> str:
-    """The address by which other hosts reach ``host``: what its name means here, or, where that is this machine only, what it says itself."""
+    """The address by which other hosts reach ``host``: what its name means here, or, where that
+    is this machine only, what it says itself.
+    """
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -55,18 +63,28 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
         known = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
         known = []
-    usable = [address for address in known if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    usable = [
+        address
+        for address in known
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    ]
     if usable:
         return min(usable, key=lambda address: ":" in address)  # IPv4 where there is a choice
     asked = ["hostname", "-I"] if is_here(host) else [*ssh, host, "hostname -I"]
     try:
-        said = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+        said = subprocess.run(
+            asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{host} cannot be asked for its address ({shlex.join(asked)}: {error}); pass --master-addr") from None
+        raise LaunchError(
+            f"{host} cannot be asked for its address ({shlex.join(asked)}: "
+            f"{error}); pass --master-addr"
+        ) from None
     words = said.stdout.split()
     if said.returncode or not words:
         raise LaunchError(
-            f"{host} does not tell its address: {shlex.join(asked)} ended with {said.returncode}: {said.stderr.strip()[-300:]!r}. "
+            f"{host} does not tell its address: {shlex.join(asked)} ended with {said.returncode}: "
+            f"{said.stderr.strip()[-300:]!r}. "
             "Make it reachable without a password, or pass --master-addr"
         )
     return words[0]

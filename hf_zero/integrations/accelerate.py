@@ -1,7 +1,8 @@
 """Accelerate in a process under ZeRO: the wrappers of its state and of its Accelerator.
 
-Accelerate takes DEEPSPEED to mean GPUs; the wrappers of the state mend what follows from it on CPU ranks and in a plain
-process. Imported in the middle of ``import accelerate``: anything of Accelerate is imported inside the functions.
+Accelerate takes DEEPSPEED to mean GPUs; the wrappers of the state mend what follows from it on CPU
+ranks and in a plain process. Imported in the middle of ``import accelerate``: anything of
+Accelerate is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Ranks without an accelerator meet over gloo (``PartialState._prepare_backend``)."""
 
-    def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+    def _prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> Any:
         from accelerate.utils import DistributedType
 
         ranks = zero_asked_for() and finder.chosen() and launched()
@@ -44,7 +47,9 @@ def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    """``cpu=True`` keeps ZeRO, and every ZeRO process has a group (``AcceleratorState.__init__``)."""
+    """``cpu=True`` keeps ZeRO, and every ZeRO process has a group
+    (``AcceleratorState.__init__``).
+    """
 
     def __init__(
         self: Any,
@@ -61,7 +66,14 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         from accelerate.state import PartialState
 
-        plugins = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+        plugins = (
+            dynamo_plugin,
+            deepspeed_plugin,
+            fsdp_plugin,
+            torch_tp_plugin,
+            megatron_lm_plugin,
+            parallelism_config,
+        )
         first = _from_accelerator and type(self)._shared_state == {}
         if not (first and zero_asked_for() and finder.chosen()):
             original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
@@ -97,7 +109,9 @@ def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., An
 
 
 def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ranks without the consolidated weights get an empty state dict, as under FSDP (``Accelerator.get_state_dict``)."""
+    """Ranks without the consolidated weights get an empty state dict, as under FSDP
+    (``Accelerator.get_state_dict``).
+    """
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
         state = original(self, model, unwrap)
@@ -107,7 +121,9 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
-    """What is given as a path, a preset or JSON is read by us, and a config remembers its sources (``HfDeepSpeedConfig.__init__``)."""
+    """What is given as a path, a preset or JSON is read by us, and a config remembers its
+    sources (``HfDeepSpeedConfig.__init__``).
+    """
 
     def __init__(self: Any, config_file_or_dict: Any) -> None:
         original(self, mapping_of(config_file_or_dict) if finder.chosen() else config_file_or_dict)
@@ -116,10 +132,15 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A plugin that is made from the launcher's file has all of its keys, and knows them from Accelerate's (``DeepSpeedPlugin.__post_init__``)."""
+    """A plugin that is made from the launcher's file has all of its keys, and knows them from
+    Accelerate's (``DeepSpeedPlugin.__post_init__``).
+    """
 
     def __post_init__(self: Any) -> None:
-        from_launcher = self.hf_ds_config is None and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+        from_launcher = (
+            self.hf_ds_config is None
+            and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+        )
         given = self.hf_ds_config
         original(self)
         if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
@@ -127,7 +148,8 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if from_launcher:
             self.deepspeed_config.update(written_keys())
             remember_launch(self.deepspeed_config)
-        elif not hasattr(given, "config"):  # otherwise the Trainer's, which says itself who fills it in
+        elif not hasattr(given, "config"):
+            # otherwise the Trainer's, which says itself who fills it in
             self.deepspeed_config.filler = "Accelerate"
 
     return __post_init__
@@ -136,7 +158,9 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
 def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
     """Where "auto" is a value of ours it stays (``DeepSpeedPlugin.fill_match``)."""
 
-    def fill_match(self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any) -> None:
+    def fill_match(
+        self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
         if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
             original(self, ds_key_long, mismatches, must_match, **kwargs)
 
@@ -144,7 +168,9 @@ def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The script's optimizer stays what it is: the engine updates any that is element-wise (``map_pytorch_optim_to_deepspeed``)."""
+    """The script's optimizer stays what it is: the engine updates any that is element-wise
+    (``map_pytorch_optim_to_deepspeed``).
+    """
 
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer if finder.chosen() else original(optimizer)
@@ -153,7 +179,9 @@ def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What Accelerate and TRL expect of an engine, beside others and alone (``Accelerator._prepare_deepspeed``)."""
+    """What Accelerate and TRL expect of an engine, beside others and alone
+    (``Accelerator._prepare_deepspeed``).
+    """
 
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
         if not finder.chosen():
@@ -175,13 +203,17 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ZeRO it and ``prepare_model`` would leave each rank to train a model of its own (``Accelerator.prepare_optimizer``)."""
+    """Under ZeRO it and ``prepare_model`` would leave each rank to train a model of its own
+    (``Accelerator.prepare_optimizer``).
+    """
 
     def prepare_optimizer(self: Any, optimizer: Any, device_placement: Any = None) -> Any:
         if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
             raise PartitionError(
-                f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model stays whole and its gradients are not averaged "
-                "over the ranks; prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
+                f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model "
+                "stays whole and its gradients are not averaged "
+                "over the ranks; prepare both in one call, model, optimizer = "
+                "accelerator.prepare(model, optimizer)"
             )
         return original(self, optimizer, device_placement)
 
@@ -190,27 +222,37 @@ def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
-    """Accelerate asks for a data loader with a batch size where the config leaves it open; the engine trains without that number."""
+    """Accelerate asks for a data loader with a batch size where the config leaves it open; the
+    engine trains without that number.
+    """
     loaders = [each for each in args if isinstance(each, DataLoader)]
     taken = {}
-    if config.get(MICRO) == AUTO and (not loaders or any(loader.batch_size is None for loader in loaders)):
+    if config.get(MICRO) == AUTO and (
+        not loaders or any(loader.batch_size is None for loader in loaders)
+    ):
         taken = {key: config.pop(key) for key in (TOTAL, MICRO) if config.get(key) == AUTO}
     try:
         yield
     finally:
-        if not any(isinstance(each, nn.Module) for each in args):  # the model is still to come, perhaps with a data loader
+        # the model is still to come, perhaps with a data loader
+        if not any(isinstance(each, nn.Module) for each in args):
             config.update(taken)
 
 
 def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
-    """Raise PartitionError for an optimizer whose model has been prepared without it: that engine cannot step."""
+    """Raise PartitionError for an optimizer whose model has been prepared without it: that
+    engine cannot step.
+    """
     if any(isinstance(each, nn.Module) for each in args):
         return
     for optimizer in (each for each in args if isinstance(each, torch.optim.Optimizer)):
-        owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        owners = (
+            owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        )
         if any(flat is not None for flat in owners):
             raise PartitionError(
-                f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under ZeRO the model is laid out for its optimizer; "
+                f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under "
+                "ZeRO the model is laid out for its optimizer; "
                 "prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
@@ -227,15 +269,20 @@ def _start_on_cpu(**kwargs: Any) -> None:
 
 
 def _join_group(state: Any, timeout: Any) -> None:
-    """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise: make one of one rank."""
+    """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise:
+    make one of one rank.
+    """
     from hf_zero.core import comm
     from hf_zero.device import kinds
 
     if kinds.is_host(state.device) and kinds.accelerator() is not None:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # the engine computes where Accelerate puts the batches
+        # the engine computes where Accelerate puts the batches
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     comm.init_distributed(timeout=timeout)
     if comm.get_world_size() != state.num_processes:
         raise RankMismatchError(
-            f"Accelerate counts {state.num_processes} process(es) and the process group {comm.get_world_size()}: LOCAL_RANK is not set, so "
-            "Accelerate cannot see its peers. Start the script with `accelerate launch` or torchrun, or export LOCAL_RANK"
+            f"Accelerate counts {state.num_processes} process(es) and the process group "
+            f"{comm.get_world_size()}: LOCAL_RANK is not set, so "
+            "Accelerate cannot see its peers. Start the script with `accelerate launch` or "
+            "torchrun, or export LOCAL_RANK"
         )

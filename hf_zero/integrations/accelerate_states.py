@@ -1,4 +1,5 @@
-"""The wrappers around ``Accelerator.save_state`` and ``load_state``: whole states are loaded and kept, torn ones are named.
+"""The wrappers around ``Accelerator.save_state`` and ``load_state``: whole states are loaded and
+kept, torn ones are named.
 
 Imported in the middle of ``import accelerate``.
 """
@@ -15,7 +16,13 @@ from hf_zero.checkpoint.folders import DROPPED
 from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import Parts, by_number, decided, last_whole, tell_lost_random_states
+from hf_zero.integrations.written_in_pieces import (
+    Parts,
+    by_number,
+    decided,
+    last_whole,
+    tell_lost_random_states,
+)
 from hf_zero.logs import logger
 
 PREFIX = "checkpoint_"
@@ -26,7 +33,9 @@ def _under_zero(accelerator: Any) -> bool:
 
 
 def _names_itself(accelerator: Any) -> bool:
-    return _under_zero(accelerator) and accelerator.project_configuration.automatic_checkpoint_naming
+    return (
+        _under_zero(accelerator) and accelerator.project_configuration.automatic_checkpoint_naming
+    )
 
 
 def _states(accelerator: Any) -> Path:
@@ -34,13 +43,22 @@ def _states(accelerator: Any) -> Path:
 
 
 def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``total_limit`` removes old states once the new one is whole, and a torn one is passed over (``Accelerator.save_state``)."""
+    """``total_limit`` removes old states once the new one is whole, and a torn one is passed
+    over (``Accelerator.save_state``).
+    """
 
-    def save_state(self: Any, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+    def save_state(
+        self: Any,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
         if not _names_itself(self):
             return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
         settings, parts = self.project_configuration, Parts.of(self)
-        settings.iteration = decided(lambda: _beyond_torn_ones(_states(self), settings.iteration, parts))
+        settings.iteration = decided(
+            lambda: _beyond_torn_ones(_states(self), settings.iteration, parts)
+        )
         limit, settings.total_limit = settings.total_limit, None
         try:
             location = original(self, output_dir, safe_serialization, **save_model_func_kwargs)
@@ -61,7 +79,13 @@ def _beyond_torn_ones(states: Path, number: int, parts: Parts) -> int:
     """The first number from ``number`` on under which no torn state lies."""
     while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.trouble(folder)):
         number += 1
-        logger.warning("%s is not whole and is left as it is; the state is saved as %s%d (%s)", folder, PREFIX, number, said)
+        logger.warning(
+            "%s is not whole and is left as it is; the state is saved as %s%d (%s)",
+            folder,
+            PREFIX,
+            number,
+            said,
+        )
     return number
 
 
@@ -75,18 +99,34 @@ def _keep(newest: Path, limit: int, parts: Parts) -> None:
 
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a folder the last whole state is loaded, torn ones are skipped and named; what is lost is said (``Accelerator.load_state``)."""
+    """Without a folder the last whole state is loaded, torn ones are skipped and named; what is
+    lost is said (``Accelerator.load_state``).
+    """
 
-    def load_state(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> Any:
+    def load_state(
+        self: Any,
+        input_dir: str | None = None,
+        load_kwargs: Any = None,
+        **load_model_func_kwargs: Any,
+    ) -> Any:
         if input_dir is None and _names_itself(self):
-            found = decided(lambda: last_whole(by_number(_states(self), PREFIX), Parts.of(self).trouble))
+            found = decided(
+                lambda: last_whole(by_number(_states(self), PREFIX), Parts.of(self).trouble)
+            )
             input_dir = None if found is None else str(found)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
         if input_dir is not None and _under_zero(self):
-            # Micro-batches, by which windows are counted: of ranks that are new it is not known, and windows may have another length now.
+            # Micro-batches, by which windows are counted: of ranks that are new it is not known,
+            # and windows may have another length now.
             self.step = 0
             folder, rank = Path(input_dir).expanduser(), self.process_index
-            tell_lost_random_states(folder, folder / "pytorch_model", f"random_states_{rank}.pkl", rank, self.num_processes)
+            tell_lost_random_states(
+                folder,
+                folder / "pytorch_model",
+                f"random_states_{rank}.pkl",
+                rank,
+                self.num_processes,
+            )
         return result
 
     return load_state

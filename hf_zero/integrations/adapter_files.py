@@ -1,4 +1,6 @@
-"""What the files of PEFT's adapters hold, told from the names of a model alone: for checkpoints, from which they are written later."""
+"""What the files of PEFT's adapters hold, told from the names of a model alone: for checkpoints,
+from which they are written later.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,26 @@ from hf_zero.logs import logger
 
 
 def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
-    """What ``save_pretrained`` would write of each adapter: its configuration, and by name in its file the name in ``model``.
+    """What ``save_pretrained`` would write of each adapter: its configuration, and by name in its
+    file the name in ``model``.
 
-    ``buffers`` are the names of the persistent ones. No values are read and nothing is gathered. An adapter whose file is computed
-    (a prompt encoder with layers of its own, ranks that AdaLoRA has pruned) is left out, and the log says so.
+    ``buffers`` are the names of the persistent ones. No values are read and nothing is gathered. An
+    adapter whose file is computed (a prompt encoder with layers of its own, ranks that AdaLoRA has
+    pruned) is left out, and the log says so.
     """
     made = {}
     for adapter, config in model.peft_config.items():
         try:
-            made[adapter] = (_configuration(model, config), _tensors(model, adapter, config, buffers))
-        except Exception as error:  # PEFT's own code for this kind of adapter, which may raise anything; the save goes on without
+            made[adapter] = (
+                _configuration(model, config),
+                _tensors(model, adapter, config, buffers),
+            )
+        except Exception as error:
+            # PEFT's own code for this kind of adapter, which may raise anything; the save goes on
+            # without
             logger.warning(
-                "adapter %r of kind %s is not described in the checkpoint (%s): convert-checkpoint will write the wrapped model; "
+                "adapter %r of kind %s is not described in the checkpoint (%s): convert-checkpoint "
+                "will write the wrapped model; "
                 "for the adapter alone use save_pretrained",
                 adapter, config.peft_type, error,
             )  # fmt: skip
@@ -40,9 +50,14 @@ def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[s
     if config.is_prompt_learning:
         encoder = [name for name in names if f"prompt_encoder.{adapter}." in f"{name}."]
         if encoder != [f"prompt_encoder.{adapter}.embedding.weight"]:
-            raise ValueError(f"its prompts are computed from {', '.join(encoder) or 'nothing that is held'}")
+            raise ValueError(
+                f"its prompts are computed from {', '.join(encoder) or 'nothing that is held'}"
+            )
         return {"prompt_embeddings": encoder[0]}
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    held = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     shells = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in held.items()
@@ -51,45 +66,69 @@ def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[s
     by_shell = {id(shell): name for name, shell in shells.items()}
     with warnings.catch_warnings(), whole_copies(model, shells):
         warnings.simplefilter("ignore")  # that embeddings are saved as well, on every save
-        chosen = get_peft_model_state_dict(model, shells, adapter, save_embedding_layers=_with_embeddings(model, config))
+        chosen = get_peft_model_state_dict(
+            model, shells, adapter, save_embedding_layers=_with_embeddings(model, config)
+        )
     if computed := [name for name, value in chosen.items() if id(value) not in by_shell]:
         raise ValueError(f"{computed[0]} is computed when it is written")
-    # A model of transformers with an adapter of its own names, in the file, the wrapper that it has not got.
+    # A model of transformers with an adapter of its own names, in the file, the wrapper that it has
+    # not got.
     prefix = "" if isinstance(model, PeftModel) else "base_model.model."
     return {prefix + name: by_shell[id(value)] for name, value in chosen.items()}
 
 
 def _configuration(model: Any, config: Any) -> dict[str, Any]:
-    """What ``PeftConfig.save_pretrained`` writes of ``config``, for inference, with the base model's name."""
-    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    """What ``PeftConfig.save_pretrained`` writes of ``config``, for inference, with the base
+    model's name.
+    """
+    content = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     content["inference_mode"] = True
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    content["base_model_name_or_path"] = content.get("base_model_name_or_path") or getattr(base, "name_or_path", None) or None
+    content["base_model_name_or_path"] = (
+        content.get("base_model_name_or_path") or getattr(base, "name_or_path", None) or None
+    )
     if config.task_type is None:
-        content["auto_mapping"] = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        content["auto_mapping"] = {
+            "base_model_class": type(base).__name__,
+            "parent_library": type(base).__module__,
+        }
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
 
 
 def _with_embeddings(model: Any, config: Any) -> bool:
-    """Whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, found out without asking the hub."""
+    """Whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, found out without
+    asking the hub.
+    """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
     targets = getattr(config, "target_modules", None) or ()
     if getattr(config, "trainable_token_indices", None) is not None:
         return False
     if isinstance(targets, str):
-        found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES]
+        found = [
+            name
+            for name, _ in model.named_modules()
+            if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES
+        ]
         if targets != "all-linear" and any(re.fullmatch(targets, name) for name in found):
             return True
     elif any(name in targets for name in EMBEDDING_LAYER_NAMES):
         return True
-    size, base = getattr(getattr(model, "config", None), "vocab_size", None), _base_configuration(config.base_model_name_or_path)
+    size, base = (
+        getattr(getattr(model, "config", None), "vocab_size", None),
+        _base_configuration(config.base_model_name_or_path),
+    )
     return size is not None and base.get("vocab_size") not in (None, size)
 
 
 def _base_configuration(name: str | None) -> dict[str, Any]:
-    """The base model's config.json, from its folder or the hub's cache; empty if it is in neither."""
+    """The base model's config.json, from its folder or the hub's cache; empty if it is in
+    neither.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if not name:

@@ -1,8 +1,10 @@
-"""PEFT where its own code for ZeRO-3 knows GPUs alone, or gathers on one rank. Imported in the middle of ``import peft``.
+"""PEFT where its own code for ZeRO-3 knows GPUs alone, or gathers on one rank. Imported in the
+middle of ``import peft``.
 
-Rank 0 saves adapters from the consolidated state dict that it was given, often alone. But modules that are saved whole are
-asked for a state dict of their own, and prompt encoders are called: both would gather, and nobody would join. So that code
-meets copies of these modules, which hold what the state dict has.
+Rank 0 saves adapters from the consolidated state dict that it was given, often alone. But modules
+that are saved whole are asked for a state dict of their own, and prompt encoders are called: both
+would gather, and nobody would join. So that code meets copies of these modules, which hold what the
+state dict has.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from torch import nn
 
 from hf_zero.integrations import finder
 
-ASKED = ("modules_to_save", "prompt_encoder")  # attributes that hold modules by the name of their adapter
+# attributes that hold modules by the name of their adapter
+ASKED = ("modules_to_save", "prompt_encoder")
 
 
 def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The rows of an embedding that are to be trained, on any device (``TrainableTokensLayer._collect_token_weights``).
+    """The rows of an embedding that are to be trained, on any device
+    (``TrainableTokensLayer._collect_token_weights``).
 
     Inside GatheredParameters every rank has them, so that nothing is left to send.
     """
 
-    def _collect_token_weights(self: Any, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int) -> torch.Tensor:
+    def _collect_token_weights(
+        self: Any, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
+    ) -> torch.Tensor:
         if not finder.chosen():
             return original(self, weight, rows, embed_dim)
         from hf_zero.core.gathered import GatheredParameters
@@ -38,7 +44,9 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The adapter out of a state dict, without a gather; nothing out of the empty one of other ranks (``get_peft_model_state_dict``)."""
+    """The adapter out of a state dict, without a gather; nothing out of the empty one of other
+    ranks (``get_peft_model_state_dict``).
+    """
 
     def get_peft_model_state_dict(
         model: Any,
@@ -52,14 +60,18 @@ def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(model, state_dict, *rest)
         if not state_dict:
             return {}
-        with whole_copies(getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict):
+        with whole_copies(
+            getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict
+        ):
             return original(model, state_dict, *rest)
 
     return get_peft_model_state_dict
 
 
 def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
-    """Ranks with the empty state dict write nothing over what rank 0 writes (``PeftModel.save_pretrained``)."""
+    """Ranks with the empty state dict write nothing over what rank 0 writes
+    (``PeftModel.save_pretrained``).
+    """
 
     def save_pretrained(
         self: Any,
@@ -74,7 +86,16 @@ def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
         state = kwargs.get("state_dict")
         writes = is_main_process and not (state is not None and not state and finder.chosen())
         more = (path_initial_model_for_weight_conversion,)
-        original(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, writes, *more, **kwargs)
+        original(
+            self,
+            save_directory,
+            safe_serialization,
+            selected_adapters,
+            save_embedding_layers,
+            writes,
+            *more,
+            **kwargs,
+        )
 
     return save_pretrained
 
@@ -89,7 +110,11 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
                 held = module._modules.get(attribute)
                 for name, asked in list(held.items()) if isinstance(held, nn.ModuleDict) else ():
                     path = ".".join(filter(None, (prefix, attribute, name)))
-                    if isinstance(held, nn.ModuleDict) and _is_sharded(asked) and _is_in(asked, path, state):
+                    if (
+                        isinstance(held, nn.ModuleDict)
+                        and _is_sharded(asked)
+                        and _is_in(asked, path, state)
+                    ):
                         replaced.append((held, name, asked))
                         held[name] = _copy(asked, path, state)
         yield
@@ -109,22 +134,33 @@ def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
 
 
 def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
-    values = {id(own): nn.Parameter(state[f"{path}.{name}"], requires_grad=False) for name, own in module.named_parameters()}
+    values = {
+        id(own): nn.Parameter(state[f"{path}.{name}"], requires_grad=False)
+        for name, own in module.named_parameters()
+    }
     return copy.deepcopy(module, dict(values))
 
 
 def keep_what_is_written(engine: Any) -> None:
-    """Let the state dict that the Trainer saves adapters from have all that PEFT may write, although it is frozen."""
+    """Let the state dict that the Trainer saves adapters from have all that PEFT may write,
+    although it is frozen.
+    """
     model = engine.module
     if hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings"):
         engine.kept_when_frozen = frozenset(written(model))
 
 
 def written(model: Any) -> set[str]:
-    """First names of the parameters that PEFT may write: every adapter, trained or not (a reference beside the one in training), modules
-    that are saved whole, and the embeddings, which are written where they were resized or have adapters of their own."""
+    """First names of the parameters that PEFT may write: every adapter, trained or not (a reference
+    beside the one in training), modules that are saved whole, and the embeddings, which are written
+    where they were resized or have adapters of their own.
+    """
     whole = [model.get_input_embeddings(), model.get_output_embeddings()]
-    whole += [module.modules_to_save for module in model.modules() if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)]
+    whole += [
+        module.modules_to_save
+        for module in model.modules()
+        if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
+    ]
     chosen = {id(own) for module in whole if module is not None for own in module.parameters()}
     for adapter, config in model.peft_config.items():
         if not config.is_prompt_learning:  # learned prompts are not taken from a state dict
@@ -133,10 +169,23 @@ def written(model: Any) -> set[str]:
 
 
 def _parts_of(adapter: str, model: Any) -> set[int]:
-    """Identities of the parameters that make up ``adapter``: PEFT is asked, with tensors without values."""
+    """Identities of the parameters that make up ``adapter``: PEFT is asked, with tensors without
+    values.
+    """
     from peft import get_peft_model_state_dict
 
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    shells = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    chosen = {id(value) for value in get_peft_model_state_dict(model, shells, adapter, save_embedding_layers=False).values()}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    shells = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    chosen = {
+        id(value)
+        for value in get_peft_model_state_dict(
+            model, shells, adapter, save_embedding_layers=False
+        ).values()
+    }
     return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}

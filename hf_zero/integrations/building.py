@@ -1,7 +1,8 @@
 """How models are built under ZeRO-3: without memory beyond a first part, and straight into shards.
 
-Large parameters are records of how they come to their values; an engine that only holds the model then makes them one by
-one. That serves ``from_config`` and ``zero.Init``, for models of transformers and any others.
+Large parameters are records of how they come to their values; an engine that only holds the model
+then makes them one by one. That serves ``from_config`` and ``zero.Init``, for models of
+transformers and any others.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from hf_zero.core.holding import hold
 from hf_zero.integrations.loading import Loading, asked_for, forced, loading_now
 from hf_zero.loading import Building, make_pending, make_real, record_in
 
-# So much of a model is built in memory: that costs little, and a small model has the very numbers that a single process
-# draws. Put off, each parameter's numbers come from a generator of its own, alike for any number of ranks.
+# So much of a model is built in memory: that costs little, and a small model has the very numbers
+# that a single process draws. Put off, each parameter's numbers come from a generator of its own,
+# alike for any number of ranks.
 WHOLE_BYTES = 256 << 20
 
 
 def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """A large model from a configuration comes back sharded (``PreTrainedModel._from_config``)."""
-    if "transformers.initialization" in sys.modules:  # it keeps copies of torch's functions, which a model's own rule calls
+    # it keeps copies of torch's functions, which a model's own rule calls
+    if "transformers.initialization" in sys.modules:
         record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
 
     def _from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
         config = asked_for()
-        if config is None or loading_now.get() is not None or torch.get_default_device().type == "meta":
+        if (
+            config is None
+            or loading_now.get() is not None
+            or torch.get_default_device().type == "meta"
+        ):
             return original(cls, *args, **kwargs)
         comm.join(config)
         token = loading_now.set(Loading(shards=False))
@@ -58,12 +65,15 @@ def _hold_roots(building: Building, config: ZeroConfig) -> None:
 
 
 class Init:
-    """``deepspeed.zero.Init``: a context around the construction of models, with all of DeepSpeed's arguments. Collective.
+    """``deepspeed.zero.Init``: a context around the construction of models, with all of DeepSpeed's
+    arguments. Collective.
 
-    At stage 3 and on several ranks, models made inside come in shards: those of ``from_pretrained`` are read so, others
-    have no memory beyond their first 256 MB. They can be read, written (see GatheredParameters) and called before
-    ``initialize`` takes them over. ``module``, a model that is here already, is sharded at once. Parameters keep the dtype that
-    the code asks for. Without ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage 3.
+    At stage 3 and on several ranks, models made inside come in shards: those of ``from_pretrained``
+    are read so, others have no memory beyond their first 256 MB. They can be read, written (see
+    GatheredParameters) and called before ``initialize`` takes them over. ``module``, a model that
+    is here already, is sharded at once. Parameters keep the dtype that the code asks for. Without
+    ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage
+    3.
     """
 
     def __init__(
@@ -90,7 +100,11 @@ class Init:
         if enabled:
             given = config_dict_or_path if config_dict_or_path is not None else config
             alive = asked_for() if "transformers" in sys.modules else None
-            self._config = ZeroConfig.coerce(given, allow_auto=True) if given is not None else alive or ZeroConfig(stage=3)
+            self._config = (
+                ZeroConfig.coerce(given, allow_auto=True)
+                if given is not None
+                else alive or ZeroConfig(stage=3)
+            )
             if module is not None and self._shards():
                 hold(module, self._config)
 
@@ -102,7 +116,9 @@ class Init:
         if self.enabled and loading_now.get() is None and self._shards():
             token = forced.set(self._config)
             self._stack.callback(forced.reset, token)
-            self._building = self._stack.enter_context(Building(WHOLE_BYTES, lambda: loading_now.get() is not None))
+            self._building = self._stack.enter_context(
+                Building(WHOLE_BYTES, lambda: loading_now.get() is not None)
+            )
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -115,11 +131,13 @@ class Init:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """``module`` uses ``parameter`` that another module owns.
 
-    Accepted and not needed: a unit's parameters are gathered for every module that is called inside it, and parameters
-    shared between units belong to their lowest common ancestor.
+    Accepted and not needed: a unit's parameters are gathered for every module that is called inside
+    it, and parameters shared between units belong to their lowest common ancestor.
     """
 
 
-def zero_wrapper_for_fp_tensor_constructor(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def zero_wrapper_for_fp_tensor_constructor(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
     """DeepSpeed wraps tensor constructors inside ``Init``; hf-zero leaves them alone."""
     return function

@@ -1,4 +1,6 @@
-"""``deepspeed.checkpointing``: activation checkpointing under DeepSpeed's names, done by torch.utils.checkpoint."""
+"""``deepspeed.checkpointing``: activation checkpointing under DeepSpeed's names, done by
+torch.utils.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,23 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set what :func:`checkpoint` does, from the section ``activation_checkpointing`` of a configuration; arguments go before it.
+    """Set what :func:`checkpoint` does, from the section ``activation_checkpointing`` of a
+    configuration; arguments go before it.
 
-    ``checkpoint_in_cpu`` keeps the inputs of checkpoints in memory of the host until their backward. ``profile`` logs the time of
-    forwards and recomputations, ``synchronize`` waits for the device around each. Activations are divided among model-parallel ranks,
-    of which there is one, so the options of that change nothing. Raises NotBuiltError for an ``mpu_`` that splits the model.
+    ``checkpoint_in_cpu`` keeps the inputs of checkpoints in memory of the host until their
+    backward. ``profile`` logs the time of forwards and recomputations, ``synchronize`` waits for
+    the device around each. Activations are divided among model-parallel ranks, of which there is
+    one, so the options of that change nothing. Raises NotBuiltError for an ``mpu_`` that splits the
+    model.
     """
     global _settings
     if mpu_ is not None:
         check_mpu(mpu_, comm.get_world_size())
-    config = ZeroConfig(0) if deepspeed_config is None else ZeroConfig.coerce(deepspeed_config, allow_auto=True)
+    config = (
+        ZeroConfig(0)
+        if deepspeed_config is None
+        else ZeroConfig.coerce(deepspeed_config, allow_auto=True)
+    )
     section, device = config.activation_checkpointing, comm.default_device()
     profiles = section.profile if profile is None else profile
     waits = section.synchronize if synchronize is None else synchronize
@@ -57,7 +66,9 @@ def configure(
         configured=True,
         config=config,
         in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
-        timing=recompute.Timing(device, profiles, comm.get_rank() == 0) if profiles or waits else None,
+        timing=recompute.Timing(device, profiles, comm.get_rank() == 0)
+        if profiles or waits
+        else None,
     )
 
 
@@ -72,7 +83,9 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """The number of checkpoints: it sizes DeepSpeed's buffers for divided activations, which are not needed here."""
+    """The number of checkpoints: it sizes DeepSpeed's buffers for divided activations, which are
+    not needed here.
+    """
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

@@ -1,4 +1,6 @@
-"""What ``torch.cuda`` answers about a GPU, answered about the CPU: seeds, and this process's memory. The rest is torch.cpu's."""
+"""What ``torch.cuda`` answers about a GPU, answered about the CPU: seeds, and this process's
+memory. The rest is torch.cpu's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def memory_allocated(device_index: int | None = None) -> int:
 
 def max_memory_allocated(device_index: int | None = None) -> int:
     """The most of :func:`memory_allocated` since the process began."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return max(peak, memory_allocated())  # the kernel counts the peak a little late
 
 

@@ -1,4 +1,6 @@
-"""The ``deepspeed`` command line (``deepspeed.launcher.runner.main``) in terms of ``hf_zero.hosts``."""
+"""The ``deepspeed`` command line (``deepspeed.launcher.runner.main``) in terms of
+``hf_zero.hosts``.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,20 @@ NOT_BUILT = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """DeepSpeed's options: the hosts of a hostfile, or this machine. Ends the process where something has failed."""
+    """DeepSpeed's options: the hosts of a hostfile, or this machine.
+
+    Ends the process where something has failed.
+    """
     given = _parser().parse_args(args)
     for name, instead in NOT_BUILT.items():
         if getattr(given, name):
-            raise NotBuiltError(f"--{name} of the deepspeed command is not built in this version; {instead}")
+            raise NotBuiltError(
+                f"--{name} of the deepspeed command is not built in this version; {instead}"
+            )
     if given.launcher.lower() not in OVER_SSH:
         raise NotBuiltError(
-            f"--launcher {given.launcher} is not built in this version; start the script with srun or mpirun itself, hf-zero knows their variables"
+            f"--launcher {given.launcher} is not built in this version; start the script with srun "
+            "or mpirun itself, hf-zero knows their variables"
         )
     os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if given.quiet else given.log_level)
     default = Path(DEFAULT_HOSTFILE)
@@ -65,27 +73,52 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deepspeed", description="hf-zero in place of the deepspeed launcher; see also `hf-zero launch --help`"
+        prog="deepspeed",
+        description="hf-zero in place of the deepspeed launcher; see also `hf-zero launch --help`",
     )
-    parser.add_argument("-H", "--hostfile", help=f"lines of `host slots=N`; default: {DEFAULT_HOSTFILE}, if there is one")
-    parser.add_argument("-i", "--include", default="", help="only these hosts and slots: worker-0@worker-1:0,2")
+    parser.add_argument(
+        "-H",
+        "--hostfile",
+        help=f"lines of `host slots=N`; default: {DEFAULT_HOSTFILE}, if there is one",
+    )
+    parser.add_argument(
+        "-i", "--include", default="", help="only these hosts and slots: worker-0@worker-1:0,2"
+    )
     parser.add_argument("-e", "--exclude", default="", help="all but these")
     parser.add_argument("--num_nodes", type=int, default=-1, help="the first hosts of the hostfile")
-    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host")
+    parser.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host"
+    )
     parser.add_argument("--master_addr", default="", help="default: the first host's address")
     parser.add_argument("--master_port", type=int, help="where the ranks meet; default: a free one")
-    parser.add_argument("--node_rank", type=int, default=-1, help="the number of this host, with --no_ssh")
+    parser.add_argument(
+        "--node_rank", type=int, default=-1, help="the number of this host, with --no_ssh"
+    )
     parser.add_argument("--no_ssh", action="store_true", help="start the part of this host alone")
     parser.add_argument("--ssh_port", type=int)
-    for flag in ("--module", "--no_python", "--no_local_rank", "--save_pid", "--bind_cores_to_rank"):
+    for flag in (
+        "--module",
+        "--no_python",
+        "--no_local_rank",
+        "--save_pid",
+        "--bind_cores_to_rank",
+    ):
         parser.add_argument(flag, action="store_true")
     for flag in ("--no_ssh_check", "--force_multi"):
-        parser.add_argument(flag, action="store_true", help="accepted: a host that cannot be reached says so by itself")
+        parser.add_argument(
+            flag,
+            action="store_true",
+            help="accepted: a host that cannot be reached says so by itself",
+        )
     for option in ("--launcher_args", "--autotuning", "--venv_script", "--bind_core_list"):
         parser.add_argument(option, default="")
-    parser.add_argument("--enable_each_rank_log", type=lambda text: "" if text == "None" else text, default="")
+    parser.add_argument(
+        "--enable_each_rank_log", type=lambda text: "" if text == "None" else text, default=""
+    )
     parser.add_argument("--launcher", default=OVER_SSH[0])
-    parser.add_argument("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    parser.add_argument(
+        "--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"]
+    )
     parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)

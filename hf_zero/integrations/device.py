@@ -1,4 +1,6 @@
-"""``deepspeed.accelerator.get_accelerator()``: the device this process computes on, under DeepSpeed's method names."""
+"""``deepspeed.accelerator.get_accelerator()``: the device this process computes on, under
+DeepSpeed's method names.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,21 @@ from hf_zero.integrations import cpu_device
 
 
 class Device:
-    """CPU or accelerator, whichever the engine uses here. Whatever is not listed is asked of torch's module for it, or of ``cpu_device``."""
+    """CPU or accelerator, whichever the engine uses here.
+
+    Whatever is not listed is asked of torch's module for it, or of ``cpu_device``.
+    """
 
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._module: Any = cpu_device if kind == "cpu" else kinds.module_of(kind)
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        return self._name if self._name == "cpu" or device_index is None else f"{self._name}:{device_index}"
+        return (
+            self._name
+            if self._name == "cpu" or device_index is None
+            else f"{self._name}:{device_index}"
+        )
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
@@ -44,7 +53,11 @@ class Device:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, *([torch.half] if self.is_fp16_supported() else []), *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [
+            torch.float,
+            *([torch.half] if self.is_fp16_supported() else []),
+            *([torch.bfloat16] if self.is_bf16_supported() else []),
+        ]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name

@@ -1,4 +1,6 @@
-"""The distribution metadata of the facade, in a file of its own because ``importlib.metadata`` costs 26 ms to import."""
+"""The distribution metadata of the facade, in a file of its own because ``importlib.metadata``
+costs 26 ms to import.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Provides-Extra: hf-zero
 
 
 class FacadeDistribution(Distribution):
-    """Answers ``importlib.metadata.version("deepspeed")`` and ``metadata("deepspeed")``; it owns no files."""
+    """Answers ``importlib.metadata.version("deepspeed")`` and ``metadata("deepspeed")``; it owns
+    no files.
+    """
 
     def __init__(self, name: str, version: str, folder: str):
         self._metadata, self._folder = METADATA.format(name=name, version=version), folder

@@ -1,7 +1,9 @@
-"""The package ``deepspeed`` that hf-zero offers: its modules (hf-zero's facade) and its distribution metadata.
+"""The package ``deepspeed`` that hf-zero offers: its modules (hf-zero's facade) and its
+distribution metadata.
 
-Nothing of that name is put into site-packages; an instance of :class:`FacadeFinder` in ``sys.meta_path`` answers instead
-(see finder.py for when). Imported in every Python process: standard library only, and the costly parts of it late.
+Nothing of that name is put into site-packages; an instance of :class:`FacadeFinder` in
+``sys.meta_path`` answers instead (see finder.py for when). Imported in every Python process:
+standard library only, and the costly parts of it late.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ FACADE = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
 
 
 class FacadeFinder:
-    """An instance, not a class: ``importlib.invalidate_caches()`` calls a method on every finder that has one."""
+    """An instance, not a class: ``importlib.invalidate_caches()`` calls a method on every finder
+    that has one.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         # Submodules need no answer: the ordinary path finder follows the package's __path__.
         return facade_spec() if fullname == NAME else None
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        # Asked by name and without a folder, else silent: pip lists the folders it manages and must not find us there.
+        # Asked by name and without a folder, else silent: pip lists the folders it manages and must
+        # not find us there.
         name = getattr(context, "name", None)
         if name is None or name.lower() != NAME or "path" in vars(context):
             return ()
@@ -45,7 +50,9 @@ class FacadeFinder:
 def facade_spec() -> ModuleSpec:
     from importlib.util import spec_from_file_location
 
-    spec = spec_from_file_location(NAME, os.path.join(FACADE, "__init__.py"), submodule_search_locations=[FACADE])
+    spec = spec_from_file_location(
+        NAME, os.path.join(FACADE, "__init__.py"), submodule_search_locations=[FACADE]
+    )
     assert spec is not None
     return spec
 

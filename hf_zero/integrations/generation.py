@@ -1,8 +1,9 @@
 """Generation at stage 3: how often a model is gathered for it.
 
-Every token is a forward, and every forward gathers each unit once. Where the whole model fits beside what is there already,
-``generate`` gathers it once for all tokens; ranks then end when their own sequences do. Else they keep together
-(``synced_gpus``), whatever configuration is alive in transformers.
+Every token is a forward, and every forward gathers each unit once. Where the whole model fits
+beside what is there already, ``generate`` gathers it once for all tokens; ranks then end when their
+own sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive in
+transformers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from hf_zero.core.gathered import summon_full_params
 from hf_zero.core.parameter import owner_of
 from hf_zero.memory import free_bytes
 
-FREE_SHARE = 0.5  # of the free memory that the gathered model may take: caches and activations need the rest
+# of the free memory that the gathered model may take: caches and activations need the rest
+FREE_SHARE = 0.5
 
 
 def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather once where memory allows, else keep the ranks together (``GenerationMixin.generate``)."""
+    """Gather once where memory allows, else keep the ranks together
+    (``GenerationMixin.generate``).
+    """
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,8 +57,13 @@ def _sharding_engine(model: nn.Module) -> Engine | None:
 
 
 def _fits(model: nn.Module, engine: Engine) -> bool:
-    """Whether every rank has room for the whole of ``model``, or has it already. All ranks ask together and get one answer."""
-    units = {flat.unit for flat in map(owner_of, model.parameters()) if flat is not None and flat.sharded}
+    """Whether every rank has room for the whole of ``model``, or has it already.
+
+    All ranks ask together and get one answer.
+    """
+    units = {
+        flat.unit for flat in map(owner_of, model.parameters()) if flat is not None and flat.sharded
+    }
     missing = [unit for unit in units if not unit.pins]
     if not missing:
         return True

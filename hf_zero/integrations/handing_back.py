@@ -12,9 +12,11 @@ from hf_zero.core.parameter import owner_of
 
 @torch.no_grad()
 def hand_back(engine: Engine) -> None:
-    """Destroy ``engine`` and leave its model whole on every rank, in the dtypes it came with. Collective.
+    """Destroy ``engine`` and leave its model whole on every rank, in the dtypes it came with.
+    Collective.
 
-    Trained values come from the fp32 master weights: training that goes on in 16 bits loses nothing.
+    Trained values come from the fp32 master weights: training that goes on in 16 bits loses
+    nothing.
     """
     whole: list[tuple[nn.Parameter, torch.Tensor]] = []
     for name, parameter in engine.module.named_parameters():

@@ -1,8 +1,9 @@
 """Import hooks: after one of the modules named in ``seams.py`` has run, its seams are put in.
 
-The finder stands first in ``sys.meta_path`` and lets the others find the module; it only replaces ``exec_module`` on
-that one loader instance, for that one execution, so that the loader, ``__spec__``, ``inspect`` and ``pickle`` see
-nothing unusual. Imported in every Python process: standard library only, and nothing of Hugging Face.
+The finder stands first in ``sys.meta_path`` and lets the others find the module; it only replaces
+``exec_module`` on that one loader instance, for that one execution, so that the loader,
+``__spec__``, ``inspect`` and ``pickle`` see nothing unusual. Imported in every Python process:
+standard library only, and nothing of Hugging Face.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 from hf_zero.integrations.facade import NAME, FacadeFinder, facade_spec
 
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
-"""Top-level packages that have seams: the table itself is read when one of them is first imported."""
+"""Top-level packages that have seams: the table itself is read when one of them is first
+imported.
+"""
 
 
 class SeamFinder:
@@ -57,8 +60,8 @@ class SeamFinder:
         return None
 
     def _instead_of_namespace(self, path: Any, target: Any) -> ModuleSpec | None:
-        # A folder that happens to be called deepspeed (say, of config files beside the script) is a namespace package
-        # to Python, and would be found before the facade, which stands last.
+        # A folder that happens to be called deepspeed (say, of config files beside the script) is a
+        # namespace package to Python, and would be found before the facade, which stands last.
         spec = self._find_elsewhere(NAME, path, target)
         offered = any(isinstance(other, FacadeFinder) for other in sys.meta_path)
         return facade_spec() if offered and spec is not None and spec.origin is None else None
@@ -67,7 +70,9 @@ class SeamFinder:
         """Nothing is cached."""
 
     def apply_late(self) -> None:
-        """Apply the seams of modules that were half imported when the hooks were installed and are whole by now."""
+        """Apply the seams of modules that were half imported when the hooks were installed and
+        are whole by now.
+        """
         for name in sorted(self.late):
             module = sys.modules.get(name)
             if module is not None and not _running(module):
@@ -91,7 +96,9 @@ def install() -> None:
 
 
 def apply_late() -> None:
-    """Catch up with modules that were half imported when the hooks came; for code that relies on their seams."""
+    """Catch up with modules that were half imported when the hooks came; for code that relies on
+    their seams.
+    """
     for finder in sys.meta_path:
         if isinstance(finder, SeamFinder):
             finder.apply_late()

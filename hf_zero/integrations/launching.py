@@ -1,4 +1,6 @@
-"""How ZeRO ranks start: the wrappers of ``accelerate launch``, its parser and its launchers, and of who looks for ranks of others."""
+"""How ZeRO ranks start: the wrappers of ``accelerate launch``, its parser and its launchers, and
+of who looks for ranks of others.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.sources import LAUNCH_FILE
 
 STANDARD = "standard"
-WRITTEN = "HF_ZERO_WRITTEN_KEYS"  # what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON
+# what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON
+WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``--config`` beside ``--config_file`` (``accelerate.commands.utils.CustomArgumentParser.add_argument``)."""
+    """``--config`` beside ``--config_file``
+    (``accelerate.commands.utils.CustomArgumentParser.add_argument``).
+    """
 
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "--config_file" in args and "--config" not in args:
@@ -42,37 +47,52 @@ def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_strictly(path: str | None) -> str:
-    """The file that Accelerate takes, if it asks for ZeRO. Raises ConfigError before any rank is started: Accelerate drops unknown keys."""
+    """The file that Accelerate takes, if it asks for ZeRO. Raises ConfigError before any rank is
+    started: Accelerate drops unknown keys.
+    """
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.utils import DistributedType
 
     from hf_zero.config import ZeroConfig
 
     chosen = path or default_config_file
-    if os.path.isfile(chosen) and load_config_from_file(chosen).distributed_type == DistributedType.DEEPSPEED:
+    if (
+        os.path.isfile(chosen)
+        and load_config_from_file(chosen).distributed_type == DistributedType.DEEPSPEED
+    ):
         ZeroConfig.from_file(chosen, allow_auto=True)
         return str(chosen)
     return ""
 
 
 def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher and the environment of ZeRO ranks (``accelerate.utils.launch.prepare_deepspeed_cmd_env``)."""
+    """The launcher and the environment of ZeRO ranks
+    (``accelerate.utils.launch.prepare_deepspeed_cmd_env``).
+    """
 
     def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
         if not finder.chosen():
             return original(args)
-        # Here and not where the command is validated: `python -m accelerate.commands.launch` has that function in a module called __main__.
+        # Here and not where the command is validated: `python -m accelerate.commands.launch` has
+        # that function in a module called __main__.
         file = _read_strictly(args.config_file)
         launcher = args.deepspeed_multinode_launcher or STANDARD
         if (args.num_machines or 1) > 1 and launcher != STANDARD:
             raise ConfigError(
-                f"deepspeed_multinode_launcher: {launcher} runs a program called `deepspeed`, which hf-zero does not have; write "
-                f"`deepspeed_multinode_launcher: {STANDARD}` (or leave it out) and run `accelerate launch` on every machine with its machine_rank"
+                f"deepspeed_multinode_launcher: {launcher} runs a program called `deepspeed`, "
+                "which hf-zero does not have; write "
+                f"`deepspeed_multinode_launcher: {STANDARD}` (or leave it out) and run `accelerate "
+                "launch` on every machine with its machine_rank"
             )
         args.deepspeed_multinode_launcher = STANDARD
         command, environment = original(args)
-        if _flag(environment.pop("ACCELERATE_USE_CPU", "false")) or getattr(args, "use_cpu", False) or getattr(args, "cpu", False):
-            # Accelerate reads ACCELERATE_USE_CPU as "no DEEPSPEED". Ranks that see no GPU choose the CPU by themselves.
+        if (
+            _flag(environment.pop("ACCELERATE_USE_CPU", "false"))
+            or getattr(args, "use_cpu", False)
+            or getattr(args, "cpu", False)
+        ):
+            # Accelerate reads ACCELERATE_USE_CPU as "no DEEPSPEED". Ranks that see no GPU choose
+            # the CPU by themselves.
             environment["CUDA_VISIBLE_DEVICES"] = ""
         for path in (
             "offload_optimizer_nvme_path",
@@ -81,13 +101,16 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(args, path, None) is not None:
                 environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
         # Accelerate has made attributes of everything below deepspeed_config.
-        written = {name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None}
+        written = {
+            name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None
+        }
         if file:
             environment[LAUNCH_FILE] = file
         if written:
             if (given := args.deepspeed_config_file) not in (None, "none"):
                 raise ConfigError(
-                    f"deepspeed_config.{min(written)} stands beside --deepspeed_config_file {given}, and Accelerate reads the file alone; move it "
+                    f"deepspeed_config.{min(written)} stands beside --deepspeed_config_file "
+                    f"{given}, and Accelerate reads the file alone; move it "
                     f"into {given}"
                 )
             environment[WRITTEN] = json.dumps(written)
@@ -102,12 +125,15 @@ def written_keys() -> dict[str, Any]:
 
 
 def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """No unsharded process where ZeRO was asked for (``accelerate.utils.launch.prepare_simple_launcher_cmd_env``)."""
+    """No unsharded process where ZeRO was asked for
+    (``accelerate.utils.launch.prepare_simple_launcher_cmd_env``).
+    """
 
     def prepare_simple_launcher_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
         if getattr(args, "use_deepspeed", False) and finder.chosen():
             raise ConfigError(
-                "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; remove --cpu and write `use_cpu: true` in the file"
+                "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; "
+                "remove --cpu and write `use_cpu: true` in the file"
             )
         return original(args)
 
@@ -115,7 +141,9 @@ def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """Ranks of srun and mpirun are known before the arguments look for them (``TrainingArguments.__post_init__``)."""
+    """Ranks of srun and mpirun are known before the arguments look for them
+    (``TrainingArguments.__post_init__``).
+    """
 
     def __post_init__(self: Any) -> None:
         if (self.deepspeed or zero_asked_for()) and finder.chosen():
@@ -126,7 +154,8 @@ def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process: then its variables say so in torchrun's words, which Accelerate knows.
+    """Whether a launcher has started this process: then its variables say so in torchrun's words,
+    which Accelerate knows.
 
     Accelerate makes groups of CPU ranks itself, so the interface they talk over is settled here.
     """
@@ -146,5 +175,7 @@ def cpu_forced() -> bool:
 
 
 def zero_asked_for() -> bool:
-    """Whether the environment of this process asks for ZeRO, as ``accelerate launch`` and the plugin set it."""
+    """Whether the environment of this process asks for ZeRO, as ``accelerate launch`` and the
+    plugin set it.
+    """
     return _flag(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))

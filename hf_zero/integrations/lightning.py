@@ -1,6 +1,8 @@
-"""``ZeroStrategy`` for the Trainer of ``lightning.pytorch``; ``Trainer(strategy="zero_stage_3")`` needs no import.
+"""``ZeroStrategy`` for the Trainer of ``lightning.pytorch``; ``Trainer(strategy="zero_stage_3")``
+needs no import.
 
-For a Trainer of the package ``pytorch_lightning`` it is in :mod:`hf_zero.integrations.pytorch_lightning`.
+For a Trainer of the package ``pytorch_lightning`` it is in
+:mod:`hf_zero.integrations.pytorch_lightning`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Precision under ZeroStrategy: weights in the dtype of ``Trainer(precision=…)``, fp32 master weights and the loss scale in the engine.
+"""Precision under ZeroStrategy: weights in the dtype of ``Trainer(precision=…)``, fp32 master
+weights and the loss scale in the engine.
 
-Nothing of Lightning is imported here: the two packages that it comes in make their classes in ``lightning.py`` and
-``pytorch_lightning.py``.
+Nothing of Lightning is imported here: the two packages that it comes in make their classes in
+``lightning.py`` and ``pytorch_lightning.py``.
 """
 
 from __future__ import annotations
@@ -18,16 +19,23 @@ from hf_zero.core.parameter import OwnedParameter
 from hf_zero.core.tree import map_tensors
 from hf_zero.errors import ConfigError
 
-KINDS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+KINDS = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PrecisionMethods:
     """What ``Trainer(precision=…)`` means for an engine.
 
-    ``bf16-mixed`` and ``16-mixed``: the engine holds the weights in 16 bits and trains fp32 master weights; buffers keep
-    their dtype. ``bf16-true`` and ``16-true``: the module itself is cast too, before the master weights are taken of it.
-    Where a model is evaluated that no training has cast, autocast does it.
+    ``bf16-mixed`` and ``16-mixed``: the engine holds the weights in 16 bits and trains fp32 master
+    weights; buffers keep their dtype. ``bf16-true`` and ``16-true``: the module itself is cast too,
+    before the master weights are taken of it. Where a model is evaluated that no training has cast,
+    autocast does it.
     """
 
     package: str
@@ -35,7 +43,10 @@ class PrecisionMethods:
 
     def __init__(self, precision: Any) -> None:
         if precision not in KINDS:
-            raise ConfigError(f"Trainer(precision={precision!r}) cannot run under ZeroStrategy; choose one of {', '.join(KINDS)}")
+            raise ConfigError(
+                f"Trainer(precision={precision!r}) cannot run under ZeroStrategy; choose one "
+                f"of {', '.join(KINDS)}"
+            )
         self.precision = precision
         self.kind = KINDS[precision]
         self.dtype = DTYPES[self.kind]
@@ -47,7 +58,9 @@ class PrecisionMethods:
         return module
 
     def convert_input(self, data: Any) -> Any:
-        return map_tensors(data, lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+        return map_tensors(
+            data, lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        )
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
@@ -70,14 +83,18 @@ class PrecisionMethods:
         with torch.autocast(self.engine.device.type, self.dtype, enabled=self.kind != "fp32"):
             yield
 
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         helpers = importlib.import_module(f"{self.package}.utilities.model_helpers")
         if args or kwargs.keys() - {"retain_graph"} or helpers.is_overridden("backward", model):
             model.backward(tensor, *args, **kwargs)
         else:
             self.engine.backward(tensor, scale_wrt_gas=False, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         engine = self.engine
         loss = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -88,19 +105,24 @@ class PrecisionMethods:
         engine.max_norm = float(engine.config.gradient_clipping or 0.0)
         return loss
 
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         """The next step clips to this norm, over all ranks: the engine holds the gradients."""
         if clip_val <= 0:
             return
         if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) != "norm":
             raise ConfigError(
-                f"gradient_clip_algorithm={gradient_clip_algorithm!r} is not built; a sharded gradient is clipped by its norm: use 'norm'"
+                f"gradient_clip_algorithm={gradient_clip_algorithm!r} is not built; a sharded "
+                "gradient is clipped by its norm: use 'norm'"
             )
         self.engine.max_norm = float(clip_val)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what no engine holds yet; parameters that are in shards already are cast by the engine that trains them."""
+    """Cast what no engine holds yet; parameters that are in shards already are cast by the
+    engine that trains them.
+    """
     if not any(isinstance(parameter, OwnedParameter) for parameter in module.parameters()):
         module.to(dtype)
         return

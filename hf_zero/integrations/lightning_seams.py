@@ -1,4 +1,6 @@
-"""What is wrapped in Lightning: the names of our strategies, their precision, and DeepSpeedStrategy on our engine."""
+"""What is wrapped in Lightning: the names of our strategies, their precision, and
+DeepSpeedStrategy on our engine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.handing_back import hand_back
 from hf_zero.integrations.lightning_precision import PrecisionMethods
-from hf_zero.integrations.lightning_strategy import StrategyMethods, engine_of, left_in_place, register
+from hf_zero.integrations.lightning_strategy import (
+    StrategyMethods,
+    engine_of,
+    left_in_place,
+    register,
+)
 from hf_zero.integrations.written_in_pieces import by_number, engines_part, last_whole, of_an_engine
 from hf_zero.logs import log_rank0
 
@@ -24,7 +31,9 @@ HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and re
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``zero_stage_0`` … ``zero_stage_3_offload`` beside DeepSpeed's names (``DeepSpeedStrategy.register_strategies``)."""
+    """``zero_stage_0`` … ``zero_stage_3_offload`` beside DeepSpeed's names
+    (``DeepSpeedStrategy.register_strategies``).
+    """
 
     package = original.__module__.partition(".strategies.")[0]
 
@@ -36,13 +45,16 @@ def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make(package: str, **arguments: Any) -> Any:
-    # Imported when it is asked for: the library is in the middle of its own import when the names are registered.
+    # Imported when it is asked for: the library is in the middle of its own import when the names
+    # are registered.
     home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
 def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A ZeroStrategy gets its own precision, fp16 on CPUs too (``_AcceleratorConnector._check_and_init_precision``)."""
+    """A ZeroStrategy gets its own precision, fp16 on CPUs too
+    (``_AcceleratorConnector._check_and_init_precision``).
+    """
 
     def _check_and_init_precision(self: Any) -> Any:
         if not isinstance(self.strategy, StrategyMethods):
@@ -50,7 +62,8 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
         given = self._precision_plugin_flag
         if given is not None and not isinstance(given, PrecisionMethods):
             raise ConfigError(
-                f"{type(given).__name__} cannot drive a ZeRO engine, which has precision of its own; write Trainer(precision=...)"
+                f"{type(given).__name__} cannot drive a ZeRO engine, which has precision of its "
+                "own; write Trainer(precision=...)"
             )
         return given or self.strategy.precision_class(self._precision_flag)
 
@@ -71,10 +84,12 @@ def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluate with the engine that has trained, train a model that was evaluated (``DeepSpeedStrategy.init_deepspeed``).
+    """Evaluate with the engine that has trained, train a model that was evaluated
+    (``DeepSpeedStrategy.init_deepspeed``).
 
-    DeepSpeed carries a window that an epoch leaves open into the next one, where Lightning zeroes gradients first; so
-    ``zero_grad`` does nothing there, and the engine forgets gradients after its steps.
+    DeepSpeed carries a window that an epoch leaves open into the next one, where Lightning zeroes
+    gradients first; so ``zero_grad`` does nothing there, and the engine forgets gradients after its
+    steps.
     """
 
     def init_deepspeed(self: Any) -> None:
@@ -93,10 +108,12 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``ckpt_path="last"`` is a whole one: torn folders are skipped and named (``ModelCheckpoint._find_last_checkpoints``).
+    """``ckpt_path="last"`` is a whole one: torn folders are skipped and named
+    (``ModelCheckpoint._find_last_checkpoints``).
 
-    Where none called last is whole it is the newest checkpoint of the callback that is. Raises CheckpointError if there is none: a run
-    that was to go on would start anew, and save over what is left.
+    Where none called last is whole it is the newest checkpoint of the callback that is. Raises
+    CheckpointError if there is none: a run that was to go on would start anew, and save over what
+    is left.
     """
 
     def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
@@ -107,10 +124,16 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         if whole or not found:
             return whole
         parent = Path(next(iter(found))).parent
-        whole = {str(item) for item in _beside(parent, self.FILE_EXTENSION) if str(item) not in found and not _skipped(item)}
+        whole = {
+            str(item)
+            for item in _beside(parent, self.FILE_EXTENSION)
+            if str(item) not in found and not _skipped(item)
+        }
         if not whole:
             raise CheckpointError(
-                f"none of the checkpoints in {parent} is whole ({', '.join(sorted(Path(path).name for path in found))} neither); restore one, or start "
+                f"none of the checkpoints in {parent} is whole "
+                f"({', '.join(sorted(Path(path).name for path in found))} neither); "
+                "restore one, or start "
                 "anew without ckpt_path"
             )
         return whole
@@ -119,25 +142,39 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A folder that is to be loaded, by its name or as the best, is whole (``_CheckpointConnector._parse_ckpt_path``).
+    """A folder that is to be loaded, by its name or as the best, is whole
+    (``_CheckpointConnector._parse_ckpt_path``).
 
-    Raises CheckpointError with those beside it that are: another model than the best is nothing to take without asking. Of those that a
-    job saved when SLURM told it to end the last whole one is taken.
+    Raises CheckpointError with those beside it that are: another model than the best is nothing to
+    take without asking. Of those that a job saved when SLURM told it to end the last whole one is
+    taken.
     """
 
-    def _parse_ckpt_path(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+    def _parse_ckpt_path(
+        self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+    ) -> Any:
         path = original(self, state_fn, ckpt_path, model_provided, model_connected)
         if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
             return path
         folder = Path(path)
         if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
             return str(last_whole(by_number(folder.parent, HPC, folder.suffix), engines_part))
-        said = engines_part(folder) if of_an_engine(folder) else ""  # the engine says better what any other folder is
+        # the engine says better what any other folder is
+        said = engines_part(folder) if of_an_engine(folder) else ""
         if said:
-            others = [str(item) for item in _beside(folder.parent, folder.suffix) if item != folder and not engines_part(item)]
-            remedy = f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path" if others else "none beside it is whole"
+            others = [
+                str(item)
+                for item in _beside(folder.parent, folder.suffix)
+                if item != folder and not engines_part(item)
+            ]
+            remedy = (
+                f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
+                if others
+                else "none beside it is whole"
+            )
             raise CheckpointError(
-                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {said}. In {folder.parent}, {remedy}"
+                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {said}. In "
+                f"{folder.parent}, {remedy}"
             )
         return path
 
@@ -145,12 +182,18 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _under_zero(strategy: Any) -> bool:
-    return isinstance(strategy, StrategyMethods) or (finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy")
+    return isinstance(strategy, StrategyMethods) or (
+        finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy"
+    )
 
 
 def _beside(parent: Path, extension: str) -> list[Path]:
     """Folders that Lightning may have saved in ``parent``, the newest first."""
-    found = (item for item in parent.glob(f"*{extension}") if item.is_dir() and not item.name.startswith("."))
+    found = (
+        item
+        for item in parent.glob(f"*{extension}")
+        if item.is_dir() and not item.name.startswith(".")
+    )
     return sorted(found, key=lambda item: item.stat().st_mtime, reverse=True)
 
 
@@ -166,7 +209,9 @@ def _nothing(set_to_none: bool = True) -> None:
 
 
 def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Old folders go when the new one is whole, by a rename first (``Strategy.remove_checkpoint``)."""
+    """Old folders go when the new one is whole, by a rename first
+    (``Strategy.remove_checkpoint``).
+    """
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
         folder = Path(filepath)
@@ -190,7 +235,9 @@ def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeedStrategy drops the weights from what it saves: they need not be made whole (``Strategy.lightning_module_state_dict``)."""
+    """DeepSpeedStrategy drops the weights from what it saves: they need not be made whole
+    (``Strategy.lightning_module_state_dict``).
+    """
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         return {} if isinstance(self.model, Engine) else original(self)

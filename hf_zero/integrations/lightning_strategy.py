@@ -1,6 +1,8 @@
-"""ZeroStrategy: Lightning's Trainer on hf-zero's engine, written once for both packages that Lightning comes in.
+"""ZeroStrategy: Lightning's Trainer on hf-zero's engine, written once for both packages that
+Lightning comes in.
 
-Nothing of Lightning is imported at the top: ``lightning.py`` and ``pytorch_lightning.py`` make the classes.
+Nothing of Lightning is imported at the top: ``lightning.py`` and ``pytorch_lightning.py`` make the
+classes.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def engine_of(module: torch.nn.Module) -> Engine | None:
 
 @contextmanager
 def left_in_place(strategy: Any) -> Iterator[None]:
-    """While Lightning tears down: it would move module and optimizer to the CPU, but an engine's memory stays where it is."""
+    """While Lightning tears down: it would move module and optimizer to the CPU, but an engine's
+    memory stays where it is.
+    """
     module, optimizers = strategy._lightning_module, strategy.optimizers
     strategy._lightning_module, strategy.optimizers = None, []
     try:
@@ -55,16 +59,19 @@ def left_in_place(strategy: Any) -> Iterator[None]:
 
 
 class StrategyMethods:
-    """Trains with parameters, gradients and optimizer state in shards, on CPU ranks (gloo) or GPUs (nccl).
+    """Trains with parameters, gradients and optimizer state in shards, on CPU ranks (gloo) or GPUs
+    (nccl).
 
     Args:
-        config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3"). Precision, clipping and
+        config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3").
+        Precision, clipping and
             accumulation are the Trainer's; saying them in both places, and not alike, is an error.
         stage: the ZeRO stage, 3 by default, where ``config`` is not given.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
 
-    The rest is what every strategy of Lightning takes. Raises ConfigError for what cannot be trained in this way: more than
-    one optimizer, clipping by value, averaged weights, a compiled LightningModule, configurations that contradict the Trainer.
+    The rest is what every strategy of Lightning takes. Raises ConfigError for what cannot be
+    trained in this way: more than one optimizer, clipping by value, averaged weights, a compiled
+    LightningModule, configurations that contradict the Trainer.
     """
 
     package: str
@@ -110,14 +117,18 @@ class StrategyMethods:
         comm.choose_device(this.root_device)
         if comm.is_initialized() and comm.get_world_size() != this.world_size:
             raise ConfigError(
-                f"a process group of {comm.get_world_size()} rank(s) exists and the Trainer wants {this.world_size}; something made it before the "
-                "Trainer started its ranks: load models in configure_model, or start the script with torchrun"
+                f"a process group of {comm.get_world_size()} rank(s) exists and the Trainer wants "
+                f"{this.world_size}; something made it before the "
+                "Trainer started its ranks: load models in configure_model, or start the "
+                "script with torchrun"
             )
         os.environ["MASTER_ADDR"] = this.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(this.cluster_environment.main_port)
         if not comm.is_initialized():
             atexit.register(comm.destroy_process_group)
-        comm.init_distributed(this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size)
+        comm.init_distributed(
+            this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size
+        )
 
     # ---- the model ----
 
@@ -161,41 +172,60 @@ class StrategyMethods:
     def _refuse(self, trainer: Any, module: Any) -> None:
         callbacks = self._library("callbacks")
         for callback in trainer.callbacks:
-            if isinstance(callback, (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)):
+            if isinstance(
+                callback, (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
+            ):
                 raise ConfigError(
-                    f"{type(callback).__name__} keeps a copy of the whole model and is not built for ZeroStrategy; remove the callback"
+                    f"{type(callback).__name__} keeps a copy of the whole model and is not built "
+                    "for ZeroStrategy; remove the callback"
                 )
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ConfigError(
-                "a LightningModule compiled as a whole cannot gather its parameters; compile modules inside it with torch.compile"
+                "a LightningModule compiled as a whole cannot gather its parameters; compile "
+                "modules inside it with torch.compile"
             )
 
-        if trainer.state.fn.value == "fit" and trainer.checkpoint_callbacks:  # now, and not when the first checkpoint is due
+        # now, and not when the first checkpoint is due
+        if trainer.state.fn.value == "fit" and trainer.checkpoint_callbacks:
             for part in filter(None, (module, trainer.datamodule)):
-                split(f"what save_hyperparameters(ignore=...) keeps of {type(part).__name__}", dict(part.hparams))
+                split(
+                    f"what save_hyperparameters(ignore=...) keeps of {type(part).__name__}",
+                    dict(part.hparams),
+                )
 
     def _start_training(self, trainer: Any, module: Any) -> Engine:
         this: Any = self
         core, types = self._library("core.optimizer"), self._library("utilities.types")
         settings = settle(self.zero_config, trainer, this.world_size)
         optimizer, schedulers = None, []
-        if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden("configure_optimizers", module):
+        if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden(
+            "configure_optimizers", module
+        ):
             optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
             if len(optimizers) > 1:
                 raise ConfigError(
-                    f"configure_optimizers returned {len(optimizers)} optimizers, and a ZeRO engine has one; give one optimizer parameter groups, "
+                    f"configure_optimizers returned {len(optimizers)} optimizers, and a ZeRO "
+                    "engine has one; give one optimizer parameter groups, "
                     "or train the parts in LightningModules of their own"
                 )
             optimizer = None if isinstance(optimizers[0], core._MockOptimizer) else optimizers[0]
         if schedulers and settings.scheduler is not None:
-            raise ConfigError(f"configure_optimizers returned a scheduler, and the config names {settings.scheduler.type!r}; keep one")
+            raise ConfigError(
+                "configure_optimizers returned a scheduler, and the config names "
+                f"{settings.scheduler.type!r}; keep one"
+            )
         engine, made, _, scheduler = initialize(model=module, optimizer=optimizer, config=settings)
         engine.lr_scheduler = None  # Lightning steps it
         engine.set_gradient_accumulation_boundary(True)
         this.optimizers = [core._MockOptimizer() if made is None else made]
-        for wrapped in this._lightning_optimizers:  # of the optimizer's own class: its zero_grad would not reach the engine
+        # of the optimizer's own class: its zero_grad would not reach the engine
+        for wrapped in this._lightning_optimizers:
             wrapped.zero_grad = wrapped.optimizer.zero_grad
-        this.lr_scheduler_configs = schedulers if scheduler is None else [types.LRSchedulerConfig(scheduler, interval="step")]
+        this.lr_scheduler_configs = (
+            schedulers
+            if scheduler is None
+            else [types.LRSchedulerConfig(scheduler, interval="step")]
+        )
         return engine
 
     def teardown(self) -> None:
@@ -208,7 +238,8 @@ class StrategyMethods:
         this: Any = self
         if this.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
-        # Backwards and steps happen inside: this is no forward of the engine, the calls of modules in it are.
+        # Backwards and steps happen inside: this is no forward of the engine, the calls of modules
+        # in it are.
         with this.precision_plugin.train_step_context():
             return this.lightning_module.training_step(*args, **kwargs)
 
@@ -239,8 +270,12 @@ class StrategyMethods:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder with ``checkpoint/`` and ``latest``; with ``weights_only=True`` a file for ``load_from_checkpoint``. Collective."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """A folder with ``checkpoint/`` and ``latest``; with ``weights_only=True`` a file for
+        ``load_from_checkpoint``. Collective.
+        """
         this: Any = self
         assert self.engine is not None
         filepath = this.broadcast(filepath)
@@ -249,27 +284,46 @@ class StrategyMethods:
             return
         if storage_options is not None:
             raise ConfigError(
-                "save_checkpoint(storage_options=...) is not used for a sharded checkpoint, which all ranks write; leave it out"
+                "save_checkpoint(storage_options=...) is not used for a sharded checkpoint, which "
+                "all ranks write; leave it out"
             )
-        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        self.engine.save_checkpoint(str(filepath), TAG, state, exclude_frozen_parameters=self.exclude_frozen_parameters)
+        state = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        self.engine.save_checkpoint(
+            str(filepath), TAG, state, exclude_frozen_parameters=self.exclude_frozen_parameters
+        )
 
-    def _save_weights(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def _save_weights(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> None:
         this: Any = self
         assert self.engine is not None
-        checkpoint["state_dict"] = whole_state_dict(self.engine, everywhere=False, dtype=torch.float32)
+        checkpoint["state_dict"] = whole_state_dict(
+            self.engine, everywhere=False, dtype=torch.float32
+        )
         if this.is_global_zero:
-            this.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            this.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
+            )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Resume on any number of ranks and any stage. A file of whole weights can be evaluated, not resumed."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Resume on any number of ranks and any stage.
+
+        A file of whole weights can be evaluated, not resumed.
+        """
         this: Any = self
         assert self.engine is not None
         fitting = this.lightning_module.trainer.state.fn.value == "fit"
         if Path(checkpoint_path).is_file():
             if fitting:
                 raise CheckpointError(
-                    f"{checkpoint_path} is a file of whole weights, which training under ZeRO does not resume from; pass the folder that ZeroStrategy "
+                    f"{checkpoint_path} is a file of whole weights, which training under ZeRO does "
+                    "not resume from; pass the folder that ZeroStrategy "
                     "saved, or read the weights with load_from_checkpoint and start anew"
                 )
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
@@ -291,13 +345,23 @@ class StrategyMethods:
 
 
 def register(registry: Any, strategy: Any) -> None:
-    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies, and each of them with ``_offload`` after it.
+    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies, and each of
+    them with ``_offload`` after it.
 
     Those keep the optimizer in the host's memory, and at stage 3 the parameters too.
     """
     for stage in STAGES:
         said, name = f"hf-zero, ZeRO stage {stage}", f"zero_stage_{stage}"
         registry.register(name, strategy, description=said, override=True, stage=stage)
-        away = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+        away = {
+            "offload_optimizer": {"device": "cpu"},
+            **({"offload_param": {"device": "cpu"}} if stage == 3 else {}),
+        }
         config = {"zero_optimization": {"stage": stage, **away}}
-        registry.register(f"{name}_offload", strategy, description=f"{said}, offloaded to the CPU", override=True, config=config)
+        registry.register(
+            f"{name}_offload",
+            strategy,
+            description=f"{said}, offloaded to the CPU",
+            override=True,
+            config=config,
+        )

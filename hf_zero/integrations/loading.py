@@ -1,7 +1,8 @@
 """How checkpoints are loaded under ZeRO-3.
 
-``from_pretrained`` runs transformers' own loader (renames, conversions, dtypes, reports of missing keys) on lazy tensors;
-then each rank reads its own elements. So no rank ever holds the model. Models that are built: see building.py.
+``from_pretrained`` runs transformers' own loader (renames, conversions, dtypes, reports of missing
+keys) on lazy tensors; then each rank reads its own elements. So no rank ever holds the model.
+Models that are built: see building.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Loading:
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ZeRO-3 and more than one rank, the model that comes back is sharded (``PreTrainedModel.from_pretrained``)."""
+    """Under ZeRO-3 and more than one rank, the model that comes back is sharded
+    (``PreTrainedModel.from_pretrained``).
+    """
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_sharded(args, kwargs)
@@ -64,7 +67,9 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint of ours has no config.json where an ``Auto`` class looks for it (``AutoConfig.from_pretrained``)."""
+    """A checkpoint of ours has no config.json where an ``Auto`` class looks for it
+    (``AutoConfig.from_pretrained``).
+    """
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -77,21 +82,38 @@ def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_trained(weight: nn.Parameter) -> bool:
-    """Whether an engine trains ``weight``, and does not merely hold its shards until ``initialize``."""
+    """Whether an engine trains ``weight``, and does not merely hold its shards until
+    ``initialize``.
+    """
     flat = owner_of(weight)
     engine = flat.engine() if flat is not None else None
     return engine is not None and not engine.holds
 
 
 def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Embeddings that an engine trains keep their size (``PreTrainedModel.resize_token_embeddings``)."""
+    """Embeddings that an engine trains keep their size
+    (``PreTrainedModel.resize_token_embeddings``).
+    """
 
-    def resize_token_embeddings(self: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: bool = True) -> Any:
+    def resize_token_embeddings(
+        self: Any,
+        new_num_tokens: Any = None,
+        pad_to_multiple_of: Any = None,
+        mean_resizing: bool = True,
+    ) -> Any:
         embeddings: Any = self.get_input_embeddings()
-        asks = pad_to_multiple_of is not None or new_num_tokens not in (None, getattr(embeddings, "num_embeddings", None))
-        if asks and isinstance(embeddings, nn.Module) and any(map(_is_trained, embeddings.parameters())):
+        asks = pad_to_multiple_of is not None or new_num_tokens not in (
+            None,
+            getattr(embeddings, "num_embeddings", None),
+        )
+        if (
+            asks
+            and isinstance(embeddings, nn.Module)
+            and any(map(_is_trained, embeddings.parameters()))
+        ):
             raise PartitionError(
-                f"resize_token_embeddings({new_num_tokens}) of a model that an engine trains: its shards are laid out; resize before "
+                f"resize_token_embeddings({new_num_tokens}) of a model that an engine trains: its "
+                "shards are laid out; resize before "
                 "hf_zero.initialize, accelerator.prepare or trainer.train"
             )
         return original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -100,19 +122,33 @@ def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NoModelFolderError if what is to be loaded is a folder of sharded checkpoints and no model folder."""
+    """Raise NoModelFolderError if what is to be loaded is a folder of sharded checkpoints and no
+    model folder.
+    """
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
         return
     folder = Path(path)
-    if any(next(folder.glob(weights), None) for weights in ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*")):
+    if any(
+        next(folder.glob(weights), None)
+        for weights in ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*")
+    ):
         return
-    held = [folder] if (folder / MANIFEST).is_file() else sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    held = (
+        [folder]
+        if (folder / MANIFEST).is_file()
+        else sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    )
     held = held or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
     if held:
-        what = "is a sharded checkpoint" if held == [folder] else f"holds sharded checkpoints ({held[0].relative_to(folder)})"
+        what = (
+            "is a sharded checkpoint"
+            if held == [folder]
+            else f"holds sharded checkpoints ({held[0].relative_to(folder)})"
+        )
         raise NoModelFolderError(
-            f"{path} {what} and no model folder; run `hf-zero convert-checkpoint {path} MODEL` and load MODEL, or resume training from it "
+            f"{path} {what} and no model folder; run `hf-zero convert-checkpoint {path} MODEL` and "
+            "load MODEL, or resume training from it "
             "with load_checkpoint, load_state or resume_from_checkpoint"
         )
 
@@ -130,13 +166,27 @@ def asked_for() -> ZeroConfig | None:
 
 
 def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' own loader on tensors that nobody has read yet (``PreTrainedModel._load_pretrained_model``)."""
+    """Transformers' own loader on tensors that nobody has read yet
+    (``PreTrainedModel._load_pretrained_model``).
+    """
 
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None) -> Any:
+    def _load_pretrained_model(
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        expected_keys: Any = None,
+    ) -> Any:
         loading = loading_now.get()
-        # A state dict is here already. Quantised weights are packed by their own code. Adapters, which come with the keys
-        # they expect, are small and are not finalised.
-        lazily = loading is not None and loading.shards and state_dict is None and checkpoint_files and expected_keys is None
+        # A state dict is here already. Quantised weights are packed by their own code. Adapters,
+        # which come with the keys they expect, are small and are not finalised.
+        lazily = (
+            loading is not None
+            and loading.shards
+            and state_dict is None
+            and checkpoint_files
+            and expected_keys is None
+        )
         if not lazily or load_config.is_quantized:
             return original(model, state_dict, checkpoint_files, load_config, expected_keys)
         assert loading is not None
@@ -147,7 +197,9 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Buffers are read before anything is initialised from them; what stayed without values is an error."""
+    """Buffers are read before anything is initialised from them; what stayed without values is
+    an error.
+    """
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
         loading = loading_now.get()
@@ -159,12 +211,18 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         empty = [
             name
             for name, parameter in model.named_parameters()
-            if name in missing and not isinstance(parameter, LazyTensor) and parameter.is_floating_point() and parameter.isnan().any()
+            if name in missing
+            and not isinstance(parameter, LazyTensor)
+            and parameter.is_floating_point()
+            and parameter.isnan().any()
         ]
         if empty:
             raise ConfigError(
-                f"the checkpoint has no values for {', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the model's _init_weights "
-                f"gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint that has the missing weights"
+                "the checkpoint has no values for "
+                f"{', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the "
+                "model's _init_weights "
+                f"gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint that "
+                "has the missing weights"
             )
         return info
 
@@ -172,9 +230,13 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Missing weights become NaN until the model's rule initialises them (``_move_missing_keys_from_meta_to_device``)."""
+    """Missing weights become NaN until the model's rule initialises them
+    (``_move_missing_keys_from_meta_to_device``).
+    """
 
-    def _move_missing_keys_from_meta_to_device(self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> None:
+    def _move_missing_keys_from_meta_to_device(
+        self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any
+    ) -> None:
         original(self, missing_keys, device_map, device_mesh, hf_quantizer)
         loading = loading_now.get()
         if loading is None or not loading.shards:
@@ -188,7 +250,9 @@ def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
-    """While a model is made, transformers sees no ZeRO-3 (``transformers.modeling_utils.is_deepspeed_zero3_enabled``)."""
+    """While a model is made, transformers sees no ZeRO-3
+    (``transformers.modeling_utils.is_deepspeed_zero3_enabled``).
+    """
 
     def is_deepspeed_zero3_enabled() -> bool:
         return loading_now.get() is None and forced.get() is None and original()
@@ -200,22 +264,29 @@ forced: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=Non
 
 
 def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
-    """``cls.from_pretrained(path, **kwargs)``, sharded as ``config`` (a ZeroConfig, dict, path or preset) says. Collective.
+    """``cls.from_pretrained(path, **kwargs)``, sharded as ``config`` (a ZeroConfig, dict, path or
+    preset) says. Collective.
 
-    At stage 3 each rank reads its own elements of the checkpoint and no rank holds the model; below, it is loaded whole.
-    ``kwargs`` are transformers' own; a ``config=`` among them is the model's.
+    At stage 3 each rank reads its own elements of the checkpoint and no rank holds the model;
+    below, it is loaded whole. ``kwargs`` are transformers' own; a ``config=`` among them is the
+    model's.
     """
     settings = ZeroConfig.coerce(config, allow_auto=True)
     shards = settings.stage == 3
     if shards and kwargs.get("device_map") is not None:
-        raise ConfigError("from_pretrained(device_map=...) with zero stage 3: each rank keeps its shard on its own device; drop device_map")
+        raise ConfigError(
+            "from_pretrained(device_map=...) with zero stage 3: each rank keeps its shard on its "
+            "own device; drop device_map"
+        )
     with made_under(settings):
         return cls.from_pretrained(path, **kwargs)
 
 
 @contextmanager
 def made_under(config: ZeroConfig) -> Iterator[None]:
-    """Transformers' models that are made inside come into being as ``config`` says: at stage 3, in shards."""
+    """Transformers' models that are made inside come into being as ``config`` says: at stage 3,
+    in shards.
+    """
     finder.choose()  # the seams, also where the start of Python has not put them in
     token = forced.set(config)
     try:

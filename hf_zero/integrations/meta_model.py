@@ -1,4 +1,6 @@
-"""A transformers model without memory: its architecture built on the meta device from nothing but its configuration."""
+"""A transformers model without memory: its architecture built on the meta device from nothing
+but its configuration.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ from hf_zero.errors import ConfigError
 
 
 def build_on_meta(model: Any) -> nn.Module:
-    """The model that ``model`` describes: a configuration, a dict of one, a model folder, a config.json, a name on the hub.
+    """The model that ``model`` describes: a configuration, a dict of one, a model folder, a
+    config.json, a name on the hub.
 
-    The class is the one the configuration names in ``architectures``, else the bare model of its type. Raises ConfigError.
+    The class is the one the configuration names in ``architectures``, else the bare model of its
+    type. Raises ConfigError.
     """
     config = _configuration(model)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    build: Any = next((cls._from_config for cls in named if cls is not None), transformers.AutoModel.from_config)
+    build: Any = next(
+        (cls._from_config for cls in named if cls is not None), transformers.AutoModel.from_config
+    )
     try:
         with torch.device("meta"):
             return build(config, dtype=torch.float32)
@@ -38,7 +44,10 @@ def _configuration(model: Any) -> PreTrainedConfig:
             values = dict(model)
             kind = values.pop("model_type", None)
             if kind is None:
-                raise ConfigError("a dict without model_type describes no model; add it, or pass a folder with a config.json")
+                raise ConfigError(
+                    "a dict without model_type describes no model; add it, or pass a "
+                    "folder with a config.json"
+                )
             return AutoConfig.for_model(kind, **values)
         if isinstance(model, (str, os.PathLike)):
             return AutoConfig.from_pretrained(os.fspath(model))
@@ -46,9 +55,19 @@ def _configuration(model: Any) -> PreTrainedConfig:
         if isinstance(error, ConfigError):
             raise
         said = textwrap.shorten(str(error), 160)
-        raise ConfigError(f"{_named(model)} is no model folder, config.json or known model ({said}); pass one of these") from error
-    raise ConfigError(f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, a dict, a folder or a name")
+        raise ConfigError(
+            f"{_named(model)} is no model folder, config.json or known model "
+            f"({said}); pass one of these"
+        ) from error
+    raise ConfigError(
+        f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, a "
+        "dict, a folder or a name"
+    )
 
 
 def _named(model: Any) -> str:
-    return repr(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else f"this {type(model).__name__}"
+    return (
+        repr(os.fspath(model))
+        if isinstance(model, (str, os.PathLike))
+        else f"this {type(model).__name__}"
+    )

@@ -1,4 +1,6 @@
-"""Names of DeepSpeed that are known and not provided: they import, and say so when they are used."""
+"""Names of DeepSpeed that are known and not provided: they import, and say so when they are
+used.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def function(name: str, instead: str) -> Callable[..., Any]:
 
 
 def type_of(name: str, instead: str, *bases: type) -> type:
-    """A class of that name, good for ``isinstance``, that raises NotBuiltError when constructed or asked for a method."""
+    """A class of that name, good for ``isinstance``, that raises NotBuiltError when constructed
+    or asked for a method.
+    """
 
     class Meta(type(bases[0]) if bases else type):  # type: ignore[misc]
         def __getattr__(cls, attribute: str) -> NoReturn:
@@ -35,4 +39,6 @@ def type_of(name: str, instead: str, *bases: type) -> type:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, instead)
 
-    return Meta(name.rpartition(".")[2], bases, {"__init__": __init__, "__doc__": f"Not built: {instead}."})
+    return Meta(
+        name.rpartition(".")[2], bases, {"__init__": __init__, "__doc__": f"Not built: {instead}."}
+    )

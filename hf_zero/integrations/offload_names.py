@@ -1,7 +1,8 @@
-"""What TRL handles around generation at stage 3: it takes the engine's hooks off inside GatheredParameters, and puts them back.
+"""What TRL handles around generation at stage 3: it takes the engine's hooks off inside
+GatheredParameters, and puts them back.
 
-hf-zero's hooks may stay: a unit that is gathered already is neither gathered again nor released under them. So the
-names are there, and there is nothing behind them to take off.
+hf-zero's hooks may stay: a unit that is gathered already is neither gathered again nor released
+under them. So the names are there, and there is nothing behind them to take off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import nn
 
 
 class ParameterCoordinator:
-    """Keeps no trace of a forward pass that generation could make stale: an order that changes is recorded anew."""
+    """Keeps no trace of a forward pass that generation could make stale: an order that changes
+    is recorded anew.
+    """
 
     def is_invalid_trace(self) -> bool:
         return False
@@ -36,7 +39,9 @@ class ParameterOffload:
 
 
 def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.ds_external_parameters()``: a unit gathers what its modules use, wherever it is owned."""
+    """``module.ds_external_parameters()``: a unit gathers what its modules use, wherever it is
+    owned.
+    """
     return iter(())
 
 

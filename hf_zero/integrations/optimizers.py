@@ -1,7 +1,8 @@
-"""DeepSpeed's optimizer classes by name: the classes of the same update (torch's, and ours over host kernels), with its arguments.
+"""DeepSpeed's optimizer classes by name: the classes of the same update (torch's, and ours over
+host kernels), with its arguments.
 
-Scripts build them by hand, under offload and without. None has an update of its own, so the engine takes them for the
-classes that they are.
+Scripts build them by hand, under offload and without. None has an update of its own, so the engine
+takes them for the classes that they are.
 """
 
 from __future__ import annotations
@@ -41,12 +42,20 @@ class FusedAdam(torch.optim.Adam):
     ) -> None:
         _need_bias_correction("FusedAdam", bias_correction)
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adam_w_mode
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            decoupled_weight_decay=adam_w_mode,
         )
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where ``fp32_optimizer_states`` is not."""
+    """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where
+    ``fp32_optimizer_states`` is not.
+    """
 
     def __init__(
         self,
@@ -62,7 +71,16 @@ class DeepSpeedCPUAdam(CPUAdam):
     ) -> None:
         _need_bias_correction("DeepSpeedCPUAdam", bias_correction)
         moments = _moments(fp32_optimizer_states)
-        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode=adamw_mode, moments=moments)
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adamw_mode,
+            moments=moments,
+        )
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
@@ -78,7 +96,10 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            refuse("DeepSpeedCPUAdagrad(fp32_optimizer_states=False)", "leave it at True: a sum of squares is kept in fp32")
+            refuse(
+                "DeepSpeedCPUAdagrad(fp32_optimizer_states=False)",
+                "leave it at True: a sum of squares is kept in fp32",
+            )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -86,7 +107,12 @@ class FusedLion(Lion):
     """Lion."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, set_grad_none: bool = True
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
@@ -102,4 +128,10 @@ class DeepSpeedCPULion(CPULion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay, moments=_moments(fp32_optimizer_states))
+        super().__init__(
+            model_params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            moments=_moments(fp32_optimizer_states),
+        )

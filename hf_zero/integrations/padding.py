@@ -1,8 +1,10 @@
-"""Whether an attention mask pads anything, read on the host before the batch is copied to the device.
+"""Whether an attention mask pads anything, read on the host before the batch is copied to the
+device.
 
-Transformers decides in each forward whether it needs a mask at all, and reads ``mask.all()`` back from the device for
-that: the host waits until everything launched so far has run. Accelerate's data loaders have the same mask in host
-memory. The answer is kept on the copy, with the version of its values, and answers the forward.
+Transformers decides in each forward whether it needs a mask at all, and reads ``mask.all()`` back
+from the device for that: the host waits until everything launched so far has run. Accelerate's data
+loaders have the same mask in host memory. The answer is kept on the copy, with the version of its
+values, and answers the forward.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ KNOWN = "_hf_zero_pads"  # on a mask: (whether it masks anything out, its _versi
 
 
 def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention masks of a batch on their way to the device (``accelerate.data_loader.send_to_device``)."""
+    """Attention masks of a batch on their way to the device
+    (``accelerate.data_loader.send_to_device``).
+    """
 
-    def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-        found = {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
+    def send_to_device(
+        tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
+    ) -> Any:
+        found = (
+            {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
+        )
         sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
         for name, pads in found.items():
             _note(sent[name], pads)
@@ -31,20 +39,30 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask that is known to mask nothing is none (``transformers.masking_utils._preprocess_mask_arguments``)."""
+    """A mask that is known to mask nothing is none
+    (``transformers.masking_utils._preprocess_mask_arguments``).
+    """
 
     def _preprocess_mask_arguments(
-        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any, position_ids: Any, layer_idx: Any,
+        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any,
+        position_ids: Any, layer_idx: Any,
         encoder_hidden_states: Any = None,
     ) -> Any:  # fmt: skip
         pads = known_padding(attention_mask)
         early, mask, packed, q_length, kv_length, q_offset, kv_offset = original(
-            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, encoder_hidden_states
+            config,
+            inputs_embeds,
+            attention_mask,
+            past_key_values,
+            position_ids,
+            layer_idx,
+            encoder_hidden_states,
         )
         if pads is not None and not early and mask is not None:
             if pads:
                 _note(mask, pads)  # a copy of it with another dtype
-            elif mask.shape[-1] == kv_length:  # else it also says which part of a static cache is filled
+            elif mask.shape[-1] == kv_length:
+                # else it also says which part of a static cache is filled
                 mask = None
         return early, mask, packed, q_length, kv_length, q_offset, kv_offset
 
@@ -52,33 +70,57 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
-    """No need to look where padding is known (``transformers.masking_utils._ignore_causal_mask_sdpa``)."""
+    """No need to look where padding is known
+    (``transformers.masking_utils._ignore_causal_mask_sdpa``).
+    """
 
     def _ignore_causal_mask_sdpa(
-        padding_mask: Any, q_length: int, kv_length: int, q_offset: int, kv_offset: int, local_attention_size: int | None = None
+        padding_mask: Any,
+        q_length: int,
+        kv_length: int,
+        q_offset: int,
+        kv_offset: int,
+        local_attention_size: int | None = None,
     ) -> bool:
-        if q_length == kv_length and known_padding(padding_mask) and padding_mask.shape[-1] == kv_length:
+        if (
+            q_length == kv_length
+            and known_padding(padding_mask)
+            and padding_mask.shape[-1] == kv_length
+        ):
             return False
-        return original(padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size)
+        return original(
+            padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
+        )
 
     return _ignore_causal_mask_sdpa
 
 
 def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool]:
-    """As :func:`keep_causal_mask` (``transformers.masking_utils._ignore_bidirectional_mask_sdpa``)."""
+    """As :func:`keep_causal_mask`
+    (``transformers.masking_utils._ignore_bidirectional_mask_sdpa``).
+    """
 
-    def _ignore_bidirectional_mask_sdpa(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> bool:
-        return False if known_padding(padding_mask) else original(padding_mask, kv_length, local_attention_size)
+    def _ignore_bidirectional_mask_sdpa(
+        padding_mask: Any, kv_length: int, local_attention_size: int | None = None
+    ) -> bool:
+        return (
+            False
+            if known_padding(padding_mask)
+            else original(padding_mask, kv_length, local_attention_size)
+        )
 
     return _ignore_bidirectional_mask_sdpa
 
 
 def known_padding(mask: Any) -> bool | None:
-    """Whether ``mask`` masks anything out; None where that is not known, or its values have changed since."""
+    """Whether ``mask`` masks anything out; None where that is not known, or its values have
+    changed since.
+    """
     if torch.compiler.is_compiling():
         return None
     known = getattr(mask, KNOWN, None)
-    whole = mask._base if known is None and isinstance(mask, torch.Tensor) else None  # GPT-2 takes a view of it
+    # GPT-2 takes a view of it
+    whole = mask._base if known is None and isinstance(mask, torch.Tensor) else None
     if whole is not None and whole.shape == mask.shape:
         known = getattr(whole, KNOWN, None)
     return known[0] if known is not None and mask._version == known[1] else None
@@ -93,7 +135,12 @@ def _masks(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The two-dimensional masks of a batch that are in host memory."""
     for name, value in batch.items() if hasattr(batch, "items") else ():
         named = isinstance(name, str) and name.endswith("attention_mask")
-        if named and isinstance(value, torch.Tensor) and value.dim() == 2 and value.device.type == "cpu":
+        if (
+            named
+            and isinstance(value, torch.Tensor)
+            and value.dim() == 2
+            and value.device.type == "cpu"
+        ):
             yield name, value
 
 

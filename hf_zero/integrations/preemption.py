@@ -1,8 +1,9 @@
-"""``TrainingArguments(enable_jit_checkpoint=True)``: a Trainer that gets SIGTERM saves and ends, with all its ranks.
+"""``TrainingArguments(enable_jit_checkpoint=True)``: a Trainer that gets SIGTERM saves and ends,
+with all its ranks.
 
-The stock callback looks at a flag of its own process, at four places of a step: ranks would save at different ones, or some
-not at all, and wait for each other. Where it saves before ``global_step`` is counted, the engine has stepped already. Under
-ZeRO the ranks agree on the end of one step.
+The stock callback looks at a flag of its own process, at four places of a step: ranks would save at
+different ones, or some not at all, and wait for each other. Where it saves before ``global_step``
+is counted, the engine has stepped already. Under ZeRO the ranks agree on the end of one step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from hf_zero.logs import log_rank0
 
 
 def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """The callback of a ZeRO Trainer acts as :class:`AgreedStop` says (``JITCheckpointCallback.set_trainer``)."""
+    """The callback of a ZeRO Trainer acts as :class:`AgreedStop` says
+    (``JITCheckpointCallback.set_trainer``).
+    """
 
     def set_trainer(self: Any, trainer: Any) -> None:
         if not (under_zero(trainer) and trainer.args.enable_jit_checkpoint):
@@ -34,10 +37,11 @@ def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
 
 class AgreedStop:
-    """The events of a callback that has one checkpoint saved when the job is told to end, and stops training.
+    """The events of a callback that has one checkpoint saved when the job is told to end, and stops
+    training.
 
-    The Trainer itself saves, so that the losses of the step are in what it saves. An evaluation that is due then is left out: the
-    time until a job is killed is short.
+    The Trainer itself saves, so that the losses of the step are in what it saves. An evaluation
+    that is due then is left out: the time until a job is killed is short.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -54,7 +58,9 @@ class AgreedStop:
         control.should_evaluate = False
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-        folder = os.path.join(self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        folder = os.path.join(
+            self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        )
         log_rank0(f"told to end: saving {folder} and stopping")
         self._sentinel = os.path.join(folder, SENTINEL)
         if state.is_world_process_zero:

@@ -1,4 +1,6 @@
-"""``ZeroStrategy`` for the Trainer of the package ``pytorch_lightning``: as :mod:`hf_zero.integrations.lightning`."""
+"""``ZeroStrategy`` for the Trainer of the package ``pytorch_lightning``: as
+:mod:`hf_zero.integrations.lightning`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Named random states under the names of ``deepspeed.checkpointing``: Megatron's scripts draw dropout masks inside one."""
+"""Named random states under the names of ``deepspeed.checkpointing``: Megatron's scripts draw
+dropout masks inside one.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.device import get_accelerator
 
 MODEL_PARALLEL = "model-parallel-rng"
-OFFSET = 2718  # Megatron's distance between the seed of data parallelism and that of model parallelism
+# Megatron's distance between the seed of data parallelism and that of model parallelism
+OFFSET = 2718
 
 
 class RandomStates:
-    """States of the device's generator by name. ``fork`` draws from one and leaves the default as it was."""
+    """States of the device's generator by name.
+
+    ``fork`` draws from one and leaves the default as it was.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -33,7 +39,10 @@ class RandomStates:
     def add(self, name: str, seed: int) -> None:
         """Start the state ``name`` from ``seed``. Raises ConfigError if either is in use."""
         if name in self._states or seed in self._seeds:
-            raise ConfigError(f"the random state {name!r} or its seed {seed} is in use already; choose another, or call reset() first")
+            raise ConfigError(
+                f"the random state {name!r} or its seed {seed} is in use already; choose another, "
+                "or call reset() first"
+            )
         device = get_accelerator()
         before = device.get_rng_state()
         device.manual_seed(seed)
@@ -45,7 +54,8 @@ class RandomStates:
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         if name not in self._states:
             raise ConfigError(
-                f"there is no random state {name!r}; add({name!r}, seed) makes one, model_parallel_cuda_manual_seed the usual one"
+                f"there is no random state {name!r}; add({name!r}, seed) makes one, "
+                "model_parallel_cuda_manual_seed the usual one"
             )
         device = get_accelerator()
         before = device.get_rng_state()
@@ -66,7 +76,9 @@ def get_cuda_rng_tracker() -> RandomStates:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator, and the state for model-parallel regions apart from it; there is one model-parallel rank."""
+    """Seed the device's generator, and the state for model-parallel regions apart from it; there
+    is one model-parallel rank.
+    """
     _states.reset()
     get_accelerator().manual_seed(seed)
     _states.add(MODEL_PARALLEL, seed + OFFSET)

@@ -7,7 +7,10 @@ from typing import Any
 
 
 class RepeatingLoader:
-    """Iterates over ``loader`` again and again. An endless batch stream for loops that count steps."""
+    """Iterates over ``loader`` again and again.
+
+    An endless batch stream for loops that count steps.
+    """
 
     def __init__(self, loader: Any):
         self.loader = loader

@@ -1,12 +1,15 @@
-"""Several models of one script under Accelerate: which of them step, whose gradients are forgotten, what is clipped.
+"""Several models of one script under Accelerate: which of them step, whose gradients are forgotten,
+what is clipped.
 
 [Note: who steps]
-Accelerate gives every loss to the first engine that an Accelerator has prepared, which steps at once; ``step()`` and
-``zero_grad()`` of its optimizers do nothing. With one model that trains this comes to what the script says. With two
-(a generator and its critic) the wrong one is trained. So as soon as a second engine trains, optimizers do what they are
-told: a backward leaves gradients in every engine it goes through, ``optimizer.step()`` steps its own engine, and
-``optimizer.zero_grad()`` forgets. Two Accelerators with an engine each keep the rule that a backward through one of them
-steps its engine, and forget what it has left in the other where the script says so.
+Accelerate gives every loss to the first engine that an Accelerator has prepared, which steps at
+once; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With one model that trains this
+comes to what the script says. With two (a generator and its critic) the wrong one is trained. So as
+soon as a second engine trains, optimizers do what they are told: a backward leaves gradients in
+every engine it goes through, ``optimizer.step()`` steps its own engine, and
+``optimizer.zero_grad()`` forgets. Two Accelerators with an engine each keep the rule that a
+backward through one of them steps its engine, and forget what it has left in the other where the
+script says so.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _told: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class SeveralEngines:
-    """In place of the one engine that ``accelerator.backward`` knows: all that train under this Accelerator."""
+    """In place of the one engine that ``accelerator.backward`` knows: all that train under this
+    Accelerator.
+    """
 
     def __init__(self, engines: list[Engine]):
         self.engines = engines
@@ -53,12 +58,21 @@ class SeveralEngines:
 
 
 def join(accelerator: Any) -> None:
-    """An engine has been prepared: from the second on that trains, optimizers step by themselves."""
+    """An engine has been prepared: from the second on that trains, optimizers step by
+    themselves.
+    """
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
-    here = [model for model in accelerator._models if isinstance(model, Engine) and model.bound is not None]
+    here = [
+        model
+        for model in accelerator._models
+        if isinstance(model, Engine) and model.bound is not None
+    ]
     if len(here) == 1:  # one that was prepared before it, such as a teacher, cannot step
-        if here[0] in _training and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]:
+        if (
+            here[0] in _training
+            and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]
+        ):
             return  # a later prepare, of a data loader or a scheduler
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
         _refuse_merged_steps(wrapped, accelerator)
@@ -75,9 +89,11 @@ def join(accelerator: Any) -> None:
 
 
 def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
-    """``optimizer.step()`` refuses two backwards since the last one: each has been a step of the engine, plain PyTorch adds them.
+    """``optimizer.step()`` refuses two backwards since the last one: each has been a step of the
+    engine, plain PyTorch adds them.
 
-    A script that never calls it, as DeepSpeed allows, trains by its backwards. Inside ``accelerator.no_sync`` a backward only adds up.
+    A script that never calls it, as DeepSpeed allows, trains by its backwards. Inside
+    ``accelerator.no_sync`` a backward only adds up.
     """
     backward, engine = wrapped.backward, wrapped.engine
     applied = 0
@@ -94,9 +110,12 @@ def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
             steps, applied = applied, 0
             if steps > 1:
                 raise PartitionError(
-                    f"{steps} calls of accelerator.backward() came before this optimizer.step(): under ZeRO each of them has been a step of its "
-                    "own. For one step of several losses add them and call accelerator.backward() once; to accumulate micro-batches put each "
-                    "inside `with accelerator.accumulate(model):` (or all but the last inside `with accelerator.no_sync(model):`)"
+                    f"{steps} calls of accelerator.backward() came before this optimizer.step(): "
+                    "under ZeRO each of them has been a step of its "
+                    "own. For one step of several losses add them and call accelerator.backward() "
+                    "once; to accumulate micro-batches put each "
+                    "inside `with accelerator.accumulate(model):` (or all but the last inside "
+                    "`with accelerator.no_sync(model):`)"
                 )
             return own(*args, **kwargs)
 
@@ -104,23 +123,32 @@ def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
 
     wrapped.backward = counted
     for optimizer in accelerator._optimizers:
-        optimizer.step = MethodType(checked(optimizer.step), optimizer)  # a method: torch's schedulers look for its function
+        # a method: torch's schedulers look for its function
+        optimizer.step = MethodType(checked(optimizer.step), optimizer)
 
 
 def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """At every stage the backwards inside add up; by itself it leaves an engine of stage 2 or 3 alone (``Accelerator.no_sync``)."""
+    """At every stage the backwards inside add up; by itself it leaves an engine of stage 2 or 3
+    alone (``Accelerator.no_sync``).
+    """
 
     @contextmanager
     def no_sync(self: Any, model: Any) -> Iterator[None]:
         # accumulate() comes here as well, with sync_gradients off, which says the same.
-        with model.no_sync() if isinstance(model, Engine) and self.sync_gradients else original(self, model):
+        with (
+            model.no_sync()
+            if isinstance(model, Engine) and self.sync_gradients
+            else original(self, model)
+        ):
             yield
 
     return no_sync
 
 
 def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
-    """A method of the optimizer inside ``wrapped``, called where Accelerate says that a window is over."""
+    """A method of the optimizer inside ``wrapped``, called where Accelerate says that a window
+    is over.
+    """
     own, state = wrapped.optimizer, wrapped.gradient_state
 
     def method(*args: Any, **kwargs: Any) -> None:
@@ -131,17 +159,24 @@ def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
 
 
 def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm, on the device, of the model whose parameters are given; another limit than the engine's is told (``Accelerator.clip_grad_norm_``)."""
+    """The norm, on the device, of the model whose parameters are given; another limit than the
+    engine's is told (``Accelerator.clip_grad_norm_``).
+    """
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         given = [parameters] if hasattr(parameters, "numel") else list(parameters)
-        owner = next((flat for flat in map(owner_of, given) if flat is not None), None) if finder.chosen() else None
+        owner = (
+            next((flat for flat in map(owner_of, given) if flat is not None), None)
+            if finder.chosen()
+            else None
+        )
         engine = owner.engine() if owner is not None else None
         if engine is None:
             return original(self, given, max_norm, norm_type)
         if float(norm_type) != 2.0:
             raise PartitionError(
-                f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 norm of the whole gradient, and keeps no "
+                f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 "
+                "norm of the whole gradient, and keeps no "
                 "other; leave norm_type at 2"
             )
         _tell_limit(engine, float(max_norm))
@@ -158,8 +193,13 @@ def _tell_limit(engine: Engine, max_norm: float) -> None:
     if limit != max_norm != math.inf and engine not in _told:  # infinity only asks for the norm
         _told.add(engine)
         log_rank0(
-            f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the engine clips in its step, "
-            + (f"at gradient_clipping = {limit:g} of the configuration" if limit else "and its configuration has no gradient_clipping")
+            f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the "
+            "engine clips in its step, "
+            + (
+                f"at gradient_clipping = {limit:g} of the configuration"
+                if limit
+                else "and its configuration has no gradient_clipping"
+            )
             + f"; write gradient_clipping: {max_norm:g} there",
             logging.WARNING,
         )

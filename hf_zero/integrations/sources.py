@@ -1,4 +1,6 @@
-"""What a DeepSpeed config given to Accelerate or Transformers says, and where: files, presets, the file or the command of the launcher."""
+"""What a DeepSpeed config given to Accelerate or Transformers says, and where: files, presets,
+the file or the command of the launcher.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of acc
 
 
 def mapping_of(given: Any) -> Any:
-    """``given`` to ``HfDeepSpeedConfig``, which copies it, as keys and values. Raises ConfigError for what is none."""
+    """``given`` to ``HfDeepSpeedConfig``, which copies it, as keys and values.
+
+    Raises ConfigError for what is none.
+    """
     if isinstance(given, Mapping):
         return SourcedDict.of(given, DICT)
     if not isinstance(given, (str, Path)):
         return given
-    if isinstance(given, str) and (given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})):
-        return ZeroConfig.coerce(given, allow_auto=True).to_dict()  # or it raises, with the presets that there are
+    if isinstance(given, str) and (
+        given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})
+    ):
+        # or it raises, with the presets that there are
+        return ZeroConfig.coerce(given, allow_auto=True).to_dict()
     text = load_text(given) if isinstance(given, str) and not os.path.exists(given) else None
     mapping = load_file(given) if text is None else text
     label = f"config file {given}" if text is None else "config string"
@@ -35,12 +43,26 @@ def mapping_of(given: Any) -> Any:
 
 
 def remember_launch(config: Any) -> None:
-    """Let ``config``, which Accelerate has put together from the launcher's variables, know where its values stood."""
+    """Let ``config``, which Accelerate has put together from the launcher's variables, know
+    where its values stood.
+    """
     file = os.environ.get(LAUNCH_FILE)
-    written = dict(ZeroConfig.from_file(file, allow_auto=True).to_dict().written) if file and os.path.isfile(file) else {}
-    by = os.environ.get(LAUNCHED_BY) or ("accelerate launch" if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ else "DeepSpeedPlugin")
+    written = (
+        dict(ZeroConfig.from_file(file, allow_auto=True).to_dict().written)
+        if file and os.path.isfile(file)
+        else {}
+    )
+    by = os.environ.get(LAUNCHED_BY) or (
+        "accelerate launch"
+        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ
+        else "DeepSpeedPlugin"
+    )
     for path, value in flattened(config):
-        usual = path not in KEYS or KEYS[path].status is not Status.ACTIVE or value in (KEYS[path].default, None, "auto")
+        usual = (
+            path not in KEYS
+            or KEYS[path].status is not Status.ACTIVE
+            or value in (KEYS[path].default, None, "auto")
+        )
         if not usual and written.get(path, (None, ""))[0] != value:
             written[path] = (value, by)
     config.remember(written, "Accelerate")

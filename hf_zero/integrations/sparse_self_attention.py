@@ -1,4 +1,6 @@
-"""What ``deepspeed.ops.sparse_attention`` offers besides its configurations, over hf-zero's operator."""
+"""What ``deepspeed.ops.sparse_attention`` offers besides its configurations, over hf-zero's
+operator.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,27 @@ from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention of [batch, heads, length, width] over a configuration's blocks, in any dtype and at any length.
+    """Attention of [batch, heads, length, width] over a configuration's blocks, in any dtype and at
+    any length.
 
-    ``key_padding_mask`` [batch, length] is added to scores in mode "add" (0 or a large negative number, as in DeepSpeed's default), and in
-    mode "mul" keeps keys where it is not 0. A key is attended to or it is not: in "add" whatever is above -1000 is. Masks over pairs of tokens and relative biases raise KernelError: they belong into the layout.
+    ``key_padding_mask`` [batch, length] is added to scores in mode "add" (0 or a large negative
+    number, as in DeepSpeed's default), and in mode "mul" keeps keys where it is not 0. A key is
+    attended to or it is not: in "add" whatever is above -1000 is. Masks over pairs of tokens and
+    relative biases raise KernelError: they belong into the layout.
     """
 
     def __init__(
-        self, sparsity_config: SparsityConfig, key_padding_mask_mode: str = "add", attn_mask_mode: str = "mul", max_seq_length: int = 2048
+        self,
+        sparsity_config: SparsityConfig,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
     ) -> None:
         super().__init__()
         if key_padding_mask_mode not in ("add", "mul"):
-            raise KernelError(f'key_padding_mask_mode is {key_padding_mask_mode!r}; it must be "add" or "mul"')
+            raise KernelError(
+                f'key_padding_mask_mode is {key_padding_mask_mode!r}; it must be "add" or "mul"'
+            )
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
 
@@ -40,7 +51,8 @@ class SparseSelfAttention(nn.Module):
     ) -> torch.Tensor:
         if rpe is not None or attn_mask is not None:
             raise KernelError(
-                "SparseSelfAttention takes no rpe and no attn_mask; put blocks into the sparsity_config, or make it unidirectional"
+                "SparseSelfAttention takes no rpe and no attn_mask; put blocks into the "
+                "sparsity_config, or make it unidirectional"
             )
         padding = None
         if key_padding_mask is not None:
@@ -50,7 +62,10 @@ class SparseSelfAttention(nn.Module):
 
 
 class SparseAttentionUtils:
-    """DeepSpeed's helpers by name. Padding to blocks is not among them: sparse_attention pads by itself."""
+    """DeepSpeed's helpers by name.
+
+    Padding to blocks is not among them: sparse_attention pads by itself.
+    """
 
     extend_position_embedding = staticmethod(extend_position_embedding)
 
@@ -61,8 +76,12 @@ class SparseAttentionUtils:
         return tokenizer
 
     @staticmethod
-    def replace_model_self_attention_with_sparse_self_attention(model: Any, max_position: int, sparsity_config: SparsityConfig) -> Any:
-        """``model`` with block-sparse attention, as `sparsify`; its positions are extended to ``max_position`` if they are fewer."""
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: Any, max_position: int, sparsity_config: SparsityConfig
+    ) -> Any:
+        """``model`` with block-sparse attention, as `sparsify`; its positions are extended to
+        ``max_position`` if they are fewer.
+        """
         if model.config.max_position_embeddings < max_position:
             extend_position_embedding(model, max_position)
         sparsify(model, sparsity_config)

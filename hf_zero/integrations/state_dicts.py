@@ -1,4 +1,6 @@
-"""State dicts under DeepSpeed's names: copies for saving, and whole weights out of a sharded checkpoint."""
+"""State dicts under DeepSpeed's names: copies for saving, and whole weights out of a sharded
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ from hf_zero.checkpoint.opened import Checkpoint
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
     """Copies of the tensors in ``item`` (nested dicts, lists, tuples) on ``device``.
 
-    Saving a view of a large buffer would write the buffer. What shared memory shares it again in the copy: tied weights
-    stay tied, and are written once.
+    Saving a view of a large buffer would write the buffer. What shared memory shares it again in
+    the copy: tied weights stay tied, and are written once.
     """
     return _clone(item, torch.device(device), {})
 
 
 def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        place = (item.untyped_storage().data_ptr(), item.storage_offset(), item.shape, item.stride(), item.dtype, item.device)
+        place = (
+            item.untyped_storage().data_ptr(),
+            item.storage_offset(),
+            item.shape,
+            item.stride(),
+            item.dtype,
+            item.device,
+        )
         if place not in copies or not item.numel():
             copies[place] = item.detach().to(device, copy=True)
         return copies[place]
@@ -36,18 +45,23 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO:
-    """What ``torch.load`` reads the client state and the counters from, for code that adds them to a consolidated state dict.
+    """What ``torch.load`` reads the client state and the counters from, for code that adds them to
+    a consolidated state dict.
 
     A checkpoint of hf-zero holds them in its manifest; this is a file in memory.
     """
     with Checkpoint(find(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
-        return _in_memory({**checkpoint.client_state(), **counters, "dp_world_size": manifest.world["size"]})
+        return _in_memory(
+            {**checkpoint.client_state(), **counters, "dp_world_size": manifest.world["size"]}
+        )
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO]:
-    """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO stage."""
+    """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO
+    stage.
+    """
     with Checkpoint(find(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}

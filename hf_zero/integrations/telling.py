@@ -16,11 +16,16 @@ GIB = 1 << 30
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:
-    return not comm.is_initialized() or (bool(ranks) and (-1 in (ranks or ()) or comm.get_rank() in (ranks or ())))
+    return not comm.is_initialized() or (
+        bool(ranks) and (-1 in (ranks or ()) or comm.get_rank() in (ranks or ()))
+    )
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the given ranks; ``[-1]``: on all of them. Without a list nobody speaks once there is a group, as in DeepSpeed."""
+    """Log on the given ranks; ``[-1]``: on all of them.
+
+    Without a list nobody speaks once there is a group, as in DeepSpeed.
+    """
     if _speaks(ranks):
         logger.log(level, message)
 
@@ -37,7 +42,9 @@ def print_rank_0(message: str) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 what this process and its machine hold now; only with ``force``, as scripts are full of these calls."""
+    """Log on rank 0 what this process and its machine hold now; only with ``force``, as scripts
+    are full of these calls.
+    """
     if not force or comm.get_rank() != 0:
         return
     gc.collect()

@@ -1,7 +1,9 @@
-"""The wrappers around the Trainer's checkpoints: a run resumes from, ends with and keeps those that are whole.
+"""The wrappers around the Trainer's checkpoints: a run resumes from, ends with and keeps those that
+are whole.
 
-The Trainer writes ``checkpoint-N`` in pieces (weights, our folder, schedule, random states, ``trainer_state.json``) and knows a
-folder by its name alone. Imported in the middle of ``import transformers``: anything of it is imported inside the functions.
+The Trainer writes ``checkpoint-N`` in pieces (weights, our folder, schedule, random states,
+``trainer_state.json``) and knows a folder by its name alone. Imported in the middle of ``import
+transformers``: anything of it is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
 def whole_to_resume(trainer: Any, wanted: Any) -> Any:
-    """What ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True the last whole checkpoint. Collective.
+    """What ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True the last whole
+    checkpoint. Collective.
 
-    Raises CheckpointError for a checkpoint that is not whole, with the last one that is, and if none is.
+    Raises CheckpointError for a checkpoint that is not whole, with the last one that is, and if
+    none is.
     """
     if wanted is None or wanted is False:
         return wanted
@@ -61,15 +65,26 @@ def _refuse_torn(folder: Path) -> None:
         return  # the Trainer says better what a folder is that it has not written
     said = trainers(folder)
     if said:
-        whole = next((each for each in by_number(folder.parent, PREFIX) if each != folder and not trainers(each)), None)
-        remedy = f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
+        whole = next(
+            (
+                each
+                for each in by_number(folder.parent, PREFIX)
+                if each != folder and not trainers(each)
+            ),
+            None,
+        )
+        remedy = (
+            f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
+        )
         raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A training ends when its last checkpoint is whole, with the best of those that are (``Trainer._finalize_training``).
+    """A training ends when its last checkpoint is whole, with the best of those that are
+    (``Trainer._finalize_training``).
 
-    A best checkpoint that is damaged is no reason to lose a training that has ended, nor one to delete all others.
+    A best checkpoint that is damaged is no reason to lose a training that has ended, nor one to
+    delete all others.
     """
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
@@ -78,15 +93,23 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         if under_zero(self):
             self.deepspeed.wait_for_checkpoint()
             used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
-            if self.state.best_model_checkpoint is not None and used and not self.args.save_only_model:
-                self.state.best_model_checkpoint, self.state.best_metric = decided(lambda: _best_whole(self))
+            if (
+                self.state.best_model_checkpoint is not None
+                and used
+                and not self.args.save_only_model
+            ):
+                self.state.best_model_checkpoint, self.state.best_metric = decided(
+                    lambda: _best_whole(self)
+                )
         return original(self, trial, num_train_samples, start_time)
 
     return _finalize_training
 
 
 def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """What is pushed is whole: written by all ranks, beside the training too (``Trainer._push_from_checkpoint``)."""
+    """What is pushed is whole: written by all ranks, beside the training too
+    (``Trainer._push_from_checkpoint``).
+    """
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         from hf_zero.integrations.trainer_seams import under_zero
@@ -107,10 +130,20 @@ def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
     if not said:
         return str(best), state.best_metric
     logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, said)
-    name = args.metric_for_best_model if args.metric_for_best_model.startswith("eval_") else f"eval_{args.metric_for_best_model}"
+    name = (
+        args.metric_for_best_model
+        if args.metric_for_best_model.startswith("eval_")
+        else f"eval_{args.metric_for_best_model}"
+    )
     scores = {entry["step"]: entry[name] for entry in state.log_history if name in entry}
-    others = [folder for folder in by_number(best.parent, PREFIX) if folder != best and _step(folder) in scores]
-    for folder in sorted(others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)):
+    others = [
+        folder
+        for folder in by_number(best.parent, PREFIX)
+        if folder != best and _step(folder) in scores
+    ]
+    for folder in sorted(
+        others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)
+    ):
         if not engines_part(folder):
             logger.warning("%s is taken instead: %s %g", folder, name, scores[_step(folder)])
             return str(folder), scores[_step(folder)]
@@ -123,7 +156,9 @@ def _step(folder: Path) -> int:
 
 
 def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """``save_total_limit`` counts whole checkpoints, and removes them by a rename first (``rotate_checkpoints``)."""
+    """``save_total_limit`` counts whole checkpoints, and removes them by a rename first
+    (``rotate_checkpoints``).
+    """
 
     def rotate_checkpoints(
         output_dir: str,
@@ -134,13 +169,20 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         from transformers.trainer_utils import sort_checkpoints
 
-        ordered = [Path(each) for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))]
+        ordered = [
+            Path(each)
+            for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
+        ]
         limited = save_total_limit is not None and save_total_limit > 0
         if not (limited and finder.chosen() and ordered and of_an_engine(ordered[0])):
-            original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
+            original(
+                output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix
+            )
             return
         newest = ordered[0]
-        protected = {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
+        protected = (
+            {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
+        )
         first = [folder for folder in ordered if folder in protected]
         keep = max(int(save_total_limit or 1), len(first))
         candidates = [*first, *(folder for folder in ordered if folder not in protected)]
@@ -154,4 +196,12 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     for left in newest.parent.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
     # Other ranks may still be writing their random states into the newest.
-    remove(excess(newest_first, keep, protected, lambda folder: engines_part(folder) if folder == newest else trainers(folder)), ASIDE)
+    remove(
+        excess(
+            newest_first,
+            keep,
+            protected,
+            lambda folder: engines_part(folder) if folder == newest else trainers(folder),
+        ),
+        ASIDE,
+    )

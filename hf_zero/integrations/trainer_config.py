@@ -1,9 +1,11 @@
-"""The ZeRO config of a Trainer: how it is read, and how what it leaves out comes from the training arguments.
+"""The ZeRO config of a Trainer: how it is read, and how what it leaves out comes from the training
+arguments.
 
-Transformers fills a value from its arguments only where the config says "auto". A config that leaves
-``gradient_clipping`` out would thus silence ``max_grad_norm``, one without batch sizes would leave the engine without
-any, and one that leaves the precision out would cast the inputs to another dtype than the model's. Left out means "as
-the arguments say", on every route that leads a Trainer here; both values are shown where the two contradict each other.
+Transformers fills a value from its arguments only where the config says "auto". A config that
+leaves ``gradient_clipping`` out would thus silence ``max_grad_norm``, one without batch sizes would
+leave the engine without any, and one that leaves the precision out would cast the inputs to another
+dtype than the model's. Left out means "as the arguments say", on every route that leads a Trainer
+here; both values are shown where the two contradict each other.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ ZeroConfigLike = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
 SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
 
-FROM_ARGUMENTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+FROM_ARGUMENTS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 
-# Hyper-parameters that the arguments know, by optimizer and by schedule; others keep the defaults of their class.
+# Hyper-parameters that the arguments know, by optimizer and by schedule; others keep the defaults
+# of their class.
 ADAM = ("lr", "betas", "eps", "weight_decay")
 OPTIMIZER_PARAMS = {"adam": ADAM, "adamw": ADAM}
 OTHER_OPTIMIZER = ("lr", "weight_decay")
@@ -38,12 +46,17 @@ SCHEDULE_PARAMS = {
 
 
 def read(value: ZeroConfigLike) -> dict[str, Any]:
-    """The config in DeepSpeed's dialect, holding what was written and nothing else. Raises ConfigError for what cannot be used."""
+    """The config in DeepSpeed's dialect, holding what was written and nothing else.
+
+    Raises ConfigError for what cannot be used.
+    """
     return ZeroConfig.coerce(value, allow_auto=True).to_dict()
 
 
 def open_left_out(config: dict[str, Any]) -> list[str]:
-    """Write "auto" for what ``config`` leaves to the training arguments, in place; gives the paths."""
+    """Write "auto" for what ``config`` leaves to the training arguments, in place; gives the
+    paths.
+    """
     opened = []
 
     def open_key(section: dict[str, Any], path: str, value: Any = AUTO) -> None:
@@ -67,7 +80,8 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
                 open_key(params, f"{name}.params.{key}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
-        # save_model is expected to leave weights behind; whoever writes false gets the sharded checkpoint alone
+        # save_model is expected to leave weights behind; whoever writes false gets the sharded
+        # checkpoint alone
         open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
     return opened
 
@@ -81,7 +95,9 @@ def _schedule_params(kind: Any) -> tuple[str, ...]:
 
 
 def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
-    """Left out means "as the arguments say" (``HfTrainerDeepSpeedConfig.trainer_config_process``)."""
+    """Left out means "as the arguments say"
+    (``HfTrainerDeepSpeedConfig.trainer_config_process``).
+    """
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
         if not finder.chosen():
@@ -93,11 +109,16 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
         opened = open_left_out(self.config)
         original(self, args, auto_find_batch_size)
         if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
-            # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the config alone is no contradiction.
+            # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
+            # config alone is no contradiction.
             self.mismatches = [
-                line for line in self.mismatches if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
+                line
+                for line in self.mismatches
+                if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
             ]
-        filled = ", ".join(f"{path} = {value}" for path in opened if (value := value_at(self.config, path)) != AUTO)
+        filled = ", ".join(
+            f"{path} = {value}" for path in opened if (value := value_at(self.config, path)) != AUTO
+        )
         if filled:
             log_rank0(f"from the training arguments, as the ZeRO config leaves it out: {filled}")
 
@@ -105,21 +126,35 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
-    """Raise ConfigError for an evaluation in another precision than training: Transformers would train in it, too."""
+    """Raise ConfigError for an evaluation in another precision than training: Transformers would
+    train in it, too.
+    """
     for kind in ("bf16", "fp16"):
-        if getattr(args, f"{kind}_full_eval") and not getattr(args, kind) and value_at(config, f"{kind}.enabled") is not True:
+        if (
+            getattr(args, f"{kind}_full_eval")
+            and not getattr(args, kind)
+            and value_at(config, f"{kind}.enabled") is not True
+        ):
             raise ConfigError(
-                f"{kind}_full_eval=True without {kind}=True asks for an evaluation in another precision than training's, and the parameters "
-                f"of a ZeRO engine have one; write {kind}=True (or {kind}.enabled: true in the config), or leave {kind}_full_eval out"
+                f"{kind}_full_eval=True without {kind}=True asks for an evaluation in another "
+                "precision than training's, and the parameters "
+                f"of a ZeRO engine have one; write {kind}=True (or {kind}.enabled: true in the "
+                f"config), or leave {kind}_full_eval out"
             )
 
 
 def refuse_contradictions(live: Any) -> None:
-    """Raise ConfigError for what Transformers noted while it filled ``live``; by itself it would say so when training starts."""
+    """Raise ConfigError for what Transformers noted while it filled ``live``; by itself it would
+    say so when training starts.
+    """
     if live.mismatches:
-        listed = "\n".join(line.replace("- ds ", "  zero_config: ").replace(" vs hf ", ", argument: ") for line in live.mismatches)
+        listed = "\n".join(
+            line.replace("- ds ", "  zero_config: ").replace(" vs hf ", ", argument: ")
+            for line in live.mismatches
+        )
         raise ConfigError(
-            f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or leave it out of zero_config"
+            f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or "
+            "leave it out of zero_config"
         )
 
 

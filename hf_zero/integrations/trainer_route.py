@@ -1,10 +1,11 @@
 """How one Trainer comes to ZeRO, and the proof that it did.
 
 [Note: routing a stock Trainer]
-A callback never receives the Trainer, and by its first event the Accelerator exists. So ``Trainer.__init__`` is wrapped:
-it looks for a :class:`ZeroCallback` among its arguments, and while the Accelerator is made the arguments carry a
-DeepSpeed plugin and the environment says ``ACCELERATE_USE_DEEPSPEED``. Both are taken back at once, for the environment
-and the arguments may serve another Trainer that is to be plain.
+A callback never receives the Trainer, and by its first event the Accelerator exists. So
+``Trainer.__init__`` is wrapped: it looks for a :class:`ZeroCallback` among its arguments, and while
+the Accelerator is made the arguments carry a DeepSpeed plugin and the environment says
+``ACCELERATE_USE_DEEPSPEED``. Both are taken back at once, for the environment and the arguments may
+serve another Trainer that is to be plain.
 """
 
 from __future__ import annotations
@@ -27,14 +28,24 @@ CALLBACK = "_hf_zero_callback"
 BORROWED = "_hf_zero_callback_plugin"
 
 
-def find_callback(constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def find_callback(
+    constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None."""
     try:
-        callbacks = inspect.signature(constructor).bind(trainer, *args, **kwargs).arguments.get("callbacks") or ()
+        callbacks = (
+            inspect.signature(constructor).bind(trainer, *args, **kwargs).arguments.get("callbacks")
+            or ()
+        )
     except TypeError:
         return None  # the constructor itself says better what is wrong with its arguments
-    ours = sys.modules.get("hf_zero.integrations.zero_callback")  # not imported: then nobody has one
-    found = [callback for callback in callbacks if ours is not None and isinstance(callback, ours.ZeroCallback)]
+    # not imported: then nobody has one
+    ours = sys.modules.get("hf_zero.integrations.zero_callback")
+    found = [
+        callback
+        for callback in callbacks
+        if ours is not None and isinstance(callback, ours.ZeroCallback)
+    ]
     if len(found) > 1:
         raise ConfigError(f"{len(found)} ZeroCallbacks in the callbacks of one Trainer; keep one")
     return found[0] if found else None
@@ -42,7 +53,11 @@ def find_callback(constructor: Callable[..., None], trainer: Any, args: tuple[An
 
 @contextmanager
 def environment(**changes: str) -> Iterator[None]:
-    """Set variables for a while. What is set inside does not leak: Accelerate leaves its switch on, and a later, plain Trainer would obey it."""
+    """Set variables for a while.
+
+    What is set inside does not leak: Accelerate leaves its switch on, and a later, plain Trainer
+    would obey it.
+    """
     before = {name: os.environ.get(name) for name in (SWITCH, ON_CPU)}
     os.environ.update(changes)
     try:
@@ -56,13 +71,18 @@ def environment(**changes: str) -> Iterator[None]:
 
 
 def engine_environment(args: Any) -> dict[str, str]:
-    """What tells the engine to compute where Accelerate puts the data: on the CPU, although a GPU may be visible."""
+    """What tells the engine to compute where Accelerate puts the data: on the CPU, although a
+    GPU may be visible.
+    """
     return {ON_CPU: "true"} if args.device.type == "cpu" else {}
 
 
 @contextmanager
 def route(trainer: Any) -> Iterator[bool]:
-    """Lend the Trainer's arguments what makes its Accelerator a ZeRO one. Gives whether ZeRO was asked for."""
+    """Lend the Trainer's arguments what makes its Accelerator a ZeRO one.
+
+    Gives whether ZeRO was asked for.
+    """
     args, callback = trainer.args, getattr(trainer, CALLBACK, None)
     config = callback.config if callback is not None else None
     if config is None or args.deepspeed_plugin is not None:
@@ -74,7 +94,10 @@ def route(trainer: Any) -> Iterator[bool]:
         return
     finder.choose()
     from accelerate.utils import DeepSpeedPlugin
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.integrations.deepspeed import (
+        HfTrainerDeepSpeedConfig,
+        unset_hf_deepspeed_config,
+    )
 
     os.environ[SWITCH] = "true"
     renew_devices(args)
@@ -89,7 +112,8 @@ def route(trainer: Any) -> Iterator[bool]:
     finally:
         args.deepspeed_plugin = None
         del args.hf_deepspeed_config
-        # What from_pretrained loads from now on is whole again: another model in this process may be for a plain Trainer.
+        # What from_pretrained loads from now on is whole again: another model in this process may
+        # be for a plain Trainer.
         unset_hf_deepspeed_config()
 
 
@@ -103,7 +127,9 @@ def agree(config: dict[str, Any], args: Any) -> None:
     ]
     if differing:
         raise ConfigError(
-            "ZeroCallback and the training arguments disagree (" + "; ".join(differing) + "); give the ZeRO config in one place"
+            "ZeroCallback and the training arguments disagree ("
+            + "; ".join(differing)
+            + "); give the ZeRO config in one place"
         )
 
 
@@ -123,17 +149,22 @@ def _left_by_callback() -> bool:
 
 
 def renew_devices(args: Any) -> None:
-    """Let the arguments look again at the ranks and devices: they did so when they were made, for another Trainer."""
+    """Let the arguments look again at the ranks and devices: they did so when they were made,
+    for another Trainer.
+    """
     args.__dict__.pop("_setup_devices", None)
     _ = args._setup_devices
 
 
 def verify(trainer: Any) -> None:
-    """Raise unless this Trainer's Accelerator is a ZeRO one: nothing may train unsharded in silence. Accelerate's state counts the ranks."""
+    """Raise unless this Trainer's Accelerator is a ZeRO one: nothing may train unsharded in
+    silence. Accelerate's state counts the ranks.
+    """
     finder.choose()
     if not trainer.is_deepspeed_enabled:
         raise ConfigError(
-            f"a ZeRO config was given, but the Accelerate state of this process is {state_kind(trainer)} and the Trainer would train unsharded; "
+            "a ZeRO config was given, but the Accelerate state of this process is "
+            f"{state_kind(trainer)} and the Trainer would train unsharded; "
             "make the training arguments and the Trainer before any other Accelerator"
         )
     verify_state(trainer)
@@ -151,8 +182,10 @@ def verify_state(trainer: Any) -> None:
 
     if trainer.is_deepspeed_enabled != (state_kind(trainer) == DistributedType.DEEPSPEED):
         raise ConfigError(
-            f"the Accelerate state of this process is {state_kind(trainer)} by now, which is not that of this Trainer: training arguments, a Trainer or an "
-            "Accelerator made after it replaced the state. Use one Trainer to its end, then make the arguments of the next"
+            f"the Accelerate state of this process is {state_kind(trainer)} by now, which is not "
+            "that of this Trainer: training arguments, a Trainer or an "
+            "Accelerator made after it replaced the state. Use one Trainer to its end, then make "
+            "the arguments of the next"
         )
 
 
@@ -160,7 +193,8 @@ def _one_device(args: Any) -> None:
     # nn.DataParallel would take all visible GPUs, unsharded.
     if args.n_gpu > 1:
         logger.warning(
-            "%d GPUs are visible to one process; under ZeRO it uses %s. For all of them: accelerate launch --num_processes %d",
+            "%d GPUs are visible to one process; under ZeRO it uses %s. For all of them: "
+            "accelerate launch --num_processes %d",
             args.n_gpu,
             args.device,
             args.n_gpu,

@@ -1,13 +1,16 @@
-"""The wrappers of ``transformers.trainer``: routing, the guard against training unsharded, evaluation before training.
+"""The wrappers of ``transformers.trainer``: routing, the guard against training unsharded,
+evaluation before training.
 
-Every wrapper is inert for a Trainer without ZeRO, and where ``import deepspeed`` gives another library than hf-zero.
-Imported in the middle of ``import transformers``: anything of Transformers is imported inside the functions.
+Every wrapper is inert for a Trainer without ZeRO, and where ``import deepspeed`` gives another
+library than hf-zero. Imported in the middle of ``import transformers``: anything of Transformers is
+imported inside the functions.
 
 [Note: evaluation before training]
-For an evaluation that comes first the stock Trainer prepares an engine without an optimizer: stages 0 to 2 raise, and
-stage 3 deletes the optimizer from the live config, fills the schedule for zero steps and cannot train afterwards. There
-is nothing to prepare: until the engine is made the model is an ordinary one, and afterwards its hooks serve the raw
-model too. So the evaluation loop runs as if ZeRO were off, and training finds everything as it was.
+For an evaluation that comes first the stock Trainer prepares an engine without an optimizer: stages
+0 to 2 raise, and stage 3 deletes the optimizer from the live config, fills the schedule for zero
+steps and cannot train afterwards. There is nothing to prepare: until the engine is made the model
+is an ordinary one, and afterwards its hooks serve the raw model too. So the evaluation loop runs as
+if ZeRO were off, and training finds everything as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from typing import Any
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.trainer_checkpoints import whole_to_resume
-from hf_zero.integrations.trainer_route import CALLBACK, engine_environment, environment, find_callback, route, verify, verify_state
+from hf_zero.integrations.trainer_route import (
+    CALLBACK,
+    engine_environment,
+    environment,
+    find_callback,
+    route,
+    verify,
+    verify_state,
+)
 from hf_zero.logs import log_rank0, logger
 
 GIVEN = "_hf_zero_given"
@@ -49,7 +60,9 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The Accelerator is a ZeRO one where ZeRO was asked for (``Trainer.create_accelerator_and_postprocess``)."""
+    """The Accelerator is a ZeRO one where ZeRO was asked for
+    (``Trainer.create_accelerator_and_postprocess``).
+    """
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         with environment(), route(self) as expected:
@@ -61,9 +74,16 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A second ``train()`` goes on with the model of the first; resumed, it goes on from a whole checkpoint (``Trainer.train``)."""
+    """A second ``train()`` goes on with the model of the first; resumed, it goes on from a whole
+    checkpoint (``Trainer.train``).
+    """
 
-    def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+    def train(
+        self: Any,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
         if finder.chosen():
             verify_state(self)
         if under_zero(self):
@@ -75,7 +95,10 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
                 hand_back(self.deepspeed)
                 self.model_wrapped, self.deepspeed = self.model, None
                 if resume_from_checkpoint in (None, False):
-                    log_rank0("another train() goes on with the weights and with a new optimizer, as the Trainer has it under ZeRO")
+                    log_rank0(
+                        "another train() goes on with the weights and with a new optimizer, as the "
+                        "Trainer has it under ZeRO"
+                    )
             resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -85,7 +108,9 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """What trains is hf-zero's engine and nothing else (``Trainer._prepare_for_training``)."""
 
-    def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         if not under_zero(self):
             return original(self, max_steps, train_dataloader, resume_from_checkpoint)
         _keep_given_optimizer(self)
@@ -95,7 +120,8 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not isinstance(self.deepspeed, Engine):
             raise ConfigError(
-                f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of hf-zero's engine and would train unsharded; "
+                f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of "
+                "hf-zero's engine and would train unsharded; "
                 "pass the plain model to Trainer, without DataParallel or another wrapper around it"
             )
         from hf_zero.integrations.adapters import keep_what_is_written
@@ -112,7 +138,11 @@ def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         if not under_zero(self):
             return original(self, model, grad_norm)
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+        return (
+            self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+            if grad_norm is None
+            else grad_norm
+        )
 
     return _get_grad_norm
 
@@ -121,12 +151,16 @@ def _keep_given_optimizer(trainer: Any) -> None:
     import torch
 
     # What accelerate has wrapped is not the user's but that of an earlier train().
-    if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(trainer.optimizer, "step_was_skipped"):
+    if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(
+        trainer.optimizer, "step_was_skipped"
+    ):
         setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
 
 
 def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer(optimizers=…)`` and the level of our logger stay as the user set them (``deepspeed_init``)."""
+    """``Trainer(optimizers=…)`` and the level of our logger stay as the user set them
+    (``deepspeed_init``).
+    """
 
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
         if not under_zero(trainer):
@@ -144,7 +178,9 @@ def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _given_optimizer(trainer: Any) -> Iterator[Any]:
-    """While the stock code wants an optimizer it gets the one that was given to the Trainer; gives the scheduler beside it."""
+    """While the stock code wants an optimizer it gets the one that was given to the Trainer;
+    gives the scheduler beside it.
+    """
     optimizer, scheduler = getattr(trainer, GIVEN, (None, None))
     if optimizer is None:
         yield None
@@ -152,7 +188,8 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     if "optimizer" in config:
         raise ConfigError(
-            f"Trainer(optimizers=…) gives {type(optimizer).__name__} and the ZeRO config gives {config['optimizer'].get('type')!r}; remove one of them"
+            f"Trainer(optimizers=…) gives {type(optimizer).__name__} and the ZeRO config gives "
+            f"{config['optimizer'].get('type')!r}; remove one of them"
         )
 
     def create_optimizer(model: Any = None) -> Any:
@@ -183,12 +220,15 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
-    """A model that was never trained is saved as any other, and what was saved is there (``Trainer.save_model``)."""
+    """A model that was never trained is saved as any other, and what was saved is there
+    (``Trainer.save_model``).
+    """
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not under_zero(self) or self.deepspeed is not None:
             original(self, output_dir, _internal_call)
-            if under_zero(self):  # without stage3_gather_16bit_weights_on_model_save it is a checkpoint
+            # without stage3_gather_16bit_weights_on_model_save it is a checkpoint
+            if under_zero(self):
                 self.deepspeed.wait_for_checkpoint(below=output_dir or self.args.output_dir)
             return
         with _as_if_plain(self):
@@ -209,7 +249,9 @@ def _as_if_plain(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def _answering_zero3(trainer: Any) -> Iterator[None]:
-    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether ranks must stay together."""
+    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether
+    ranks must stay together.
+    """
     from transformers.integrations import deepspeed as theirs
 
     before = theirs._hf_deepspeed_config_weak_ref

@@ -1,4 +1,6 @@
-"""``hf_zero.TrainingArguments(..., zero_config=…)``: the Trainer's arguments with a ZeRO config among them."""
+"""``hf_zero.TrainingArguments(..., zero_config=…)``: the Trainer's arguments with a ZeRO config
+among them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from hf_zero.integrations.trainer_config import read, refuse_contradictions
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` and ``zero_config``.
 
-    ``zero_config`` is a ``ZeroConfig``, a dict (DeepSpeed's dialect or our own keywords), the path of a JSON or YAML
-    file, a JSON string, or a preset ("zero0" … "zero3"). What it leaves out of batch sizes, accumulation, clipping,
-    precision, learning rate and schedule comes from the other arguments. It becomes ``deepspeed``, so that everything of
-    Transformers and Accelerate that asks for ZeRO sees it. None leaves the stock class.
+    ``zero_config`` is a ``ZeroConfig``, a dict (DeepSpeed's dialect or our own keywords), the path
+    of a JSON or YAML file, a JSON string, or a preset ("zero0" … "zero3"). What it leaves out of
+    batch sizes, accumulation, clipping, precision, learning rate and schedule comes from the other
+    arguments. It becomes ``deepspeed``, so that everything of Transformers and Accelerate that asks
+    for ZeRO sees it. None leaves the stock class.
 
-    Raises ConfigError for a config that cannot be used, and where it contradicts another argument, with both values.
+    Raises ConfigError for a config that cannot be used, and where it contradicts another argument,
+    with both values.
     """
 
     zero_config: dict | str | os.PathLike | ZeroConfig | None = field(
@@ -32,7 +36,8 @@ class TrainingArguments(transformers.TrainingArguments):
         # compared through `deepspeed`, which it becomes
         compare=False,
         metadata={
-            "help": "Train with hf-zero: the path of a ZeRO config (JSON or YAML), a JSON string, or a preset: zero0, zero1, zero2, zero3."
+            "help": "Train with hf-zero: the path of a ZeRO config (JSON or YAML), a JSON string, "
+            "or a preset: zero0, zero1, zero2, zero3."
         },
     )
 
@@ -45,11 +50,18 @@ class TrainingArguments(transformers.TrainingArguments):
         config = ZeroConfig.coerce(self.zero_config, allow_auto=True)
         written = config.to_dict()
         if self.deepspeed is not None and read(self.deepspeed) != written:
-            raise ConfigError(f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; pass zero_config alone")
+            raise ConfigError(
+                f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; "
+                "pass zero_config alone"
+            )
         _refuse_other_stage(config.stage)
         if not isinstance(self.zero_config, str):
             # text or a dict goes into JSON and comes back; other objects would not
-            self.zero_config = os.fspath(self.zero_config) if isinstance(self.zero_config, os.PathLike) else written
+            self.zero_config = (
+                os.fspath(self.zero_config)
+                if isinstance(self.zero_config, os.PathLike)
+                else written
+            )
         self.deepspeed = written
         self.use_cpu = self.use_cpu or bool(config.launch.use_cpu)
         super().__post_init__()
@@ -57,32 +69,43 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def _refuse_other_stage(stage: int) -> None:
-    """The config of the arguments takes the place of the launcher's; that must not change the stage unseen."""
+    """The config of the arguments takes the place of the launcher's; that must not change the
+    stage unseen.
+    """
     if not zero_asked_for():
         return
     fields = sorted(filter(None, os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")))
     if fields:
         raise ConfigError(
-            f"zero_config and the file of accelerate launch both configure ZeRO ({', '.join(fields)}, in "
-            f"{os.environ.get(LAUNCH_FILE, 'its deepspeed_config')}); give it in one place: leave zero_config out, or start with torchrun or a "
+            "zero_config and the file of accelerate launch both configure ZeRO "
+            f"({', '.join(fields)}, in "
+            f"{os.environ.get(LAUNCH_FILE, 'its deepspeed_config')}); give it in one place: leave "
+            "zero_config out, or start with torchrun or a "
             "plain accelerate launch"
         )
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     launched = (
-        ZeroConfig.coerce(file, allow_auto=True).stage if file != "none" else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
+        ZeroConfig.coerce(file, allow_auto=True).stage
+        if file != "none"
+        else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
     )
     if launched != stage:
         raise ConfigError(
-            f"zero_config asks for stage {stage}, and accelerate launch was given a config of stage {launched}; give the ZeRO config in one place"
+            f"zero_config asks for stage {stage}, and accelerate launch was given a config of "
+            f"stage {launched}; give the ZeRO config in one place"
         )
 
 
 def require_answering_imports() -> None:
-    """Raise if Transformers was imported while nothing answered for ``deepspeed``: its classes are then hollow."""
+    """Raise if Transformers was imported while nothing answered for ``deepspeed``: its classes
+    are then hollow.
+    """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     if HfDeepSpeedConfig.__mro__[1] is object:
         raise ConfigError(
-            "transformers was imported before hf-zero answered for deepspeed (HF_ZERO_AUTOLOAD or TORCH_DEVICE_BACKEND_AUTOLOAD is 0?); "
-            "unset the variable, or call hf_zero.integrations.finder.choose() before importing transformers"
+            "transformers was imported before hf-zero answered for deepspeed (HF_ZERO_AUTOLOAD or "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is 0?); "
+            "unset the variable, or call hf_zero.integrations.finder.choose() before "
+            "importing transformers"
         )

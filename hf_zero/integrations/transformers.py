@@ -1,4 +1,7 @@
-"""hf-zero's own names for the Trainer. Importing this imports Transformers; ``hf_zero`` does so when a name is first used."""
+"""hf-zero's own names for the Trainer.
+
+Importing this imports Transformers; ``hf_zero`` does so when a name is first used.
+"""
 
 from __future__ import annotations
 

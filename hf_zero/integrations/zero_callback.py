@@ -1,7 +1,8 @@
-"""``callbacks=[ZeroCallback(zero_config)]``: a stock Trainer with stock arguments trains sharded, and reports how.
+"""``callbacks=[ZeroCallback(zero_config)]``: a stock Trainer with stock arguments trains sharded,
+and reports how.
 
-The routing itself is in ``trainer_route.py``; the callback carries the config, insists that the routing happened, and
-adds memory, throughput and the gradient norm to the Trainer's training logs.
+The routing itself is in ``trainer_route.py``; the callback carries the config, insists that the
+routing happened, and adds memory, throughput and the gradient norm to the Trainer's training logs.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ MEBIBYTE = 2**20
 class ZeroCallback(TrainerCallback):
     """Route the Trainer it is given to through hf-zero.
 
-    ``zero_config`` is what ``hf_zero.TrainingArguments(zero_config=…)`` takes. None routes nothing and only reports: for
-    a Trainer that is under ZeRO already. The model is made before the Trainer, so this route always loads it whole on
-    every rank, then shards.
+    ``zero_config`` is what ``hf_zero.TrainingArguments(zero_config=…)`` takes. None routes nothing
+    and only reports: for a Trainer that is under ZeRO already. The model is made before the
+    Trainer, so this route always loads it whole on every rank, then shards.
 
-    Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU memory, or resident
-    memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all ranks; evaluation and saving not counted; tokens
-    where the model's main input is [rows, tokens] integers, this rank's count times the ranks), ``grad_norm``.
+    Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU
+    memory, or resident memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all
+    ranks; evaluation and saving not counted; tokens where the model's main input is [rows, tokens]
+    integers, this rank's count times the ranks), ``grad_norm``.
 
     Raises ConfigError where the Trainer it is in cannot be, or was not, routed.
     """
@@ -49,13 +51,23 @@ class ZeroCallback(TrainerCallback):
         if not self._ready:
             raise ConfigError(_UNROUTED)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if not (self._ready and _sharding()):
             raise ConfigError(_UNROUTED)
         if self.config is not None and not self._said:
             self._said = True
             log_rank0(
-                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over {args.world_size} rank{'s' if args.world_size > 1 else ''}. The model was made before the Trainer: "
+                f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over "
+                f"{args.world_size} rank{'s' if args.world_size > 1 else ''}. The model was made "
+                "before the Trainer: "
                 "whole on every rank, unless hf_zero.from_pretrained loaded it"
             )
         self.throughput.start(args, state, None if args.torch_compile else model)
@@ -69,7 +81,9 @@ class ZeroCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.throughput.resume()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if logs is None or "loss" not in logs:
             return
         added = {**memory(args.device), **self.throughput.rates()}
@@ -83,8 +97,10 @@ class ZeroCallback(TrainerCallback):
 
 
 _UNROUTED = (
-    "ZeroCallback is in a Trainer that is not under ZeRO and would train unsharded; pass it in Trainer(callbacks=[…]), with a zero_config, "
-    "when the Trainer is made (trainer.add_callback comes too late), or use hf_zero.TrainingArguments(zero_config=…)"
+    "ZeroCallback is in a Trainer that is not under ZeRO and would train unsharded; pass it in "
+    "Trainer(callbacks=[…]), with a zero_config, "
+    "when the Trainer is made (trainer.add_callback comes too late), or use "
+    "hf_zero.TrainingArguments(zero_config=…)"
 )
 
 
@@ -92,7 +108,10 @@ def _sharding() -> bool:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    return AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED and finder.chosen()
+    return (
+        AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
+        and finder.chosen()
+    )
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -103,7 +122,10 @@ def memory(device: torch.device) -> dict[str, float]:
         import psutil
 
         now, peak = psutil.Process(os.getpid()).memory_info().rss, _peak_resident()
-    return {"memory_mib": round(now / MEBIBYTE, 1), "peak_memory_mib": round(max(now, peak) / MEBIBYTE, 1)}
+    return {
+        "memory_mib": round(now / MEBIBYTE, 1),
+        "peak_memory_mib": round(max(now, peak) / MEBIBYTE, 1),
+    }
 
 
 def _peak_resident() -> int:
@@ -111,7 +133,8 @@ def _peak_resident() -> int:
 
     try:
         import resource
-    except ImportError:  # Windows keeps no such figure under this name; the present one is then the peak known
+    except ImportError:
+        # Windows keeps no such figure under this name; the present one is then the peak known
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -140,12 +163,20 @@ class Throughput:
         if model is not None:
             name = getattr(model, "main_input_name", "input_ids")
             self._hook = model.register_forward_pre_hook(
-                lambda module, given, named: self._count(module, named.get(name, given[0] if given else None)), with_kwargs=True
+                lambda module, given, named: self._count(
+                    module, named.get(name, given[0] if given else None)
+                ),
+                with_kwargs=True,
             )
         self.resume()
 
     def _count(self, module: torch.nn.Module, tokens: Any) -> None:
-        if module.training and isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
+        if (
+            module.training
+            and isinstance(tokens, torch.Tensor)
+            and tokens.dim() == 2
+            and not tokens.is_floating_point()
+        ):
             self._tokens += tokens.numel()
 
     def resume(self) -> None:
@@ -161,7 +192,9 @@ class Throughput:
         """What happened since the last call."""
         found = {}
         if self._seconds > 0:
-            found["samples_per_second"] = round(self._steps * self._samples_a_step / self._seconds, 3)
+            found["samples_per_second"] = round(
+                self._steps * self._samples_a_step / self._seconds, 3
+            )
             if self._tokens:
                 found["tokens_per_second"] = round(self._tokens * self._ranks / self._seconds, 1)
         self._clear()

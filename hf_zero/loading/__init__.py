@@ -1,8 +1,19 @@
-"""Loading into shards: tensors that are expressions over files, of which each rank reads its own elements."""
+"""Loading into shards: tensors that are expressions over files, of which each rank reads its own
+elements.
+"""
 
 from hf_zero.loading.building import Building
 from hf_zero.loading.initialised import give_values, record_in, recorded
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.loading.opened import Opened, make_pending, make_real
 
-__all__ = ["Building", "LazyTensor", "Opened", "give_values", "make_pending", "make_real", "record_in", "recorded"]
+__all__ = [
+    "Building",
+    "LazyTensor",
+    "Opened",
+    "give_values",
+    "make_pending",
+    "make_real",
+    "record_in",
+    "recorded",
+]

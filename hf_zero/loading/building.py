@@ -33,7 +33,9 @@ _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] 
 
 
 class _WithoutMemory(TorchDispatchMode):
-    """Large floating-point tensors on the CPU, once ``whole_bytes`` of them have been made, are lazy."""
+    """Large floating-point tensors on the CPU, once ``whole_bytes`` of them have been made, are
+    lazy.
+    """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool]):
         super().__init__()
@@ -45,8 +47,15 @@ class _WithoutMemory(TorchDispatchMode):
         if func in _FACTORIES and not self._pauses():
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             nbytes = math.prod(args[0]) * dtype.itemsize
-            plain = torch.device(kwargs.get("device") or "cpu").type == "cpu" and kwargs.get("layout") in (None, torch.strided)
-            if plain and dtype.is_floating_point and nbytes >= SMALL_BYTES and not kwargs.get("pin_memory"):
+            plain = torch.device(kwargs.get("device") or "cpu").type == "cpu" and kwargs.get(
+                "layout"
+            ) in (None, torch.strided)
+            if (
+                plain
+                and dtype.is_floating_point
+                and nbytes >= SMALL_BYTES
+                and not kwargs.get("pin_memory")
+            ):
                 self._left -= nbytes
                 if self._left < 0:
                     made = LazyTensor(Filled(args[0], dtype))
@@ -56,17 +65,22 @@ class _WithoutMemory(TorchDispatchMode):
 
 
 class Building:
-    """Context around the construction of models: beyond the first ``whole_bytes``, parameters have no memory, only a record of their values.
+    """Context around the construction of models: beyond the first ``whole_bytes``, parameters have
+    no memory, only a record of their values.
 
-    ``roots`` are then the outermost modules that have such parameters. ``pauses()`` is asked before a tensor is made without memory.
+    ``roots`` are then the outermost modules that have such parameters. ``pauses()`` is asked before
+    a tensor is made without memory.
     """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool] = lambda: False):
         self._mode = _WithoutMemory(whole_bytes, pauses)
         self._stack = ExitStack()
         self._thread = threading.get_ident()
-        self._owners: list[weakref.ref[nn.Module]] = []  # in the order of construction, which is that of all ranks
-        self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        # in the order of construction, which is that of all ranks
+        self._owners: list[weakref.ref[nn.Module]] = []
+        self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __enter__(self) -> Building:
         self._stack.enter_context(recording_functions())
@@ -86,7 +100,9 @@ class Building:
         found: dict[nn.Module, None] = {}
         for reference in self._owners:
             owner = reference()
-            if owner is not None and any(is_filled(parameter) for parameter in owner._parameters.values()):
+            if owner is not None and any(
+                is_filled(parameter) for parameter in owner._parameters.values()
+            ):
                 while (up := self._parents.get(owner)) is not None and (parent := up()) is not None:
                     owner = parent
                 found[owner] = None

@@ -1,7 +1,9 @@
-"""Where the elements of a lazy tensor come from: ranges of files, through views, concatenations and casts.
+"""Where the elements of a lazy tensor come from: ranges of files, through views, concatenations and
+casts.
 
-An expression has a shape and a dtype and can read any range ``[start, stop)`` of its elements, counted in row-major
-order. It is *sliceable* where reading a part costs about that part; what is not is read whole, by one rank.
+An expression has a shape and a dtype and can read any range ``[start, stop)`` of its elements,
+counted in row-major order. It is *sliceable* where reading a part costs about that part; what is
+not is read whole, by one rank.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 
 from hf_zero.checkpoint.tensorfile import TensorFile
 
-RUN_BYTES = 4096  # shorter runs of neighbours cost more in calls than what a whole read costs in bytes
+# shorter runs of neighbours cost more in calls than what a whole read costs in bytes
+RUN_BYTES = 4096
 BLOCK = 1 << 20  # elements converted at a time
 
 Size = tuple[int, ...]
@@ -41,7 +44,9 @@ class Expression:
         return (id(self),)
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, contiguous, on the CPU, of this dtype) with the elements from ``start`` on."""
+        """Fill ``out`` (1-D, contiguous, on the CPU, of this dtype) with the elements from
+        ``start`` on.
+        """
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
@@ -76,13 +81,17 @@ class InMemory(Expression):
 
 
 class Strided(Expression):
-    """A view: ``shape`` elements of ``root``'s, in row-major order, ``strides`` apart from ``offset`` on."""
+    """A view: ``shape`` elements of ``root``'s, in row-major order, ``strides`` apart from
+    ``offset`` on.
+    """
 
     def __init__(self, root: Expression, shape: Sequence[int], strides: Sequence[int], offset: int):
         super().__init__(shape, root.dtype)
         self.root, self.strides, self.offset = root, tuple(strides), offset
         self._depth, self._run = _runs(self.shape, self.strides)
-        self._in_runs = self._run >= self.numel or (root.sliceable and self._run * self.dtype.itemsize >= RUN_BYTES)
+        self._in_runs = self._run >= self.numel or (
+            root.sliceable and self._run * self.dtype.itemsize >= RUN_BYTES
+        )
         self.sliceable = root.sliceable and self._in_runs
 
     def read(self, start: int, out: torch.Tensor) -> None:
@@ -104,7 +113,9 @@ class Strided(Expression):
 
     def _start_of(self, row: int) -> int:
         place = self.offset
-        for size, stride in zip(reversed(self.shape[: self._depth]), reversed(self.strides[: self._depth])):
+        for size, stride in zip(
+            reversed(self.shape[: self._depth]), reversed(self.strides[: self._depth])
+        ):
             row, index = divmod(row, size)
             place += index * stride
         return place
@@ -114,7 +125,9 @@ class Strided(Expression):
 
 
 def _runs(shape: Size, strides: Size) -> tuple[int, int]:
-    """How many leading dimensions are left when the trailing ones are joined to one run of neighbours, and its length."""
+    """How many leading dimensions are left when the trailing ones are joined to one run of
+    neighbours, and its length.
+    """
     run, depth = 1, len(shape)
     while depth and (shape[depth - 1] == 1 or strides[depth - 1] == run):
         depth -= 1
@@ -130,16 +143,23 @@ class Joined(Expression):
         shape[dim] = sum(part.shape[dim] for part in parts)
         super().__init__(shape, parts[0].dtype)
         self._parts, self._dim = parts, dim
-        self._widths = [math.prod(part.shape[dim:]) for part in parts]  # elements of each in one row of the rest
+        # elements of each in one row of the rest
+        self._widths = [math.prod(part.shape[dim:]) for part in parts]
         row = sum(self._widths)
         shortest = min((width for width in self._widths if width), default=0)
         partly = all(part.sliceable for part in parts)
-        self._in_runs = row >= self.numel or (partly and shortest * self.dtype.itemsize >= RUN_BYTES)
+        self._in_runs = row >= self.numel or (
+            partly and shortest * self.dtype.itemsize >= RUN_BYTES
+        )
         self.sliceable = partly and self._in_runs
 
     def read(self, start: int, out: torch.Tensor) -> None:
         if not self._in_runs:
-            out.copy_(torch.cat([part.whole() for part in self._parts], self._dim).reshape(-1)[start : start + out.numel()])
+            out.copy_(
+                torch.cat([part.whole() for part in self._parts], self._dim).reshape(-1)[
+                    start : start + out.numel()
+                ]
+            )
             return
         row, at = sum(self._widths), 0
         while at < out.numel():
@@ -174,7 +194,13 @@ class Cast(Expression):
 class Computed(Expression):
     """The result of an operation that is no view: its inputs are read whole."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor], name: str):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+        name: str,
+    ):
         super().__init__(shape, dtype)
         self._compute, self.name, self.sliceable = compute, name, False
 
@@ -186,9 +212,11 @@ class Computed(Expression):
 
 
 class Filled(Expression):
-    """A tensor that is being initialised: ``base`` (memory of any content without one), and writes that are done when it is read.
+    """A tensor that is being initialised: ``base`` (memory of any content without one), and writes
+    that are done when it is read.
 
-    Random numbers come from a generator of its own, seeded from the default one when it is made: the same at every reading.
+    Random numbers come from a generator of its own, seeded from the default one when it is made:
+    the same at every reading.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, base: Expression | None = None):
@@ -199,10 +227,22 @@ class Filled(Expression):
         self._seed = int(torch.randint(1 << 62, (), device="cpu"))
         self._writes: list[Callable[[torch.Tensor], Any]] = []
 
-    def write(self, shape: Sequence[int], strides: Sequence[int], offset: int, do: Callable[[torch.Tensor], Any]) -> None:
+    def write(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+        do: Callable[[torch.Tensor], Any],
+    ) -> None:
         """Keep ``do``, which changes in place the view of the elements that it is given."""
         self.initialised = self.initialised or math.prod(shape) == self.numel
-        self._writes.append(lambda elements: do(elements.as_strided(tuple(shape), tuple(strides), elements.storage_offset() + offset)))
+        self._writes.append(
+            lambda elements: do(
+                elements.as_strided(
+                    tuple(shape), tuple(strides), elements.storage_offset() + offset
+                )
+            )
+        )
 
     def copy(self) -> Filled:
         """Another tensor with the values that this one has by now."""
@@ -224,6 +264,11 @@ class Filled(Expression):
 
 def strided_like(root: Expression, view: Any) -> Expression:
     """The part of ``root`` that ``view`` is of a meta tensor of its elements."""
-    if view.is_contiguous() and view.numel() == root.numel and tuple(view.shape) == root.shape and view.storage_offset() == 0:
+    if (
+        view.is_contiguous()
+        and view.numel() == root.numel
+        and tuple(view.shape) == root.shape
+        and view.storage_offset() == 0
+    ):
         return root
     return Strided(root, view.shape, view.stride(), view.storage_offset())

@@ -1,4 +1,6 @@
-"""Models that have no values yet: their own rule of initialisation is recorded, and done one parameter at a time."""
+"""Models that have no values yet: their own rule of initialisation is recorded, and done one
+parameter at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ _RULES = ("reset_parameters", "_reset_parameters")
 
 
 def give_values(model: nn.Module) -> None:
-    """Let the parameters of ``model``, all on the meta device, get their values from the model's own rule; they stay the objects they are.
+    """Let the parameters of ``model``, all on the meta device, get their values from the model's
+    own rule; they stay the objects they are.
 
-    The rule is ``initialize_weights()``, as models of transformers have it, else ``reset_parameters()`` of every module that has
-    parameters or buffers. Raises ConfigError for what the rule does not reach: its constructor gave it values, which the meta device loses.
+    The rule is ``initialize_weights()``, as models of transformers have it, else
+    ``reset_parameters()`` of every module that has parameters or buffers. Raises ConfigError for
+    what the rule does not reach: its constructor gave it values, which the meta device loses.
     """
     before = {id(parameter): parameter for parameter in model.parameters()}
-    places = [(tensors, name, before[id(tensor)]) for tensors, name, tensor in _tensors(model) if id(tensor) in before]
+    places = [
+        (tensors, name, before[id(tensor)])
+        for tensors, name, tensor in _tensors(model)
+        if id(tensor) in before
+    ]
     with recording_functions():
         _make_fillable(model, _rule(model))
     if callable(getattr(model, "tie_weights", None)):
@@ -46,12 +54,20 @@ def _rule(model: nn.Module) -> Callable[[], None]:
     if callable(whole):
         return whole
     owners = [module for module in model.modules() if next(_own(module), None) is not None]
-    rules = [next((getattr(module, name) for name in _RULES if callable(getattr(module, name, None))), None) for module in owners]
+    rules = [
+        next(
+            (getattr(module, name) for name in _RULES if callable(getattr(module, name, None))),
+            None,
+        )
+        for module in owners
+    ]
     without = sorted({type(module).__name__ for module, rule in zip(owners, rules) if rule is None})
     if without:
         raise ConfigError(
-            f"the model is on the meta device, and {', '.join(without)} cannot give {'its' if len(without) == 1 else 'their'} tensors values there; "
-            "add reset_parameters() to each, or build the model inside hf_zero.Init(config=...) instead of torch.device('meta')"
+            f"the model is on the meta device, and {', '.join(without)} cannot give "
+            f"{'its' if len(without) == 1 else 'their'} tensors values there; "
+            "add reset_parameters() to each, or build the model inside hf_zero.Init(config=...) "
+            "instead of torch.device('meta')"
         )
 
     def every_module() -> None:
@@ -76,11 +92,15 @@ def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
     empty = [
         name
         for _, name, tensor in _tensors(model)
-        if isinstance(tensor, LazyTensor) and isinstance(tensor.expression, Filled) and tensor.numel() and not tensor.expression.initialised
+        if isinstance(tensor, LazyTensor)
+        and isinstance(tensor.expression, Filled)
+        and tensor.numel()
+        and not tensor.expression.initialised
     ]
     if empty:
         raise ConfigError(
-            f"the model is on the meta device, and nothing but its constructor gives {', '.join(sorted(set(empty))[:4])} values; build it inside "
+            "the model is on the meta device, and nothing but its constructor gives "
+            f"{', '.join(sorted(set(empty))[:4])} values; build it inside "
             "hf_zero.Init(config=...) instead of torch.device('meta')"
         )
 
@@ -92,7 +112,9 @@ _recorders = 0
 
 
 def record_in(table: dict[str, Any]) -> None:
-    """Let :func:`recording_functions` know of another place where callers look for ``torch.nn.init``'s functions, by their names."""
+    """Let :func:`recording_functions` know of another place where callers look for
+    ``torch.nn.init``'s functions, by their names.
+    """
     with _lock:
         if not any(known is table for known in _tables):
             _tables.append(table)
@@ -100,13 +122,19 @@ def record_in(table: dict[str, Any]) -> None:
 
 @contextmanager
 def recording_functions() -> Iterator[None]:
-    """Inside, ``torch.nn.init``'s functions on lazy tensors are put off whole: some look at the numbers they have drawn."""
+    """Inside, ``torch.nn.init``'s functions on lazy tensors are put off whole: some look at the
+    numbers they have drawn.
+    """
     global _recorders
     with _lock:
         _recorders += 1
         if _recorders == 1:
             for table in _tables:
-                kept = {name: value for name, value in table.items() if name.endswith("_") and not name.startswith("_") and callable(value)}
+                kept = {
+                    name: value
+                    for name, value in table.items()
+                    if name.endswith("_") and not name.startswith("_") and callable(value)
+                }
                 _kept.append(kept)
                 table.update({name: recorded(function) for name, function in kept.items()})
     try:
@@ -121,7 +149,9 @@ def recording_functions() -> Iterator[None]:
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(tensor, ...)``, which fills a tensor in place, put off for lazy ones that are being initialised."""
+    """``function(tensor, ...)``, which fills a tensor in place, put off for lazy ones that are
+    being initialised.
+    """
 
     def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_filled(tensor):
@@ -138,6 +168,8 @@ def _own(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], st
                 yield tensors, name, tensor  # type: ignore[misc]
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+def _tensors(
+    model: nn.Module,
+) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
     for module in model.modules():
         yield from _own(module)

@@ -1,7 +1,8 @@
 """A tensor that a model loader can rename, cut, join and cast, and that nobody has read yet.
 
-:class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__`` and extends an
-expression (expressions.py) instead of touching memory. To the outside it is contiguous, whatever it is a view of.
+:class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
+and extends an expression (expressions.py) instead of touching memory. To the outside it is
+contiguous, whatever it is a view of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_zero.errors import PartitionError
-from hf_zero.loading.expressions import Cast, Computed, Expression, Filled, InMemory, Joined, Strided, strided_like
+from hf_zero.loading.expressions import (
+    Cast,
+    Computed,
+    Expression,
+    Filled,
+    InMemory,
+    Joined,
+    Strided,
+    strided_like,
+)
 
 aten = torch.ops.aten
 _NEW = {
@@ -34,14 +44,17 @@ _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.
 class LazyTensor(torch.Tensor):
     """A tensor whose values are still in ``expression``.
 
-    One that is being initialised may be written and looked at. Writing into one that is in a file raises PartitionError.
+    One that is being initialised may be written and looked at. Writing into one that is in a file
+    raises PartitionError.
     """
 
     expression: Expression
 
     @staticmethod
     def __new__(cls, expression: Expression) -> LazyTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu"))
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu")
+        )
         made.expression = expression
         return made
 
@@ -66,7 +79,9 @@ class LazyTensor(torch.Tensor):
         if func is aten.stack.default:
             return _stacked(*args, **kwargs)
         if func in _NEW:  # a real tensor of its own, to be written into
-            return func(_shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"})
+            return func(
+                _shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"}
+            )
         if func is aten.equal.default:
             return _same_values(*args)
         if func._schema.is_mutable:
@@ -76,7 +91,8 @@ class LazyTensor(torch.Tensor):
             if written is args[0] and is_filled(written):
                 return _filled(func, args, kwargs)
             raise PartitionError(
-                f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its file; load this model with zero stage 2, or "
+                f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its "
+                "file; load this model with zero stage 2, or "
                 "outside the ZeRO-3 configuration, and shard it at initialize"
             )
         if torch.Tag.inplace_view in func.tags or not _is_view(func):
@@ -89,13 +105,20 @@ def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
     named = zip((argument.name for argument in func._schema.arguments), args)
     given = {**dict(named), **kwargs}
     writes = [
-        given.get(argument.name) for argument in func._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return next((value for value in tree_flatten(writes)[0] if isinstance(value, LazyTensor)), None)
 
 
 def _is_view(func: Any) -> bool:
-    return func.is_view or func in (aten.reshape.default, aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor)
+    return func.is_view or func in (
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
+    )
 
 
 def is_filled(tensor: Any) -> bool:
@@ -110,14 +133,20 @@ def _root(expression: Expression) -> Expression:
 def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     """Keep a write into a tensor that is being initialised."""
     target, rest = args[0], args[1:]
-    if func is aten.copy_.default and isinstance(rest[0], LazyTensor) and rest[0].expression.place == target.expression.place:
+    if (
+        func is aten.copy_.default
+        and isinstance(rest[0], LazyTensor)
+        and rest[0].expression.place == target.expression.place
+    ):
         return target  # what ``weight[0] *= 2`` ends with
     rest, kwargs = tree_map(_real, (rest, kwargs))
     return fill(target, lambda view: func(view, *rest, **kwargs))
 
 
 def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
-    """Keep ``do``, which changes a tensor in place, for the time when ``target``, that is being initialised, is read."""
+    """Keep ``do``, which changes a tensor in place, for the time when ``target``, that is being
+    initialised, is read.
+    """
     root, meta = _meta(target.expression)
     assert isinstance(root, Filled)
     root.write(meta.shape, meta.stride(), int(meta.storage_offset()), do)
@@ -125,41 +154,62 @@ def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
 
 
 def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
-    """The expression that holds the elements, and a tensor without memory that stands for the view of them."""
+    """The expression that holds the elements, and a tensor without memory that stands for the
+    view of them.
+    """
     if isinstance(expression, Strided):
         elements = torch.empty(expression.root.numel, dtype=expression.dtype, device="meta")
-        return expression.root, elements.as_strided(expression.shape, expression.strides, expression.offset)
+        return expression.root, elements.as_strided(
+            expression.shape, expression.strides, expression.offset
+        )
     return expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     expression = args[0].expression
     alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
-    # Strides that are asked of a lazy tensor are those of a contiguous one, and as_strided counts in them.
+    # Strides that are asked of a lazy tensor are those of a contiguous one, and as_strided counts
+    # in them.
     root, meta = alone if func is aten.as_strided.default else _meta(expression)
     try:
         made = func(meta, *args[1:], **kwargs)
     except RuntimeError:
-        # A shape that the view itself cannot take without a copy: the view becomes the elements of the next one.
+        # A shape that the view itself cannot take without a copy: the view becomes the elements of
+        # the next one.
         root, meta = alone
         made = func(meta, *args[1:], **kwargs)
-    if isinstance(made, torch.Tensor) and (made.dtype != expression.dtype or made.is_conj() or made.is_neg()):
+    if isinstance(made, torch.Tensor) and (
+        made.dtype != expression.dtype or made.is_conj() or made.is_neg()
+    ):
         return _computed(func, args, kwargs)  # other elements, not other places of the same
-    return tree_map(lambda each: LazyTensor(strided_like(root, each)) if isinstance(each, torch.Tensor) else each, made)
+    return tree_map(
+        lambda each: (
+            LazyTensor(strided_like(root, each)) if isinstance(each, torch.Tensor) else each
+        ),
+        made,
+    )
 
 
-def _converted(tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> LazyTensor:
+def _converted(
+    tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any = None, **unused: Any
+) -> LazyTensor:
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         return tensor.read_whole().to(device, dtype)  # type: ignore[return-value]
     expression = tensor.expression
     if not isinstance(_root(expression), Filled):
-        return LazyTensor(expression if dtype in (None, expression.dtype) else Cast(expression, dtype))
+        return LazyTensor(
+            expression if dtype in (None, expression.dtype) else Cast(expression, dtype)
+        )
     kept = _copied(expression)
-    return LazyTensor(kept if dtype in (None, kept.dtype) else Filled(kept.shape, dtype, Cast(kept, dtype)))
+    return LazyTensor(
+        kept if dtype in (None, kept.dtype) else Filled(kept.shape, dtype, Cast(kept, dtype))
+    )
 
 
 def _copied(expression: Expression) -> Expression:
-    """A tensor of its own with the values that ``expression`` has by now; of a file, whose values stay, the same."""
+    """A tensor of its own with the values that ``expression`` has by now; of a file, whose
+    values stay, the same.
+    """
     root = _root(expression)
     if not isinstance(root, Filled):
         return expression
@@ -167,7 +217,11 @@ def _copied(expression: Expression) -> Expression:
     if expression is root:
         return kept
     assert isinstance(expression, Strided)
-    return Filled(expression.shape, expression.dtype, Strided(kept, expression.shape, expression.strides, expression.offset))
+    return Filled(
+        expression.shape,
+        expression.dtype,
+        Strided(kept, expression.shape, expression.strides, expression.offset),
+    )
 
 
 def _expression(tensor: torch.Tensor) -> Expression:
@@ -175,11 +229,21 @@ def _expression(tensor: torch.Tensor) -> Expression:
 
 
 def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
-    joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)  # raises where the shapes do not fit
-    parts = [_copied(_expression(tensor)) for tensor in tensors if tensor.shape != (0,) or joined.dim() == 1]  # torch skips such ones
+    # raises where the shapes do not fit
+    joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)
+    # torch skips such ones
+    parts = [
+        _copied(_expression(tensor))
+        for tensor in tensors
+        if tensor.shape != (0,) or joined.dim() == 1
+    ]
     cast = [part if part.dtype == joined.dtype else Cast(part, joined.dtype) for part in parts]
     made: Expression = Joined(cast, dim % joined.dim())
-    return LazyTensor(Filled(made.shape, made.dtype, made) if any(isinstance(_root(part), Filled) for part in parts) else made)
+    return LazyTensor(
+        Filled(made.shape, made.dtype, made)
+        if any(isinstance(_root(part), Filled) for part in parts)
+        else made
+    )
 
 
 def _stacked(tensors: Any, dim: int = 0) -> Any:
@@ -203,7 +267,11 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     except RuntimeError:  # the shape of the result, or the result itself, depends on the values
         return _computed_now(func, args, kwargs)
     if isinstance(shapes, torch.Tensor):
-        return LazyTensor(Computed(shapes.shape, shapes.dtype, lambda: _computed_now(func, args, kwargs), str(func)))
+        return LazyTensor(
+            Computed(
+                shapes.shape, shapes.dtype, lambda: _computed_now(func, args, kwargs), str(func)
+            )
+        )
     return _computed_now(func, args, kwargs)
 
 
@@ -216,4 +284,8 @@ def _real(value: Any) -> Any:
 
 
 def _shape_of(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+    return (
+        torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor)
+        else value
+    )

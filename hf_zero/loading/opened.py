@@ -1,4 +1,6 @@
-"""Checkpoint files opened for reading ranges, and what becomes of a model that was loaded from them lazily."""
+"""Checkpoint files opened for reading ranges, and what becomes of a model that was loaded from
+them lazily.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from hf_zero.loading.lazy import LazyTensor
 class Opened:
     """The tensors of checkpoint files, unread: ``tensors`` by name. Open until :meth:`close`.
 
-    Of safetensors each rank reads the ranges it needs. ``.bin`` files (weights only) are mapped into memory, or, if they are
-    of torch's oldest format, which cannot be mapped, read whole by every rank.
+    Of safetensors each rank reads the ranges it needs. ``.bin`` files (weights only) are mapped
+    into memory, or, if they are of torch's oldest format, which cannot be mapped, read whole by
+    every rank.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,9 @@ class Opened:
                 self._files.append(file)
                 self.tensors.update({name: LazyTensor(InFile(file, name)) for name in file.entries})
             else:
-                self.tensors.update({name: LazyTensor(InMemory(tensor)) for name, tensor in _load_bin(path).items()})
+                self.tensors.update(
+                    {name: LazyTensor(InMemory(tensor)) for name, tensor in _load_bin(path).items()}
+                )
 
     def close(self) -> None:
         for file in self._files:
@@ -51,7 +56,9 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_real(model: nn.Module) -> None:
-    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation look at them."""
+    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation look at
+    them.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
@@ -61,7 +68,9 @@ def make_real(model: nn.Module) -> None:
 
 
 def make_pending(model: nn.Module) -> int:
-    """Replace the lazy parameters of ``model`` by pending ones that an engine fills; how many they were. Ties stay ties."""
+    """Replace the lazy parameters of ``model`` by pending ones that an engine fills; how many
+    they were. Ties stay ties.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

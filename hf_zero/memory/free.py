@@ -1,4 +1,6 @@
-"""Free bytes for one rank in each place where training state may live: the device, the host's memory, the folders of files."""
+"""Free bytes for one rank in each place where training state may live: the device, the host's
+memory, the folders of files.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ class DiskFree:
 class Free:
     """Bytes that one rank may still take in each tier.
 
-    ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``. ``pinned`` is as much as
-    ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is ``memlock``, None where it limits nothing.
-    ``limited_by`` says what ``ram`` is the least of. Disk quotas are not known.
+    ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
+    ``pinned`` is as much as ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is
+    ``memlock``, None where it limits nothing. ``limited_by`` says what ``ram`` is the least of.
+    Disk quotas are not known.
     """
 
     device: int
@@ -44,8 +47,14 @@ class Free:
         return self.ram
 
     def numbers(self) -> list[int]:
-        """What ranks agree on by taking the least of each: as many numbers on every rank that names the same folders."""
-        return [self.device, self.ram, *(each for disk in self.disks for each in (disk.nbytes, disk.disk))]
+        """What ranks agree on by taking the least of each: as many numbers on every rank that
+        names the same folders.
+        """
+        return [
+            self.device,
+            self.ram,
+            *(each for disk in self.disks for each in (disk.nbytes, disk.disk)),
+        ]
 
     def with_numbers(self, numbers: Sequence[int]) -> Free:
         """This with the ``numbers`` that the ranks have agreed on."""
@@ -54,21 +63,30 @@ class Free:
             self,
             device=int(numbers[0]),
             ram=int(numbers[1]),
-            disks=tuple(DiskFree(each.path, int(nbytes), int(disk)) for each, nbytes, disk in pairs),
+            disks=tuple(
+                DiskFree(each.path, int(nbytes), int(disk)) for each, nbytes, disk in pairs
+            ),
         )
 
     def with_room(self, device: int = 0, ram: int = 0) -> Free:
         """This with bytes more that the caller holds now and gives back."""
-        return replace(self, device=self.device + device, ram=self.ram + ram + (device if self.host_device else 0))
+        return replace(
+            self,
+            device=self.device + device,
+            ram=self.ram + ram + (device if self.host_device else 0),
+        )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on ``device`` for this rank: on a GPU with what torch holds unused, on the CPU its share of the machine's."""
+    """Bytes that are free on ``device`` for this rank: on a GPU with what torch holds unused, on
+    the CPU its share of the machine's.
+    """
     return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else usage.free(device)
 
 
 def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
-    """What is free for this rank now, on its ``device``, on this host and below ``folders``, which need not be there yet.
+    """What is free for this rank now, on its ``device``, on this host and below ``folders``, which
+    need not be there yet.
 
     ``ranks`` of this host share it; None: as many as the launcher says.
     """

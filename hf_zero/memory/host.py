@@ -1,4 +1,6 @@
-"""Free memory of the host for this process: what the machine has, what its control groups leave, what its ulimits leave."""
+"""Free memory of the host for this process: what the machine has, what its control groups leave,
+what its ulimits leave.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ ROOT = Path("/")
 
 
 class Bound(NamedTuple):
-    """One limit: what is left below it, who sets it, and whether the ranks of this host share it."""
+    """One limit: what is left below it, who sets it, and whether the ranks of this host share
+    it.
+    """
 
     nbytes: int
     why: str
@@ -33,13 +37,28 @@ class _Version(NamedTuple):
 
 
 _VERSIONS = (
-    _Version("", ("sys/fs/cgroup", "sys/fs/cgroup/unified"), ("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    _Version("memory", ("sys/fs/cgroup/memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    _Version(
+        "",
+        ("sys/fs/cgroup", "sys/fs/cgroup/unified"),
+        ("memory.max", "memory.high"),
+        "memory.current",
+        "inactive_file",
+    ),
+    _Version(
+        "memory",
+        ("sys/fs/cgroup/memory",),
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 )
 
 
 def bounds(root: Path = ROOT) -> Iterator[Bound]:
-    """Everything that limits what this process may still take of the host's memory. ``root`` is where /proc and /sys lie."""
+    """Everything that limits what this process may still take of the host's memory.
+
+    ``root`` is where /proc and /sys lie.
+    """
     import psutil
 
     yield Bound(psutil.virtual_memory().available, "available on this machine", True)
@@ -55,15 +74,21 @@ def bounds(root: Path = ROOT) -> Iterator[Bound]:
 
 
 def cgroups(root: Path = ROOT) -> Iterator[Bound]:
-    """What each control group that holds this process leaves, from the innermost to the root, in both versions.
+    """What each control group that holds this process leaves, from the innermost to the root, in
+    both versions.
 
-    In a container the path that /proc names may lie outside what is mounted: then those of its ends that are there count.
+    In a container the path that /proc names may lie outside what is mounted: then those of its ends
+    that are there count.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no /proc: not Linux
         return
-    paths = {controller: path for _, names, path in (line.split(":", 2) for line in lines) for controller in names.split(",")}
+    paths = {
+        controller: path
+        for _, names, path in (line.split(":", 2) for line in lines)
+        for controller in names.split(",")
+    }
     for version in _VERSIONS:
         for mount in (root / each for each in version.mounts):
             if version.controller not in paths:
@@ -76,24 +101,34 @@ def cgroups(root: Path = ROOT) -> Iterator[Bound]:
 
 
 def free_ram(root: Path = ROOT, ranks: int = 1) -> Bound:
-    """The tightest of :func:`bounds` for one of ``ranks`` processes on this host, which share what is shared equally."""
+    """The tightest of :func:`bounds` for one of ``ranks`` processes on this host, which share
+    what is shared equally.
+    """
     return min(
-        (Bound(each.nbytes // (ranks if each.shared else 1), each.why, each.shared) for each in bounds(root)), key=lambda b: b.nbytes
+        (
+            Bound(each.nbytes // (ranks if each.shared else 1), each.why, each.shared)
+            for each in bounds(root)
+        ),
+        key=lambda b: b.nbytes,
     )
 
 
 def give_back_freed() -> None:
-    """Let the C library give memory that has been freed back to the system: it keeps pieces below 32 MB for itself."""
+    """Let the C library give memory that has been freed back to the system: it keeps pieces
+    below 32 MB for itself.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
 
 
 def memlock(root: Path = ROOT) -> int | None:
-    """Bytes that this process may lock with ``mlock`` (``ulimit -l``); None where nothing limits it.
+    """Bytes that this process may lock with ``mlock`` (``ulimit -l``); None where nothing limits
+    it.
 
-    The capability CAP_IPC_LOCK lifts it. So does NVIDIA's driver for what ``cudaHostRegister`` pins: it locks pages by itself,
-    and does not count them there. It is what counts for buffers registered with io_uring.
+    The capability CAP_IPC_LOCK lifts it. So does NVIDIA's driver for what ``cudaHostRegister``
+    pins: it locks pages by itself, and does not count them there. It is what counts for buffers
+    registered with io_uring.
     """
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if soft == resource.RLIM_INFINITY or _capable(root):
@@ -112,7 +147,10 @@ def _capable(root: Path) -> bool:
 
 
 def _left(folder: Path, version: _Version) -> int | None:
-    """Bytes below the limit of one control group; None where it sets none. Cached files count as free, for they make room."""
+    """Bytes below the limit of one control group; None where it sets none.
+
+    Cached files count as free, for they make room.
+    """
     try:
         limit = min(_number(folder / name) for name in version.limits if (folder / name).exists())
         used = _number(folder / version.usage)

@@ -1,4 +1,6 @@
-"""What the engine does outside torch: kernels over CPU tensors, files, host memory; native where the native core is built, else in Python."""
+"""What the engine does outside torch: kernels over CPU tensors, files, host memory; native where
+the native core is built, else in Python.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_zero.ops' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'hf_zero.ops' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

@@ -1,8 +1,9 @@
 """Activations of a transformer's MLP in one pass each way: bias + GELU, SwiGLU, GeGLU.
 
-Only the inputs are kept for the backward, which computes the activation again. Formulas: GELU (Hendrycks and Gimpel,
-arXiv:1606.08415), exact as ``x Φ(x)`` or with tanh; SwiGLU and GeGLU (Shazeer, arXiv:2002.05202) as ``act(gate) * up``. All is
-computed in fp32 and rounded once, where torch rounds after each operation.
+Only the inputs are kept for the backward, which computes the activation again. Formulas: GELU
+(Hendrycks and Gimpel, arXiv:1606.08415), exact as ``x Φ(x)`` or with tanh; SwiGLU and GeGLU
+(Shazeer, arXiv:2002.05202) as ``act(gate) * up``. All is computed in fp32 and rounded once, where
+torch rounds after each operation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") ->
     Args:
         x: [..., width], fp32, bf16 or fp16.
         bias: [width] or None.
-        approximate: "none" is the exact form, "tanh" the one GPT-2 uses, as in ``torch.nn.functional.gelu``.
+        approximate: "none" is the exact form, "tanh" the one GPT-2 uses, as in
+        ``torch.nn.functional.gelu``.
 
     Raises:
         KernelError: a dtype, device or shape does not fit.
@@ -37,7 +39,8 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") ->
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``: both [..., width], of one dtype. Halves of one packed tensor are taken where they lie.
+    """``silu(gate) * up``: both [..., width], of one dtype. Halves of one packed tensor are taken
+    where they lie.
 
     Raises:
         KernelError: a dtype, device or shape does not fit.
@@ -51,7 +54,8 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
 
 
 def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [..., 2 width], the gate first: [..., width]. Its gradient is one tensor too, so nothing is put together.
+    """``silu(gate) * up`` of [..., 2 width], the gate first: [..., width]. Its gradient is one
+    tensor too, so nothing is put together.
 
     Raises:
         KernelError: a dtype does not fit, or the width is odd.
@@ -81,7 +85,10 @@ def _checked_gated(op: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
 def _checked_packed(op: str, gate_up: Tensor, act: str) -> Tensor:
     check_float(op, gate_up=gate_up)
     if gate_up.shape[-1] % 2:
-        raise KernelError(f"{op}: gate_up has width {gate_up.shape[-1]}; give gate and up of the same width, one after the other")
+        raise KernelError(
+            f"{op}: gate_up has width {gate_up.shape[-1]}; give gate and up of the same "
+            "width, one after the other"
+        )
     return _gated_packed(gate_up, act)
 
 
@@ -93,7 +100,12 @@ BIAS_ACT = Kernel(
     "bias_act",
     "activations:bias_act",
     reference.bias_act,
-    example=lambda device: (*_rows(1, device), torch.ones(24, device=device), "gelu", *_rows(1, device)),
+    example=lambda device: (
+        *_rows(1, device),
+        torch.ones(24, device=device),
+        "gelu",
+        *_rows(1, device),
+    ),
 )
 BIAS_ACT_BACKWARD = Kernel(
     "bias_act_backward",
@@ -107,7 +119,12 @@ BIAS_ACT_BACKWARD = Kernel(
         torch.ones(24, device=device),
     ),
 )
-GATED = Kernel("gated", "activations:gated", reference.gated, example=lambda device: (*_rows(2, device), "silu", *_rows(1, device)))
+GATED = Kernel(
+    "gated",
+    "activations:gated",
+    reference.gated,
+    example=lambda device: (*_rows(2, device), "silu", *_rows(1, device)),
+)
 GATED_BACKWARD = Kernel(
     "gated_backward",
     "activations:gated_backward",
@@ -125,7 +142,9 @@ def _bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 @torch.library.custom_op("hf_zero::bias_act_backward", mutates_args=())
-def _bias_act_backward(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool) -> tuple[Tensor, Tensor]:
+def _bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool
+) -> tuple[Tensor, Tensor]:
     """dx and dbias; the latter is empty where it is not wanted."""
     dx, dbias = _like(x), _bias_gradient(x, bias, bias_trains)
     if x.numel():
@@ -183,7 +202,9 @@ def _(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 @_bias_act_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool) -> tuple[Tensor, Tensor]:
+def _(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool
+) -> tuple[Tensor, Tensor]:
     return _like(x), _bias_gradient(x, bias, bias_trains)
 
 

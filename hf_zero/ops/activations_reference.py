@@ -1,4 +1,7 @@
-"""The activation kernels in plain torch: computed in fp32, rounded once. They write into what they are given, as the kernels do."""
+"""The activation kernels in plain torch: computed in fp32, rounded once.
+
+They write into what they are given, as the kernels do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def derivative(x: Tensor, act: str) -> Tensor:
     if act == "gelu_tanh":
         tanh = torch.tanh(_SLOPE * (x + _CUBIC * x * x * x))
         return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _SLOPE * (1 + 3 * _CUBIC * x * x)
-    return 0.5 * torch.erfc(-x * math.sqrt(0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return 0.5 * torch.erfc(-x * math.sqrt(0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(
+        2 * math.pi
+    )
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str, out: Tensor) -> None:
@@ -36,7 +41,9 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str, out: Tensor) -> None:
     out.copy_(activate(_sum(x, bias), act))
 
 
-def bias_act_backward(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None) -> None:
+def bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None
+) -> None:
     """``dx = dy * act'(x + bias)`` and ``dbias``, its sum over the rows."""
     grad = dy.float() * derivative(_sum(x, bias), act)
     dx.copy_(grad)
@@ -49,7 +56,9 @@ def gated(gate: Tensor, up: Tensor, act: str, out: Tensor) -> None:
     out.copy_(activate(gate.float(), act) * up.float())
 
 
-def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor
+) -> None:
     """``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``."""
     wide, grad = gate.float(), dy.float()
     dgate.copy_(grad * up.float() * derivative(wide, act))

@@ -1,11 +1,13 @@
 """Moments in 8 bits: a code per element and one fp32 scale per block of 256.
 
-Block-wise quantisation with a non-linear code (Dettmers et al. 2021, arXiv:2110.02861). The scale is the block's largest
-magnitude. A code is a small floating-point number in units of the scale, eight to an octave, the highest of them 1: with a
-sign (first moments) down to 1.25 * 2^-16, without (second moments) down to 1.25 * 2^-32, and 0. Without a sign no element
-but 0 becomes 0. Decoding and encoding again gives the same codes, so state saved in fp32 loses nothing.
+Block-wise quantisation with a non-linear code (Dettmers et al. 2021, arXiv:2110.02861). The scale
+is the block's largest magnitude. A code is a small floating-point number in units of the scale,
+eight to an octave, the highest of them 1: with a sign (first moments) down to 1.25 * 2^-16, without
+(second moments) down to 1.25 * 2^-32, and 0. Without a sign no element but 0 becomes 0. Decoding
+and encoding again gives the same codes, so state saved in fp32 loses nothing.
 
-A block with a value that is not finite decodes to NaN throughout; one whose largest magnitude is below 2^-90 is zero.
+A block with a value that is not finite decodes to NaN throughout; one whose largest magnitude is
+below 2^-90 is zero.
 """
 
 from __future__ import annotations
@@ -67,7 +69,13 @@ class Blocks:
             self.codes.copy_(codes)
             self.scales.copy_(scales)
         else:
-            core.encode(self.codes.data_ptr(), self.scales.data_ptr(), self.kind, source.data_ptr(), self.numel)
+            core.encode(
+                self.codes.data_ptr(),
+                self.scales.data_ptr(),
+                self.kind,
+                source.data_ptr(),
+                self.numel,
+            )
 
     def decode(self) -> Tensor:
         """The values, fp32 [n], in new memory."""
@@ -75,21 +83,33 @@ class Blocks:
         if core is None:
             return reference.decode(self.codes, self.scales, self.signed)
         out = torch.empty(self.numel, dtype=torch.float32)
-        core.decode(out.data_ptr(), self.codes.data_ptr(), self.scales.data_ptr(), self.kind, self.numel)
+        core.decode(
+            out.data_ptr(), self.codes.data_ptr(), self.scales.data_ptr(), self.kind, self.numel
+        )
         return out
 
     def narrow(self, start: int, length: int) -> Blocks:
-        """A view of elements [start, start + length), which begin at a block and end at one or at the end.
+        """A view of elements [start, start + length), which begin at a block and end at one or at
+        the end.
 
         Raises:
             KernelError: they do not, or lie outside.
         """
         stop = start + length
-        if start < 0 or length < 0 or stop > self.numel or start % BLOCK or (stop % BLOCK and stop != self.numel):
+        if (
+            start < 0
+            or length < 0
+            or stop > self.numel
+            or start % BLOCK
+            or (stop % BLOCK and stop != self.numel)
+        ):
             raise KernelError(
-                f"Blocks.narrow({start}, {length}) of {self.numel} elements: begin and end at multiples of {BLOCK}, or at the end"
+                f"Blocks.narrow({start}, {length}) of {self.numel} elements: begin and end at "
+                f"multiples of {BLOCK}, or at the end"
             )
-        return Blocks(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.signed)
+        return Blocks(
+            self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.signed
+        )
 
 
 Moment = Tensor | Blocks

@@ -14,22 +14,38 @@ FLOATS = tuple(KINDS)
 FP32 = (torch.float32,)
 
 
-def flat(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] | None, numel: int | None = None) -> Tensor:
-    """``tensor``, which is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and of ``numel`` elements.
+def flat(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...] | None,
+    numel: int | None = None,
+) -> Tensor:
+    """``tensor``, which is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and of
+    ``numel`` elements.
 
     Raises:
         KernelError: it is not; the message says what to do.
     """
     if tensor.device.type != "cpu":
         raise KernelError(
-            f"{op}: {name} is on {tensor.device}; host kernels take CPU tensors: copy it with .cpu(), or update it on its device"
+            f"{op}: {name} is on {tensor.device}; host kernels take CPU tensors: copy it with "
+            ".cpu(), or update it on its device"
         )
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise KernelError(f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a contiguous 1-D view of it")
+        raise KernelError(
+            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
+            "contiguous 1-D view of it"
+        )
     if dtypes is not None and tensor.dtype not in dtypes:
-        raise KernelError(f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}")
+        raise KernelError(
+            f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
+        )
     if numel is not None and tensor.numel() != numel:
-        raise KernelError(f"{op}: {name} has {tensor.numel()} elements and the others have {numel}; cut them alike")
+        raise KernelError(
+            f"{op}: {name} has {tensor.numel()} elements and the others have "
+            f"{numel}; cut them alike"
+        )
     return tensor
 
 

@@ -1,9 +1,11 @@
-"""A head's logits, chunk by chunk of tokens: made by one GEMM into a buffer, turned into their own gradient there, used by two GEMMs.
+"""A head's logits, chunk by chunk of tokens: made by one GEMM into a buffer, turned into their own
+gradient there, used by two GEMMs.
 
 [Note: what is rounded, and when]
-Gradients are those of the *sum* of the losses: in 16 bits a division by the number of tokens would underflow, and it is not known here. They
-are summed over chunks in fp32, by GEMMs that write fp32 where torch has them (CUDA), and stay fp32 until backward, which multiplies by what
-comes from above and rounds once. The logits are rounded to the compute dtype, as everywhere else.
+Gradients are those of the *sum* of the losses: in 16 bits a division by the number of tokens would
+underflow, and it is not known here. They are summed over chunks in fp32, by GEMMs that write fp32
+where torch has them (CUDA), and stay fp32 until backward, which multiplies by what comes from above
+and rounds once. The logits are rounded to the compute dtype, as everywhere else.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from hf_zero.ops import dispatch
 from hf_zero.ops import linear_cross_entropy_reference as reference
 from hf_zero.ops.dispatch import Kernel
 
-DEVICE_BYTES = 5 << 28  # of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large GPU
-HOST_BYTES = 32 << 20  # 166 rows of 50,257 in fp32: the products are as fast as with 512, and the rest of the memory is saved
+# of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large GPU
+DEVICE_BYTES = 5 << 28
+# 166 rows of 50,257 in fp32: the products are as fast as with 512, and the rest of the memory is
+# saved
+HOST_BYTES = 32 << 20
 ALIGNED = 64  # columns: 128 bytes in 16 bits
 
 
@@ -93,19 +98,28 @@ def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.d
 
 
 class Gradients:
-    """Sums of the head's gradients: hidden [tokens, width], weight [vocabulary, width], bias [vocabulary]; empty where not wanted."""
+    """Sums of the head's gradients: hidden [tokens, width], weight [vocabulary, width], bias
+    [vocabulary]; empty where not wanted.
+    """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: Wanted):
         dtype = accumulator_dtype(hidden.dtype)
         self.hidden = hidden.new_zeros(hidden.shape if wanted.hidden else 0, dtype=dtype)
         self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
-        # Where no GEMM takes 16 bits and gives 32, all of it is done in 32: a product rounded to 16 is no better for being added in 32.
+        # Where no GEMM takes 16 bits and gives 32, all of it is done in 32: a product rounded to 16
+        # is no better for being added in 32.
         self._widens = dtype != hidden.dtype and not kinds.gemm_widens(hidden.device)
-        self._wanted, self._head, self._begun = wanted, weight.to(dtype) if self._widens and wanted.hidden else weight, False
+        self._wanted, self._head, self._begun = (
+            wanted,
+            weight.to(dtype) if self._widens and wanted.hidden else weight,
+            False,
+        )
 
     def add(self, grad: torch.Tensor, hidden: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """The share of ``hidden`` [n, width], which are ``rows`` of all, from the gradient of its logits [n, vocabulary]."""
+        """The share of ``hidden`` [n, width], which are ``rows`` of all, from the gradient of
+        its logits [n, vocabulary].
+        """
         if self._widens:
             grad, hidden = grad.to(self.hidden.dtype), hidden.to(self.hidden.dtype)
         if self._wanted.hidden:
@@ -130,10 +144,14 @@ def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: b
     if into.dtype == left.dtype:
         torch.addmm(into, left, right, beta=1 if add else 0, out=into)
     else:
-        torch.ops.aten.addmm.dtype_out(into, left, right, into.dtype, beta=1 if add else 0, out=into)
+        torch.ops.aten.addmm.dtype_out(
+            into, left, right, into.dtype, beta=1 if add else 0, out=into
+        )
 
 
-def _logits(into: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _logits(
+    into: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     if bias is None:
         torch.mm(hidden, weight.t(), out=into)
     else:
@@ -145,17 +163,29 @@ def _chunks(tokens: int, rows: int) -> Iterator[slice]:
 
 
 def losses_and_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, terms: Terms, wanted: Wanted, rows: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+    wanted: Wanted,
+    rows: int,
 ) -> tuple[torch.Tensor, Gradients]:
     """The sum of the losses (a scalar) and its gradients."""
     grads = Gradients(hidden, weight, wanted)
     if dispatch.runs_on(hidden.device) or hidden.device.type != "cpu":
-        return _by_kernel(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+        return _by_kernel(
+            hidden, weight, bias, labels, terms, grads if wanted.any else None, rows
+        ), grads
     return _on_host(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
 
 
 def _buffer(hidden: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor:
-    """Room for a chunk's logits. Its rows are a multiple of 16 bytes apart: GEMMs and wide accesses need that, whatever the vocabulary."""
+    """Room for a chunk's logits.
+
+    Its rows are a multiple of 16 bytes apart: GEMMs and wide accesses need that, whatever the
+    vocabulary.
+    """
     return hidden.new_empty(min(rows, hidden.shape[0]), -(-vocabulary // ALIGNED) * ALIGNED)
 
 
@@ -192,7 +222,9 @@ def _on_host(
     grads: Gradients | None,
     rows: int,
 ) -> torch.Tensor:
-    """On a CPU nothing is lost by asking which rows count; the softmax is taken in place by torch's own vectorised kernels."""
+    """On a CPU nothing is lost by asking which rows count; the softmax is taken in place by
+    torch's own vectorised kernels.
+    """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
     kept = (labels != terms.ignore_index).nonzero()[:, 0]
@@ -209,16 +241,22 @@ def _on_host(
     return total
 
 
-def _softmax_(logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool) -> torch.Tensor:
+def _softmax_(
+    logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool
+) -> torch.Tensor:
     """The sum of the rows' losses; with ``gradient`` its gradient over ``logits``."""
     if not terms.plain:
         one = torch.ones(1) if gradient else None
-        return reference.cross_entropy_(logits, logits.shape[1], labels, one, None, *terms.numbers())[0].sum()
+        return reference.cross_entropy_(
+            logits, logits.shape[1], labels, one, None, *terms.numbers()
+        )[0].sum()
     if terms.scale != 1:
         logits *= terms.scale
     if not gradient:
         wide = accumulator_dtype(logits.dtype)
-        return (torch.logsumexp(logits.to(wide), -1) - logits.gather(1, labels[:, None])[:, 0]).sum()
+        return (
+            torch.logsumexp(logits.to(wide), -1) - logits.gather(1, labels[:, None])[:, 0]
+        ).sum()
     exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     torch.log_softmax(exact, -1, out=exact)
     at = labels[:, None]
@@ -232,7 +270,12 @@ def _softmax_(logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient
 
 
 def log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, terms: Terms, rows: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+    rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probability of each label, logsumexp), both [tokens]; 0 where the label is ignored."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
@@ -242,7 +285,9 @@ def log_probabilities(
     for chunk in _chunks(tokens, rows):
         padded = buffer[: chunk.stop - chunk.start]
         _logits(padded[:, :vocabulary], hidden[chunk], weight, bias)
-        losses, lse[chunk] = CROSS_ENTROPY(padded, vocabulary, labels[chunk], None, None, *terms.numbers())
+        losses, lse[chunk] = CROSS_ENTROPY(
+            padded, vocabulary, labels[chunk], None, None, *terms.numbers()
+        )
         torch.neg(losses, out=found[chunk])
     return found, lse
 
@@ -267,6 +312,8 @@ def log_probabilities_backward(
         padded = buffer[: chunk.stop - chunk.start]
         logits = padded[:, :vocabulary]
         _logits(logits, hidden[chunk], weight, bias)
-        CROSS_ENTROPY(padded, vocabulary, labels[chunk], factors[chunk], lse[chunk], *terms.numbers())
+        CROSS_ENTROPY(
+            padded, vocabulary, labels[chunk], factors[chunk], lse[chunk], *terms.numbers()
+        )
         grads.add(logits, hidden[chunk], chunk)
     return grads

@@ -1,15 +1,18 @@
-"""Which body of an operation runs: its Triton kernel on a GPU, the same kernel in Triton's interpreter, or its slow reference.
+"""Which body of an operation runs: its Triton kernel on a GPU, the same kernel in Triton's
+interpreter, or its slow reference.
 
 An operation is declared once, with both bodies and one signature::
 
     RMS_NORM = Kernel("rms_norm", "norms:rms_norm", references.rms_norm, example=lambda device: (…))
     out, rstd = RMS_NORM(x, weight, eps)
 
-A CUDA tensor goes to the kernel. With ``TRITON_INTERPRET=1`` in the environment before triton is imported a CPU tensor goes to the
-interpreter (tests). Everything else goes to the reference, and so does everything with ``HF_ZERO_TRITON=0``. Triton is imported at
-the first launch, never by importing hf_zero. A kernel that cannot be compiled is said to be so once, at warning level, with the
-compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero doctor`` tries them all. Where Triton
-finds no driver for a device that torch drives (containers without libcuda, no C compiler), that is said once, and all references run.
+A CUDA tensor goes to the kernel. With ``TRITON_INTERPRET=1`` in the environment before triton is
+imported a CPU tensor goes to the interpreter (tests). Everything else goes to the reference, and so
+does everything with ``HF_ZERO_TRITON=0``. Triton is imported at the first launch, never by
+importing hf_zero. A kernel that cannot be compiled is said to be so once, at warning level, with
+the compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero
+doctor`` tries them all. Where Triton finds no driver for a device that torch drives (containers
+without libcuda, no C compiler), that is said once, and all references run.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from hf_zero.logs import logger
 
 KERNELS: dict[str, Kernel] = {}
 _BROKEN: dict[str, str] = {}
-_INTERPRETER = threading.RLock()  # it keeps the program under way in a global, and ranks may be threads
+# it keeps the program under way in a global, and ranks may be threads
+_INTERPRETER = threading.RLock()
 
 
 def _takes_all(*args: Any, **kwargs: Any) -> str:
@@ -41,10 +45,11 @@ def _takes_all(*args: Any, **kwargs: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """An operation with two bodies of one signature: ``launch`` is "module:function" of hf_zero.ops.triton_kernels.
+    """An operation with two bodies of one signature: ``launch`` is "module:function" of
+    hf_zero.ops.triton_kernels.
 
-    ``refuses`` says why the kernel cannot take its arguments though the reference can, or "". ``example`` gives small arguments on a
-    device; the doctor runs them.
+    ``refuses`` says why the kernel cannot take its arguments though the reference can, or "".
+    ``example`` gives small arguments on a device; the doctor runs them.
     """
 
     name: str
@@ -55,7 +60,10 @@ class Kernel:
 
     def __post_init__(self) -> None:
         if self.name in KERNELS:
-            raise ValueError(f"two kernels are called {self.name!r}: {KERNELS[self.name].launch} and {self.launch}")
+            raise ValueError(
+                f"two kernels are called {self.name!r}: "
+                f"{KERNELS[self.name].launch} and {self.launch}"
+            )
         KERNELS[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +79,14 @@ class Kernel:
         except Exception as error:
             if not _cannot_compile(error):
                 raise
-            _BROKEN[self.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[-1]}"
+            _BROKEN[self.name] = (
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[-1]}"
+            )
             logger.warning(
-                "the Triton kernel %s cannot be compiled here, so its slow reference runs from now on (%s)", self.name, _BROKEN[self.name]
+                "the Triton kernel %s cannot be compiled here, so its slow reference "
+                "runs from now on (%s)",
+                self.name,
+                _BROKEN[self.name],
             )
         return self.reference(*args, **kwargs)
 
@@ -94,14 +107,24 @@ def runs_on(device: torch.device) -> bool:
 def kind_for_auto(device: torch.device | str) -> str:
     """The key of ``hf_zero.config.kernels.AUTO`` for ``device``."""
     device = torch.device(device)
-    return f"{device.type} without Triton" if kinds.runs_triton(device) and not runs_on(device) else device.type
+    return (
+        f"{device.type} without Triton"
+        if kinds.runs_triton(device) and not runs_on(device)
+        else device.type
+    )
 
 
 def wanted(name: str, kernels: Any, device: torch.device) -> bool:
-    """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on ``device``; "auto" does on a GPU."""
+    """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on
+    ``device``; "auto" does on a GPU.
+    """
     if kernels in (None, "off") or not runs_on(device):
         return False
-    return kinds.runs_triton(device) if kernels == "auto" else isinstance(kernels, str) or name in kernels
+    return (
+        kinds.runs_triton(device)
+        if kernels == "auto"
+        else isinstance(kernels, str) or name in kernels
+    )
 
 
 @functools.cache
@@ -111,12 +134,16 @@ def installed() -> bool:
 
 @functools.cache
 def missing_driver() -> str:
-    """Why Triton cannot launch anything in this process, or "". Imports triton, which builds its launcher with a C compiler."""
+    """Why Triton cannot launch anything in this process, or "".
+
+    Imports triton, which builds its launcher with a C compiler.
+    """
     try:
         from triton.runtime import driver
 
         driver.active.get_current_device()
-    except Exception as error:  # an assertion, a failed build, no driver or several: each release has its own
+    except Exception as error:
+        # an assertion, a failed build, no driver or several: each release has its own
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     return ""
 
@@ -126,7 +153,8 @@ def _warned_missing() -> bool:
     why = missing_driver()
     if why:
         logger.warning(
-            "Triton finds no driver for this GPU, so the slow references of all kernels run (%s); `hf-zero doctor` tells more, "
+            "Triton finds no driver for this GPU, so the slow references of all kernels run (%s); "
+            "`hf-zero doctor` tells more, "
             "and `kernels: off` leaves the model as it is",
             why,
         )
@@ -147,7 +175,9 @@ def broken() -> dict[str, str]:
 @functools.cache
 def _load(launch: str) -> Callable[..., Any]:
     module, function = launch.split(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(f"hf_zero.ops.triton_kernels.{module}"), function)
+    loaded: Callable[..., Any] = getattr(
+        importlib.import_module(f"hf_zero.ops.triton_kernels.{module}"), function
+    )
     return loaded
 
 
@@ -162,17 +192,23 @@ def _device(args: Iterable[Any]) -> torch.device:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes ``device`` the current one: Triton launches there, and on its stream, wherever the tensors lie."""
+    """Makes ``device`` the current one: Triton launches there, and on its stream, wherever the
+    tensors lie.
+    """
     if not kinds.runs_triton(device) or device.index == kinds.current_index(device):
         return nullcontext()
     return kinds.current(device)
 
 
 def _cannot_compile(error: Exception) -> bool:
-    """Triton's compiler, ptxas, or the C compiler of its launchers gave up or is missing; nothing was launched."""
+    """Triton's compiler, ptxas, or the C compiler of its launchers gave up or is missing;
+    nothing was launched.
+    """
     from triton import CompilationError
     from triton.runtime.errors import TritonError
 
     if isinstance(error, RuntimeError):
-        return isinstance(error, TritonError) or any(said in str(error) for said in ("PassManager", "Failed to find C compiler"))
+        return isinstance(error, TritonError) or any(
+            said in str(error) for said in ("PassManager", "Failed to find C compiler")
+        )
     return isinstance(error, (CompilationError, TritonError, subprocess.CalledProcessError))

@@ -1,10 +1,13 @@
-"""Tensors to and from files, asynchronously: a queue of bounded depth, priorities, O_DIRECT where the file system takes it.
+"""Tensors to and from files, asynchronously: a queue of bounded depth, priorities, O_DIRECT where
+the file system takes it.
 
-The native core does it on io_uring, or on threads where the kernel refuses that. Without the native core the same queue runs in
-Python (``files_reference``). ``HF_ZERO_IO`` chooses: ``io_uring``, ``threads``, ``python``; unset, the first that works.
+The native core does it on io_uring, or on threads where the kernel refuses that. Without the native
+core the same queue runs in Python (``files_reference``). ``HF_ZERO_IO`` chooses: ``io_uring``,
+``threads``, ``python``; unset, the first that works.
 
-``HF_ZERO_IO_FAULT`` injects faults, for tests: ``write:3:ENOSPC`` fails the third block written, ``read:2+:short`` gives less than
-asked from the second read on, ``read:1:slow=50`` delays it by 50 ms. Several are separated by commas.
+``HF_ZERO_IO_FAULT`` injects faults, for tests: ``write:3:ENOSPC`` fails the third block written,
+``read:2+:short`` gives less than asked from the second read on, ``read:1:slow=50`` delays it by 50
+ms. Several are separated by commas.
 """
 
 from __future__ import annotations
@@ -56,10 +59,22 @@ def parse_faults(text: str) -> list[Fault]:
     for item in filter(None, text.split(",")):
         match = _FAULT.fullmatch(item.strip())
         if match is None or (match[6] and not hasattr(errno, match[6])):
-            raise ConfigError(f"HF_ZERO_IO_FAULT: {item!r} is no fault; write for example write:3:ENOSPC, read:2+:short or read:1:slow=50")
+            raise ConfigError(
+                f"HF_ZERO_IO_FAULT: {item!r} is no fault; write for example write:3:ENOSPC, "
+                "read:2+:short or read:1:slow=50"
+            )
         first = int(match[2])
         error = getattr(errno, match[6]) if match[6] else 0
-        faults.append(Fault(match[1] == "write", first, 1 << 62 if match[3] else first, error, bool(match[4]), int(match[5] or 0)))
+        faults.append(
+            Fault(
+                match[1] == "write",
+                first,
+                1 << 62 if match[3] else first,
+                error,
+                bool(match[4]),
+                int(match[5] or 0),
+            )
+        )
     return faults
 
 
@@ -72,10 +87,11 @@ def _native() -> Any | None:
 
 
 class OpenFile:
-    """A file open for reading and writing, past the page cache too where its file system allows that.
+    """A file open for reading and writing, past the page cache too where its file system allows
+    that.
 
-    ``descriptor`` is taken over: it is closed when this object and the last transfer that uses it are gone. ``direct`` is a second
-    one of the same file with O_DIRECT, or -1.
+    ``descriptor`` is taken over: it is closed when this object and the last transfer that uses it
+    are gone. ``direct`` is a second one of the same file with O_DIRECT, or -1.
     """
 
     def __init__(self, path: str, descriptor: int, direct: int = -1):
@@ -102,7 +118,9 @@ class OpenFile:
             self._close.detach()
             self._made = file_class(self.path, self.descriptor, self._direct)
         elif not isinstance(self._made, file_class):
-            raise OffloadError(f"{self.path} is open in a queue of another kind; open it again for this one")
+            raise OffloadError(
+                f"{self.path} is open in a queue of another kind; open it again for this one"
+            )
         return self._made
 
     @property
@@ -118,7 +136,9 @@ def _close_both(descriptor: int, direct: int) -> None:
 
 
 def open_direct(path: str) -> int:
-    """A descriptor of ``path`` with O_DIRECT, or -1 where its file system (or this system) has none."""
+    """A descriptor of ``path`` with O_DIRECT, or -1 where its file system (or this system) has
+    none.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except AttributeError:
@@ -139,7 +159,10 @@ class Piece(NamedTuple):
 
 
 class Ticket:
-    """A transfer under way. The tensor's memory stays alive until it is done, also if the ticket is dropped."""
+    """A transfer under way.
+
+    The tensor's memory stays alive until it is done, also if the ticket is dropped.
+    """
 
     __slots__ = ("_context", "_queue", "_transfer")
 
@@ -157,13 +180,18 @@ class Ticket:
         return bool(self._transfer.finished and self._transfer.failed)
 
     def wait(self) -> None:
-        """Return when the transfer is done; it goes before all that nobody waits for. Raises OSError with errno and path if it failed."""
+        """Return when the transfer is done; it goes before all that nobody waits for.
+
+        Raises OSError with errno and path if it failed.
+        """
         failure = self._queue.settle(self._transfer)
         if failure is not None:
             number, path, offset, nbytes, at_end = failure
             text = "the file ends too early" if at_end else os.strerror(number)
             verb = "writing" if self._transfer.write else "reading"
-            raise OSError(number, f"{text} ({verb} {nbytes} bytes at {offset}{self._context})", path)
+            raise OSError(
+                number, f"{text} ({verb} {nbytes} bytes at {offset}{self._context})", path
+            )
 
     def promote(self, priority: Priority) -> None:
         """Let it go before what is less urgent than ``priority``; never later than it would."""
@@ -172,9 +200,11 @@ class Ticket:
 
 
 class FileQueue:
-    """Transfers between CPU tensors and files: ``queue_depth`` blocks of ``block_size`` bytes at once, in the order of priorities.
+    """Transfers between CPU tensors and files: ``queue_depth`` blocks of ``block_size`` bytes at
+    once, in the order of priorities.
 
-    Two requests for the same bytes are ordered only through ``after``. May be called from several threads, not from a forked child.
+    Two requests for the same bytes are ordered only through ``after``. May be called from several
+    threads, not from a forked child.
 
     block_size: bytes, a multiple of 4096.
     queue_depth: blocks under way at once.
@@ -182,18 +212,36 @@ class FileQueue:
     backend: one of BACKENDS; None takes HF_ZERO_IO, else the first that works.
     """
 
-    def __init__(self, block_size: int = 1 << 20, queue_depth: int = 32, threads: int = 8, backend: str | None = None):
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 32,
+        threads: int = 8,
+        backend: str | None = None,
+    ):
         if block_size < ALIGNMENT or block_size % ALIGNMENT or block_size > 1 << 30:
-            raise ConfigError(f"block_size {block_size} of file transfers: a multiple of {ALIGNMENT} up to 2^30 bytes is needed")
+            raise ConfigError(
+                f"block_size {block_size} of file transfers: a multiple of {ALIGNMENT} up to "
+                "2^30 bytes is needed"
+            )
         if not 1 <= queue_depth <= 4096 or threads < 1:
-            raise ConfigError(f"queue_depth {queue_depth} and threads {threads} of file transfers: 1 to 4096, and at least 1, are needed")
+            raise ConfigError(
+                f"queue_depth {queue_depth} and threads {threads} of file transfers: 1 to 4096, "
+                "and at least 1, are needed"
+            )
         chosen = backend or os.environ.get("HF_ZERO_IO") or ""
         if chosen not in ("", *BACKENDS):
-            raise ConfigError(f"HF_ZERO_IO={chosen!r} is not known; use one of {', '.join(BACKENDS)}, or leave it unset")
+            raise ConfigError(
+                f"HF_ZERO_IO={chosen!r} is not known; use one of "
+                f"{', '.join(BACKENDS)}, or leave it unset"
+            )
         core = None if chosen == "python" else _native()
         if core is None:
             if chosen not in ("", "python"):
-                raise ConfigError(f"HF_ZERO_IO={chosen} needs the native core, which was not built; see hf-zero doctor, or leave it unset")
+                raise ConfigError(
+                    f"HF_ZERO_IO={chosen} needs the native core, which was not built; see hf-zero "
+                    "doctor, or leave it unset"
+                )
             core = importlib.import_module("hf_zero.ops.files_reference")
         self.block_size = block_size
         self.queue_depth = queue_depth
@@ -201,9 +249,15 @@ class FileQueue:
         try:
             self.backend: Any = core.FileQueue(block_size, queue_depth, chosen or "auto", threads)
         except RuntimeError as error:  # io_uring asked for by name
-            raise ConfigError(f"HF_ZERO_IO={chosen}: the kernel refuses ({error}); leave it unset, and threads do the work") from error
+            raise ConfigError(
+                f"HF_ZERO_IO={chosen}: the kernel refuses ({error}); leave it unset, "
+                "and threads do the work"
+            ) from error
         if self.backend.refusal:
-            logger.info("file transfers run on threads: the kernel refuses io_uring (%s)", self.backend.refusal)
+            logger.info(
+                "file transfers run on threads: the kernel refuses io_uring (%s)",
+                self.backend.refusal,
+            )
         if os.environ.get("HF_ZERO_IO_FAULT"):
             self.inject(parse_faults(os.environ["HF_ZERO_IO_FAULT"]))
         self._process = os.getpid()
@@ -220,12 +274,18 @@ class FileQueue:
         """From now on these faults happen, for tests; counting begins anew."""
         self.backend.inject([tuple(fault) for fault in faults])
 
-    def read(self, file: OpenFile, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
+    def read(
+        self, file: OpenFile, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED
+    ) -> Ticket:
         """Fill ``out`` (contiguous, CPU) from byte ``offset`` of ``file``."""
         return self.transfer(False, [Piece(file, offset, 0, out.nbytes)], out, priority)
 
-    def write(self, file: OpenFile, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND) -> Ticket:
-        """Write ``data`` (contiguous, CPU; not to be changed until done) at byte ``offset`` of ``file``."""
+    def write(
+        self, file: OpenFile, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND
+    ) -> Ticket:
+        """Write ``data`` (contiguous, CPU; not to be changed until done) at byte ``offset`` of
+        ``file``.
+        """
         return self.transfer(True, [Piece(file, offset, 0, data.nbytes)], data, priority)
 
     def transfer(
@@ -237,28 +297,37 @@ class FileQueue:
         after: Sequence[Ticket] = (),
         context: str = "",
     ) -> Ticket:
-        """``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done; it fails if one of them fails.
+        """``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done; it
+        fails if one of them fails.
 
         ``context`` ends the message of an error.
         """
         self.check_process()
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise OffloadError(
-                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}, cannot be moved to or from a "
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}, strides "
+                f"{tensor.stride()}, cannot be moved to or from a "
                 "file: copy it to contiguous CPU memory first"
             )
         base = tensor.data_ptr()
-        described = [(piece.file.handle(self._file_class), piece.offset, base + piece.at, piece.bytes) for piece in pieces]
+        described = [
+            (piece.file.handle(self._file_class), piece.offset, base + piece.at, piece.bytes)
+            for piece in pieces
+        ]
         with self._lock:
             if not self._cancel.alive:
                 raise OffloadError("this file queue is closed; make a new one")
-            transfer = self.backend.submit(write, described, int(priority), [ticket._transfer for ticket in after])
+            transfer = self.backend.submit(
+                write, described, int(priority), [ticket._transfer for ticket in after]
+            )
             self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].finished}
             self._alive[id(transfer)] = (transfer, tensor)
         return Ticket(self, transfer, context)
 
     def settle(self, transfer: Any) -> tuple[int, str, int, int, bool] | None:
-        """Wait for a transfer of the backend: None, or errno, path, offset and bytes of what failed, and whether the file ended there."""
+        """Wait for a transfer of the backend: None, or errno, path, offset and bytes of what
+        failed, and whether the file ended there.
+        """
         self.check_process()
         failure: tuple[int, str, int, int, bool] | None = self.backend.wait(transfer)
         with self._lock:
@@ -266,10 +335,13 @@ class FileQueue:
         return failure
 
     def check_process(self) -> None:
-        """Raise OffloadError in a forked child: the threads that work here exist in the parent only."""
+        """Raise OffloadError in a forked child: the threads that work here exist in the parent
+        only.
+        """
         if os.getpid() != self._process:
             raise OffloadError(
-                f"files of process {self._process} were asked for in its forked child {os.getpid()}; read them in the parent, or start "
+                f"files of process {self._process} were asked for in its forked child "
+                f"{os.getpid()}; read them in the parent, or start "
                 "children with the spawn method"
             )
 

@@ -1,4 +1,6 @@
-"""The queue of ``kernels/cpu/files.cpp`` in plain Python: what runs where the native core was not built, and what it is compared with."""
+"""The queue of ``kernels/cpu/files.cpp`` in plain Python: what runs where the native core was
+not built, and what it is compared with.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +81,19 @@ class FileQueue:
         self._stopping = False
         self._faults: list[tuple[bool, int, int, int, bool, int]] = []
         self._attempts = [0, 0]
-        self._workers = [threading.Thread(target=self._serve, daemon=True) for _ in range(min(threads, depth))]
+        self._workers = [
+            threading.Thread(target=self._serve, daemon=True) for _ in range(min(threads, depth))
+        ]
         for worker in self._workers:
             worker.start()
 
-    def submit(self, write: bool, pieces: list[tuple[File, int, int, int]], priority: int, after: list[Transfer]) -> Transfer:
+    def submit(
+        self,
+        write: bool,
+        pieces: list[tuple[File, int, int, int]],
+        priority: int,
+        after: list[Transfer],
+    ) -> Transfer:
         transfer = Transfer(write, [piece for piece in pieces if piece[3] > 0], priority, after)
         with self._changed:
             if not transfer.pieces:
@@ -120,7 +130,13 @@ class FileQueue:
             if cancel:
                 for line in self._queued:
                     for transfer in line:
-                        transfer.failure = (errno.ECANCELED, transfer.pieces[transfer.piece][0].path, 0, 0, False)
+                        transfer.failure = (
+                            errno.ECANCELED,
+                            transfer.pieces[transfer.piece][0].path,
+                            0,
+                            0,
+                            False,
+                        )
                         transfer.queued = False
                         if not transfer.out:
                             self._end(transfer)
@@ -148,7 +164,10 @@ class FileQueue:
     def _next(self) -> Block | None:
         for line in self._queued:
             for transfer in list(line):
-                failed = next((first.failure for first in transfer.after if first.finished and first.failure), None)
+                failed = next(
+                    (first.failure for first in transfer.after if first.finished and first.failure),
+                    None,
+                )
                 if failed is not None:
                     transfer.failure = failed
                     transfer.queued = False
@@ -190,7 +209,13 @@ class FileQueue:
             transfer = block.transfer
             with self._changed:
                 if block.error and transfer.failure is None:
-                    transfer.failure = (block.error, block.file.path, block.offset + block.got, block.bytes - block.got, block.at_end)
+                    transfer.failure = (
+                        block.error,
+                        block.file.path,
+                        block.offset + block.got,
+                        block.bytes - block.got,
+                        block.at_end,
+                    )
                     if transfer.queued:
                         self._queued[transfer.priority].remove(transfer)
                         transfer.queued = False
@@ -220,7 +245,10 @@ class FileQueue:
             os.posix_fadvise(block.file.buffered, block.offset, block.bytes, os.POSIX_FADV_DONTNEED)
 
     def _attempt(self, block: Block, target: memoryview) -> None:
-        wanted, descriptor = block.bytes - block.got, block.file.direct_fd if block.direct else block.file.buffered
+        wanted, descriptor = (
+            block.bytes - block.got,
+            block.file.direct_fd if block.direct else block.file.buffered,
+        )
         if self._faults:
             wanted, descriptor = self._faulty(block, wanted, descriptor)
         part = target[block.got : block.got + wanted]

@@ -1,7 +1,9 @@
-"""Sums of squares of many tensors in one pass: fp32 in runs of :data:`RUN` elements, runs added in fp64, in an order that is always the same.
+"""Sums of squares of many tensors in one pass: fp32 in runs of :data:`RUN` elements, runs added in
+fp64, in an order that is always the same.
 
-The result of a tensor depends on its elements alone, not on the tensors beside it. A run whose fp32 sum overflows, or is so small that
-squares may have vanished, is summed again in fp64; so a sum is not finite exactly if an element is not.
+The result of a tensor depends on its elements alone, not on the tensors beside it. A run whose fp32
+sum overflows, or is so small that squares may have vanished, is summed again in fp64; so a sum is
+not finite exactly if an element is not.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ RUNS = Kernel("flat_squares", "flat_norm:squares", reference.squares, example=_e
 
 
 def squared_norm(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of all elements, without waiting for the device.
+    """(sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of all
+    elements, without waiting for the device.
 
     Args and errors as in :func:`squared_norms`.
     """
@@ -44,20 +47,32 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each of ``tensors``: [tensors] fp64, on their device.
 
     Args:
-        tensors: contiguous, fp32, bf16 or fp16, on one device. Those of one dtype in one storage take one launch.
+        tensors: contiguous, fp32, bf16 or fp16, on one device. Those of one dtype in one storage
+        take one launch.
 
     Raises:
         KernelError: there is none, or one that is not like that.
     """
     if not tensors:
-        raise KernelError("squared_norms: there are no tensors, and so no device for the result; give at least one")
+        raise KernelError(
+            "squared_norms: there are no tensors, and so no device for the "
+            "result; give at least one"
+        )
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in _DTYPES:
-            raise KernelError(f"squared_norms: tensor {index} is {tensor.dtype}; give one of {', '.join(map(str, _DTYPES))}")
+            raise KernelError(
+                f"squared_norms: tensor {index} is {tensor.dtype}; give one of "
+                f"{', '.join(map(str, _DTYPES))}"
+            )
         if not tensor.is_contiguous():
-            raise KernelError(f"squared_norms: tensor {index} has strides {tensor.stride()}; make it contiguous")
+            raise KernelError(
+                f"squared_norms: tensor {index} has strides {tensor.stride()}; make it contiguous"
+            )
         if tensor.device != tensors[0].device:
-            raise KernelError(f"squared_norms: tensor {index} is on {tensor.device} and tensor 0 on {tensors[0].device}; move it there")
+            raise KernelError(
+                f"squared_norms: tensor {index} is on {tensor.device} and tensor 0 on "
+                f"{tensors[0].device}; move it there"
+            )
     return torch.ops.hf_zero.flat_squared_norms(list(tensors))
 
 
@@ -70,14 +85,20 @@ def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     order = []
     for indices in together.values():
         first = tensors[indices[0]]
-        base = first.detach().as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
-        places = tuple((tensors[index].storage_offset(), tensors[index].numel()) for index in indices)
+        base = first.detach().as_strided(
+            (first.untyped_storage().nbytes() // first.element_size(),), (1,), 0
+        )
+        places = tuple(
+            (tensors[index].storage_offset(), tensors[index].numel()) for index in indices
+        )
         sums.append(RUNS(base, *run_tables(places, first.device)))
         order += indices
     whole = torch.cat(sums)
     if order == list(range(len(order))):
         return whole
-    return torch.stack([part for _, part in sorted(zip(order, whole.unbind()), key=lambda pair: pair[0])])
+    return torch.stack(
+        [part for _, part in sorted(zip(order, whole.unbind()), key=lambda pair: pair[0])]
+    )
 
 
 @_squared_norms.register_fake
@@ -87,7 +108,9 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def run_tables(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For ranges (first element, length) of one buffer: their runs [runs, RUN_COLUMNS] and where those of each range begin [ranges + 1]."""
+    """For ranges (first element, length) of one buffer: their runs [runs, RUN_COLUMNS] and where
+    those of each range begin [ranges + 1].
+    """
     tables, bounds = [torch.empty(0, RUN_COLUMNS, dtype=torch.int64)], [0]
     for offset, length in places:
         starts = torch.arange(0, length, RUN, dtype=torch.int64)
@@ -97,4 +120,6 @@ def run_tables(places: tuple[tuple[int, int], ...], device: torch.device) -> tup
         table[:, 2] = (table[:, 1] == RUN) & (offset % PHASE == 0)
         tables.append(table)
         bounds.append(bounds[-1] + starts.numel())
-    return upload(torch.cat(tables), device), upload(torch.tensor(bounds, dtype=torch.int64), device)
+    return upload(torch.cat(tables), device), upload(
+        torch.tensor(bounds, dtype=torch.int64), device
+    )

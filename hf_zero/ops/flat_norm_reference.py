@@ -1,4 +1,7 @@
-"""The slow reference of the sums of squares: range by range in fp64. It reads the tables on the host, and so waits for the device."""
+"""The slow reference of the sums of squares: range by range in fp64.
+
+It reads the tables on the host, and so waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from torch import Tensor
 
 
 def squares(base: Tensor, runs: Tensor, bounds: Tensor) -> Tensor:
-    """[ranges] fp64: the sums of squares of ranges of ``base``, whose runs are ``runs[bounds[i] : bounds[i + 1]]``."""
+    """[ranges] fp64: the sums of squares of ranges of ``base``, whose runs are ``runs[bounds[i]
+    : bounds[i + 1]]``.
+    """
     table, at = runs.tolist(), bounds.tolist()
     sums = torch.zeros(len(at) - 1, dtype=torch.float64, device=base.device)
     for index, (first, last) in enumerate(itertools.pairwise(at)):

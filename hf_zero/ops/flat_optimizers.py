@@ -1,17 +1,19 @@
 """Adam, AdamW and Lion over all segments of flat buffers in one launch, whatever their number.
 
-A segment is a run of elements with settings of its own (a parameter group). Where segments lie is told by a table that is made once
-(:class:`~hf_zero.ops.flat_tiles.Tiles`); what each row of settings is now, by another that is uploaded when one of them has changed.
-A step is two launches: :func:`advance_` counts it and works out bias corrections and step sizes for each row in fp64, on the device;
-:func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes master, moments and, if there is one, the
-16-bit copy::
+A segment is a run of elements with settings of its own (a parameter group). Where segments lie is
+told by a table that is made once (:class:`~hf_zero.ops.flat_tiles.Tiles`); what each row of
+settings is now, by another that is uploaded when one of them has changed. A step is two launches:
+:func:`advance_` counts it and works out bias corrections and step sizes for each row in fp64, on
+the device; :func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes
+master, moments and, if there is one, the 16-bit copy::
 
     tiles = Tiles.cut([Piece(length=…, row=0, master=0, grad=0, moment=0), …], device)
     coefficients = advance_(steps, settings_table([Settings(lr=1e-3)], device))
     adam_(master, grad, exp_avg, exp_avg_sq, tiles, coefficients, divisor=divisor, out=copy)
 
-Nothing waits for the device: the loss scale and the clipping factor (``divisor``), the overflow flag (``found_inf``) and the counters
-are tensors on it. All raise :class:`~hf_zero.errors.KernelError` for tensors that do not fit together, named.
+Nothing waits for the device: the loss scale and the clipping factor (``divisor``), the overflow
+flag (``found_inf``) and the counters are tensors on it. All raise
+:class:`~hf_zero.errors.KernelError` for tensors that do not fit together, named.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.flat_norm import squared_norm as squared_norm
 from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, Piece, Tiles, upload
 
-__all__ = ["Piece", "Settings", "Tiles", "adam_", "advance_", "lion_", "settings_table", "squared_norm"]
+__all__ = [
+    "Piece",
+    "Settings",
+    "Tiles",
+    "adam_",
+    "advance_",
+    "lion_",
+    "settings_table",
+    "squared_norm",
+]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,22 +55,33 @@ def _update_example(moments: int) -> Any:
         tiles = Tiles.cut([Piece(20, 0, 0, 0, 0)], device, tile=16)
         arrays = [torch.rand(20, device=device) for _ in range(2 + moments)]
         coefficients = advance_(*_advance_example(device))
-        return *arrays, torch.zeros(20, dtype=torch.bfloat16, device=device), tiles.table, coefficients, None, None, tiles.tile
+        return (
+            *arrays,
+            torch.zeros(20, dtype=torch.bfloat16, device=device),
+            tiles.table,
+            coefficients,
+            None,
+            None,
+            tiles.tile,
+        )
 
     return example
 
 
-ADVANCE = Kernel("flat_advance", "flat_optimizers:advance_", reference.advance_, example=_advance_example)
+ADVANCE = Kernel(
+    "flat_advance", "flat_optimizers:advance_", reference.advance_, example=_advance_example
+)
 ADAM = Kernel("flat_adam", "flat_optimizers:adam_", reference.adam_, example=_update_example(2))
 LION = Kernel("flat_lion", "flat_optimizers:lion_", reference.lion_, example=_update_example(1))
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Of one row: Adam's (Kingma & Ba 2014, arXiv:1412.6980), AdamW's (Loshchilov & Hutter 2017, arXiv:1711.05101) where ``decoupled``.
+    """Of one row: Adam's (Kingma & Ba 2014, arXiv:1412.6980), AdamW's (Loshchilov & Hutter 2017,
+    arXiv:1711.05101) where ``decoupled``.
 
-    ``lr`` may be a tensor of one element, which is read on its device. ``corrected`` False leaves the bias of the moments as it is:
-    Lion has no correction.
+    ``lr`` may be a tensor of one element, which is read on its device. ``corrected`` False leaves
+    the bias of the moments as it is: Lion has no correction.
     """
 
     lr: float | Tensor
@@ -77,7 +99,15 @@ class Settings:
         logs = [_log(self.beta1), _log(self.beta2)] if self.corrected else [-math.inf, -math.inf]
         sign = -1.0 if self.maximize else 1.0
         betas = [float(self.beta1), float(self.beta2)]
-        return [0.0 if away else float(self.lr), self.weight_decay, *betas, self.eps, *logs, sign, float(self.decoupled)]
+        return [
+            0.0 if away else float(self.lr),
+            self.weight_decay,
+            *betas,
+            self.eps,
+            *logs,
+            sign,
+            float(self.decoupled),
+        ]
 
 
 def _log(beta: float) -> float:
@@ -86,7 +116,12 @@ def _log(beta: float) -> float:
 
 def settings_table(rows: Sequence[Settings], device: torch.device | str) -> Tensor:
     """``rows`` as [rows, SETTINGS] fp64 on ``device``, copied there without waiting."""
-    table = upload(torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(len(rows), SETTINGS), device)
+    table = upload(
+        torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(
+            len(rows), SETTINGS
+        ),
+        device,
+    )
     for index, row in enumerate(rows):
         if isinstance(row.lr, Tensor) and row.lr.device.type != "cpu":
             table[index, 0].copy_(row.lr.detach().reshape(()))
@@ -94,7 +129,8 @@ def settings_table(rows: Sequence[Settings], device: torch.device | str) -> Tens
 
 
 def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None = None) -> Tensor:
-    """Count a step and say what each element of a row is to be updated with: [rows, COEFFICIENTS] fp32.
+    """Count a step and say what each element of a row is to be updated with: [rows, COEFFICIENTS]
+    fp32.
 
     Args:
         steps: [rows] fp32, steps made so far; one more afterwards, unless the step is skipped.
@@ -104,7 +140,8 @@ def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None = None) -
     _same("advance_", "steps", steps, torch.float32, settings.device)
     if settings.dtype != torch.float64 or tuple(settings.shape) != (steps.numel(), SETTINGS):
         raise KernelError(
-            f"advance_: settings are {settings.dtype} {tuple(settings.shape)} for {steps.numel()} rows; make them with settings_table"
+            f"advance_: settings are {settings.dtype} {tuple(settings.shape)} for {steps.numel()} "
+            "rows; make them with settings_table"
         )
     _scalar("advance_", "found_inf", found_inf, settings.device)
     return torch.ops.hf_zero.flat_advance_(steps, settings, found_inf)
@@ -127,7 +164,8 @@ def adam_(
         g = sign * grad / divisor + weight_decay * w   (the decay where it is not decoupled)
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g^2
-        w <- w * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)   (where it is)
+        w <- w * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 -
+        beta2^step) + eps)   (where it is)
 
     Args:
         master, exp_avg, exp_avg_sq: 1-D, contiguous, fp32. The moments have the same places.
@@ -138,8 +176,29 @@ def adam_(
         found_inf: one fp32; if it is not 0, nothing is written.
         out: 1-D, contiguous, fp32, bf16 or fp16: the new masters, rounded.
     """
-    _check("adam_", master, grad, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, tiles, coefficients, divisor, found_inf, out)
-    torch.ops.hf_zero.flat_adam_(master, grad, exp_avg, exp_avg_sq, out, tiles.table, coefficients, divisor, found_inf, tiles.tile)
+    _check(
+        "adam_",
+        master,
+        grad,
+        {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
+        tiles,
+        coefficients,
+        divisor,
+        found_inf,
+        out,
+    )
+    torch.ops.hf_zero.flat_adam_(
+        master,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        out,
+        tiles.table,
+        coefficients,
+        divisor,
+        found_inf,
+        tiles.tile,
+    )
 
 
 def lion_(
@@ -153,14 +212,19 @@ def lion_(
     found_inf: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """One step of Lion (Chen et al. 2023, arXiv:2302.06675) over ``tiles``, in place; arguments as in :func:`adam_`::
+    """One step of Lion (Chen et al. 2023, arXiv:2302.06675) over ``tiles``, in place; arguments as
+    in :func:`adam_`::
 
     g = sign * grad / divisor
     w <- w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
     m <- beta2 * m + (1 - beta2) * g
     """
-    _check("lion_", master, grad, {"exp_avg": exp_avg}, tiles, coefficients, divisor, found_inf, out)
-    torch.ops.hf_zero.flat_lion_(master, grad, exp_avg, out, tiles.table, coefficients, divisor, found_inf, tiles.tile)
+    _check(
+        "lion_", master, grad, {"exp_avg": exp_avg}, tiles, coefficients, divisor, found_inf, out
+    )
+    torch.ops.hf_zero.flat_lion_(
+        master, grad, exp_avg, out, tiles.table, coefficients, divisor, found_inf, tiles.tile
+    )
 
 
 # ---- as torch sees them ----
@@ -176,7 +240,9 @@ def _(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
     return torch.empty(steps.shape[0], COEFFICIENTS, dtype=torch.float32, device=steps.device)
 
 
-@torch.library.custom_op("hf_zero::flat_adam_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out"))
+@torch.library.custom_op(
+    "hf_zero::flat_adam_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out")
+)
 def _adam(
     master: Tensor,
     grad: Tensor,
@@ -241,34 +307,65 @@ def _check(
         _buffer(op, "out", out, _GRADIENTS, device, out_extent)
     _same(op, "tiles.table", tiles.table, torch.int64, device)
     _same(op, "coefficients", coefficients, torch.float32, device)
-    if coefficients.dim() != 2 or coefficients.shape[0] < tiles.rows or coefficients.shape[1] != COEFFICIENTS:
+    if (
+        coefficients.dim() != 2
+        or coefficients.shape[0] < tiles.rows
+        or coefficients.shape[1] != COEFFICIENTS
+    ):
         raise KernelError(
-            f"{op}: coefficients have shape {tuple(coefficients.shape)} and the tiles use {tiles.rows} rows; give what advance_ returned for them"
+            f"{op}: coefficients have shape {tuple(coefficients.shape)} and the tiles use "
+            f"{tiles.rows} rows; give what advance_ returned for them"
         )
     _scalar(op, "divisor", divisor, device)
     _scalar(op, "found_inf", found_inf, device)
 
 
-def _buffer(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, extent: int) -> None:
+def _buffer(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    extent: int,
+) -> None:
     if tensor.device != device:
-        raise KernelError(f"{op}: {name} is on {tensor.device} and master on {device}; move it there")
+        raise KernelError(
+            f"{op}: {name} is on {tensor.device} and master on {device}; move it there"
+        )
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise KernelError(f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a contiguous 1-D view of it")
+        raise KernelError(
+            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
+            "contiguous 1-D view of it"
+        )
     if tensor.dtype not in dtypes:
-        raise KernelError(f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}")
+        raise KernelError(
+            f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
+        )
     if tensor.numel() < extent:
-        raise KernelError(f"{op}: {name} has {tensor.numel()} elements and the tiles reach to {extent}; cut them for these buffers")
+        raise KernelError(
+            f"{op}: {name} has {tensor.numel()} elements and the tiles reach to {extent}; cut "
+            "them for these buffers"
+        )
     if tensor.data_ptr() % 16:
-        raise KernelError(f"{op}: {name} does not begin at a multiple of 16 bytes; give the buffer from its beginning, with places in it")
+        raise KernelError(
+            f"{op}: {name} does not begin at a multiple of 16 bytes; give the buffer from its "
+            "beginning, with places in it"
+        )
 
 
 def _same(op: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-        raise KernelError(f"{op}: {name} is {tensor.dtype} on {tensor.device}; give a contiguous one of {dtype} on {device}")
+        raise KernelError(
+            f"{op}: {name} is {tensor.dtype} on {tensor.device}; give a contiguous one "
+            f"of {dtype} on {device}"
+        )
 
 
 def _scalar(op: str, name: str, tensor: Tensor | None, device: torch.device) -> None:
-    if tensor is not None and (tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != device):
+    if tensor is not None and (
+        tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != device
+    ):
         raise KernelError(
-            f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; give one torch.float32 number on {device}"
+            f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; give one "
+            f"torch.float32 number on {device}"
         )

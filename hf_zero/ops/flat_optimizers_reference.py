@@ -1,4 +1,5 @@
-"""The slow reference of the flat optimizers, in plain torch: tile by tile, in fp32, each line of the formula a line of code.
+"""The slow reference of the flat optimizers, in plain torch: tile by tile, in fp32, each line of
+the formula a line of code.
 
 It reads the tables on the host, and so waits for the device.
 """
@@ -18,7 +19,18 @@ def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tenso
     count = steps + 1
     step_size = lr / (1 - torch.exp(count.double() * log_beta1))
     root_scale = (1 - torch.exp(count.double() * log_beta2)).rsqrt()
-    columns = [sign, 1 - lr * decay * decoupled, decay * (1 - decoupled), beta1, 1 - beta1, beta2, 1 - beta2, step_size, root_scale, eps]
+    columns = [
+        sign,
+        1 - lr * decay * decoupled,
+        decay * (1 - decoupled),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        step_size,
+        root_scale,
+        eps,
+    ]
     out = torch.zeros(steps.numel(), COEFFICIENTS, dtype=torch.float32, device=steps.device)
     out[:, : len(columns)] = torch.stack(columns, dim=1).float()
     steps.copy_(count if found_inf is None else torch.where(found_inf == 0, count, steps))
@@ -71,8 +83,12 @@ def lion_(
             out[at[3]] = w.to(out.dtype)
 
 
-def _tiles(table: Tensor, coefficients: Tensor, found_inf: Tensor | None) -> Iterator[tuple[list[slice], list[float]]]:
-    """For each tile its place in the master, the gradient, the moments and the copy, and its ten coefficients; none if all is skipped."""
+def _tiles(
+    table: Tensor, coefficients: Tensor, found_inf: Tensor | None
+) -> Iterator[tuple[list[slice], list[float]]]:
+    """For each tile its place in the master, the gradient, the moments and the copy, and its ten
+    coefficients; none if all is skipped.
+    """
     if found_inf is not None and bool(found_inf != 0):
         return
     rows = coefficients.tolist()

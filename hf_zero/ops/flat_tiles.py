@@ -1,8 +1,10 @@
-"""Where the elements of an update lie: segments of flat buffers cut into tiles, and the tables that a kernel reads of them.
+"""Where the elements of an update lie: segments of flat buffers cut into tiles, and the tables that
+a kernel reads of them.
 
-A table has one row of :data:`COLUMNS` int64 for each tile: the places of its first element in the master, the gradient, the moments and
-the copy, its length, the row of its settings, and whether it is whole: all ``tile`` elements are there and start at a multiple of
-:data:`PHASE` in each buffer, so that they go in 16-byte accesses without masks. Tiles never cross the end of a segment.
+A table has one row of :data:`COLUMNS` int64 for each tile: the places of its first element in the
+master, the gradient, the moments and the copy, its length, the row of its settings, and whether it
+is whole: all ``tile`` elements are there and start at a multiple of :data:`PHASE` in each buffer,
+so that they go in 16-byte accesses without masks. Tiles never cross the end of a segment.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from hf_zero.errors import KernelError
 
 PHASE = 8  # elements: 16 bytes of the narrowest dtype
 COLUMNS = 8
-SETTINGS = 9  # lr, weight decay, beta1, beta2, eps, log(beta1), log(beta2), sign of the gradient, decoupled
-COEFFICIENTS = 16  # sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(1 - beta2^step), eps; the rest is 0
+# lr, weight decay, beta1, beta2, eps, log(beta1), log(beta2), sign of the gradient, decoupled
+SETTINGS = 9
+# sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(1 - beta2^step), eps; the
+# rest is 0
+COEFFICIENTS = 16
 TILE = 4096
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` elements of one segment: where they begin in each buffer, in elements, and the row of their settings.
+    """``length`` elements of one segment: where they begin in each buffer, in elements, and the row
+    of their settings.
 
     ``out`` None: there is no copy.
     """
@@ -39,17 +45,23 @@ class Piece:
 
     def joins(self, other: Piece) -> bool:
         """Whether ``other`` goes on where this one ends, in every buffer."""
-        return self.row == other.row and all(there == here + self.length for here, there in zip(self.places, other.places))
+        return self.row == other.row and all(
+            there == here + self.length for here, there in zip(self.places, other.places)
+        )
 
     @property
     def places(self) -> tuple[int, int, int, int]:
-        """In the master, the gradient, the moments and the copy; without one, that of the master stands for it."""
+        """In the master, the gradient, the moments and the copy; without one, that of the master
+        stands for it.
+        """
         return self.master, self.grad, self.moment, self.master if self.out is None else self.out
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The table of an update, [tiles, COLUMNS] int64 on its device, and what must be there for it."""
+    """The table of an update, [tiles, COLUMNS] int64 on its device, and what must be there for
+    it.
+    """
 
     table: Tensor
     tile: int
@@ -58,21 +70,33 @@ class Tiles:
 
     @classmethod
     def cut(cls, pieces: Iterable[Piece], device: torch.device | str, tile: int = TILE) -> Tiles:
-        """Cut ``pieces``, which share no element, into tiles. Those that go on in every buffer are joined first.
+        """Cut ``pieces``, which share no element, into tiles. Those that go on in every buffer are
+        joined first.
 
-        Raises KernelError for a tile that is no power of two of at least 16, or a piece that begins before its buffer.
+        Raises KernelError for a tile that is no power of two of at least 16, or a piece that begins
+        before its buffer.
         """
         if tile < 16 or tile & (tile - 1):
-            raise KernelError(f"Tiles: a tile of {tile} elements; give a power of two of at least 16, such as {TILE}")
+            raise KernelError(
+                f"Tiles: a tile of {tile} elements; give a power of two of at "
+                f"least 16, such as {TILE}"
+            )
         joined = _joined(pieces)
         for piece in joined:
             if min(piece.length, piece.row, *piece.places) < 0:
-                raise KernelError(f"Tiles: {piece} has a negative length, row or place; all of them count from 0")
+                raise KernelError(
+                    f"Tiles: {piece} has a negative length, row or place; all of them count from 0"
+                )
         tables = [_cut(piece, tile) for piece in joined]
         table = torch.cat(tables) if tables else torch.empty(0, COLUMNS, dtype=torch.int64)
         ends = [tuple(place + piece.length for place in piece.places) for piece in joined]
         extents = tuple(max(places) for places in zip(*ends)) if ends else (0, 0, 0, 0)
-        return cls(upload(table, device), tile, max((piece.row + 1 for piece in joined), default=0), extents)  # type: ignore[arg-type]
+        return cls(
+            upload(table, device),
+            tile,
+            max((piece.row + 1 for piece in joined), default=0),
+            extents,
+        )  # type: ignore[arg-type]
 
     @property
     def numel(self) -> int:
@@ -93,7 +117,9 @@ def _joined(pieces: Iterable[Piece]) -> Sequence[Piece]:
             continue
         if joined and joined[-1].joins(piece):
             last = joined[-1]
-            piece = Piece(last.length + piece.length, last.row, last.master, last.grad, last.moment, last.out)
+            piece = Piece(
+                last.length + piece.length, last.row, last.master, last.grad, last.moment, last.out
+            )
             joined.pop()
         joined.append(piece)
     return joined

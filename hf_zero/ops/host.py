@@ -1,14 +1,18 @@
-"""The kernels on CPU tensors: checked, then run by the native core or, where there is none, by the torch reference.
+"""The kernels on CPU tensors: checked, then run by the native core or, where there is none, by the
+torch reference.
 
-Tensors are 1-D, contiguous and on the CPU. An update reads the gradient in fp32, bf16 or fp16, divides it by ``divisor``
-(loss scale and clipping in one number), updates the fp32 master and its moments in place and, where ``out`` is given, writes
-the new master there too, in the dtype of ``out``: one pass over memory. ``out`` may be ``grad`` itself.
+Tensors are 1-D, contiguous and on the CPU. An update reads the gradient in fp32, bf16 or fp16,
+divides it by ``divisor`` (loss scale and clipping in one number), updates the fp32 master and its
+moments in place and, where ``out`` is given, writes the new master there too, in the dtype of
+``out``: one pass over memory. ``out`` may be ``grad`` itself.
 
-Element-wise results are the same bits on every instruction set, with any number of threads, and however a range is cut into
-calls, as long as ``first`` (the index of element 0 in the whole) and ``seed`` are those of the whole. Moments that are not
-fp32 are rounded stochastically: for lion give another ``seed`` at each step; adam takes ``step`` into account itself.
+Element-wise results are the same bits on every instruction set, with any number of threads, and
+however a range is cut into calls, as long as ``first`` (the index of element 0 in the whole) and
+``seed`` are those of the whole. Moments that are not fp32 are rounded stochastically: for lion give
+another ``seed`` at each step; adam takes ``step`` into account itself.
 
-All raise :class:`~hf_zero.errors.KernelError` for a tensor of the wrong device, layout, dtype or size, named.
+All raise :class:`~hf_zero.errors.KernelError` for a tensor of the wrong device, layout, dtype or
+size, named.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ def adam(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """Adam (Kingma & Ba 2014, arXiv:1412.6980), or AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) where ``decoupled``.
+    """Adam (Kingma & Ba 2014, arXiv:1412.6980), or AdamW (Loshchilov & Hutter 2017,
+    arXiv:1711.05101) where ``decoupled``.
 
     Args:
         master: fp32 [n].
@@ -80,7 +85,11 @@ def adam(
     if core is None:
         reference.adam(master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, **numbers, **shared)
     else:
-        moments = {**_placed("mean", exp_avg), **_placed("square", exp_avg_sq), "largest": address(max_exp_avg_sq)}
+        moments = {
+            **_placed("mean", exp_avg),
+            **_placed("square", exp_avg_sq),
+            "largest": address(max_exp_avg_sq),
+        }
         core.adam(**_addresses(master, grad, shared), **moments, **numbers)
 
 
@@ -99,7 +108,10 @@ def lion(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """Lion (Chen et al. 2023, arXiv:2302.06675). ``exp_avg``: fp32 or bf16 [n], or signed Blocks; the rest as in :func:`adam`."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675).
+
+    ``exp_avg``: fp32 or bf16 [n], or signed Blocks; the rest as in :func:`adam`.
+    """
     shared = _shared("lion", master, grad, divisor, maximize, out, _key(seed, 0), first)
     _moment("lion", "exp_avg", exp_avg, master, first, signed=True)
     numbers = {"keep": 1 - lr * weight_decay, "beta1": beta1, "beta2": beta2, "lr": lr}
@@ -124,7 +136,10 @@ def adagrad(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """Adagrad (Duchi et al. 2011). ``total``: fp32 [n], the sum of squared gradients; ``step`` counts from 1."""
+    """Adagrad (Duchi et al. 2011).
+
+    ``total``: fp32 [n], the sum of squared gradients; ``step`` counts from 1.
+    """
     if step < 1:
         raise KernelError(f"adagrad: step is {step}; steps count from 1")
     shared = _shared("adagrad", master, grad, divisor, maximize, out, 0, 0)
@@ -152,36 +167,64 @@ def sgd(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """SGD as torch.optim.SGD has it. ``momentum_buffer``: fp32 [n], set to the gradient in the ``first_step``; None without momentum."""
+    """SGD as torch.optim.SGD has it.
+
+    ``momentum_buffer``: fp32 [n], set to the gradient in the ``first_step``; None without momentum.
+    """
     shared = _shared("sgd", master, grad, divisor, maximize, out, 0, 0)
     if momentum_buffer is not None:
         flat("sgd", "momentum_buffer", momentum_buffer, FP32, master.numel())
     elif momentum != 0:
-        raise KernelError(f"sgd: momentum is {momentum} and there is no momentum_buffer; give one of {master.numel()} fp32 zeros")
-    numbers = {"first_step": first_step, "nesterov": nesterov, "l2": weight_decay, "momentum": momentum, "dampening": dampening, "lr": lr}
+        raise KernelError(
+            f"sgd: momentum is {momentum} and there is no momentum_buffer; give one of "
+            f"{master.numel()} fp32 zeros"
+        )
+    numbers = {
+        "first_step": first_step,
+        "nesterov": nesterov,
+        "l2": weight_decay,
+        "momentum": momentum,
+        "dampening": dampening,
+        "lr": lr,
+    }
     core = native.core()
     if core is None:
         reference.sgd(master, grad, momentum_buffer, **numbers, **shared)  # type: ignore[arg-type]
     else:
-        core.sgd(**_addresses(master, grad, shared), momentum_buffer=address(momentum_buffer), **numbers)
+        core.sgd(
+            **_addresses(master, grad, shared), momentum_buffer=address(momentum_buffer), **numbers
+        )
 
 
 def squared_norm(tensor: Tensor) -> float:
-    """Sum of squares in float64; not finite where an element is not. The same for any number of threads."""
+    """Sum of squares in float64; not finite where an element is not.
+
+    The same for any number of threads.
+    """
     flat("squared_norm", "tensor", tensor, FLOATS)
     core = native.core()
-    return reference.squared_norm(tensor) if core is None else core.squared_norm(address(tensor), kind(tensor), tensor.numel())
+    return (
+        reference.squared_norm(tensor)
+        if core is None
+        else core.squared_norm(address(tensor), kind(tensor), tensor.numel())
+    )
 
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no element is infinite or NaN."""
     flat("all_finite", "tensor", tensor, FLOATS)
     core = native.core()
-    return reference.all_finite(tensor) if core is None else core.all_finite(address(tensor), kind(tensor), tensor.numel())
+    return (
+        reference.all_finite(tensor)
+        if core is None
+        else core.all_finite(address(tensor), kind(tensor), tensor.numel())
+    )
 
 
 def cast(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
-    """``out = source * scale``, between any two of fp32, bf16 and fp16; multiplied in fp32, rounded to nearest even."""
+    """``out = source * scale``, between any two of fp32, bf16 and fp16; multiplied in fp32,
+    rounded to nearest even.
+    """
     flat("cast", "source", source, FLOATS)
     flat("cast", "out", out, FLOATS, source.numel())
     core = native.core()
@@ -203,7 +246,9 @@ def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
 
 
 def gather(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Copy the ``runs`` (offset, length) of ``source``, one after the other, into ``out``; any dtype, the same for both."""
+    """Copy the ``runs`` (offset, length) of ``source``, one after the other, into ``out``; any
+    dtype, the same for both.
+    """
     total = _check_runs("gather", out, source, source.numel(), runs)
     flat("gather", "out", out, None, total)
     core = native.core()
@@ -214,7 +259,9 @@ def gather(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None
 
 
 def scatter(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """The inverse of :func:`gather`: ``source``, piece by piece, to the ``runs`` of ``out``, which do not overlap."""
+    """The inverse of :func:`gather`: ``source``, piece by piece, to the ``runs`` of ``out``,
+    which do not overlap.
+    """
     total = _check_runs("scatter", out, source, out.numel(), runs)
     flat("scatter", "source", source, None, total)
     core = native.core()
@@ -225,34 +272,53 @@ def scatter(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> Non
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of the tensor's bytes and their number, the same on every machine and for any number of threads.
+    """64 bits of the tensor's bytes and their number, the same on every machine and for any number
+    of threads.
 
-    A hash of this project (XXH64's rounds over runs of 64 KiB, see kernels/cpu/sweeps.h), made to notice damage. It is not
-    XXH64 and not cryptographic.
+    A hash of this project (XXH64's rounds over runs of 64 KiB, see kernels/cpu/sweeps.h), made to
+    notice damage. It is not XXH64 and not cryptographic.
     """
     flat("checksum", "tensor", tensor, None)
     core = native.core()
-    return reference.checksum(tensor) if core is None else core.checksum(address(tensor), tensor.nbytes)
+    return (
+        reference.checksum(tensor)
+        if core is None
+        else core.checksum(address(tensor), tensor.nbytes)
+    )
 
 
 # ---- what updates share ----
 
 
 def _shared(
-    op: str, master: Tensor, grad: Tensor, divisor: float, negate: bool, out: Tensor | None, key: int, first: int
+    op: str,
+    master: Tensor,
+    grad: Tensor,
+    divisor: float,
+    negate: bool,
+    out: Tensor | None,
+    key: int,
+    first: int,
 ) -> dict[str, Any]:
     flat(op, "master", master, FP32)
     flat(op, "grad", grad, FLOATS, master.numel())
     if out is not None:
         flat(op, "out", out, FLOATS, master.numel())
     if first < 0:
-        raise KernelError(f"{op}: first is {first}; give the index of element 0 in the whole, at least 0")
+        raise KernelError(
+            f"{op}: first is {first}; give the index of element 0 in the whole, at least 0"
+        )
     return {"divisor": divisor, "negate": negate, "out": out, "key": key, "first": first}
 
 
 def _addresses(master: Tensor, grad: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
     out = shared["out"]
-    places = {"master": address(master), "grad": address(grad), "grad_kind": kind(grad), "numel": master.numel()}
+    places = {
+        "master": address(master),
+        "grad": address(grad),
+        "grad_kind": kind(grad),
+        "numel": master.numel(),
+    }
     return {**shared, **places, "out": address(out), "out_kind": kind(out)}
 
 
@@ -263,15 +329,22 @@ def _moment(op: str, name: str, moment: Moment, master: Tensor, first: int, sign
     flat(op, f"{name}.codes", moment.codes, (torch.uint8,), master.numel())
     if moment.signed != signed:
         raise KernelError(
-            f"{op}: {name} needs Blocks {'with' if signed else 'without'} a sign; make it with Blocks.zeros(n, signed={signed})"
+            f"{op}: {name} needs Blocks {'with' if signed else 'without'} a sign; make it with "
+            f"Blocks.zeros(n, signed={signed})"
         )
     if first % BLOCK:
-        raise KernelError(f"{op}: first is {first} and {name} is in Blocks; cut at multiples of {BLOCK}")
+        raise KernelError(
+            f"{op}: first is {first} and {name} is in Blocks; cut at multiples of {BLOCK}"
+        )
 
 
 def _placed(name: str, moment: Moment) -> dict[str, int]:
     if isinstance(moment, Blocks):
-        return {name: address(moment.codes), f"{name}_kind": moment.kind, f"{name}_scales": address(moment.scales)}
+        return {
+            name: address(moment.codes),
+            f"{name}_kind": moment.kind,
+            f"{name}_scales": address(moment.scales),
+        }
     return {name: address(moment), f"{name}_kind": kind(moment), f"{name}_scales": 0}
 
 
@@ -279,7 +352,9 @@ def _key(seed: int, step: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) & _LOW64
 
 
-def _check_runs(op: str, out: Tensor, source: Tensor, size: int, runs: Sequence[tuple[int, int]]) -> int:
+def _check_runs(
+    op: str, out: Tensor, source: Tensor, size: int, runs: Sequence[tuple[int, int]]
+) -> int:
     flat(op, "source", source, None)
     flat(op, "out", out, (source.dtype,))
     for offset, length in runs:

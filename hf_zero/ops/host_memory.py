@@ -1,11 +1,14 @@
-"""Host memory for offloaded state: exact to a page, there from the start, pinned where a device copies from it.
+"""Host memory for offloaded state: exact to a page, there from the start, pinned where a device
+copies from it.
 
-torch's own pinned allocator rounds up to a power of two and zeroes on one thread. Here memory is mapped, advised for huge pages, put on
-the device's NUMA node, brought in by all threads and then registered with the device's runtime; where that cannot register memory, torch's
-pinned allocator has to do. It goes back when the last tensor on it dies.
+torch's own pinned allocator rounds up to a power of two and zeroes on one thread. Here memory is
+mapped, advised for huge pages, put on the device's NUMA node, brought in by all threads and then
+registered with the device's runtime; where that cannot register memory, torch's pinned allocator
+has to do. It goes back when the last tensor on it dies.
 
-Forked children do not get it (MADV_DONTFORK): with it, each page that the parent writes while a data loader's worker lives would
-be kept twice, and a page under a transfer could move from under it.
+Forked children do not get it (MADV_DONTFORK): with it, each page that the parent writes while a
+data loader's worker lives would be kept twice, and a page under a transfer could move from under
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from hf_zero.memory.host import free_ram
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -41,10 +51,13 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that a device hangs on; None where there is only one, or neither driver nor system says."""
+    """The NUMA node that a device hangs on; None where there is only one, or neither driver nor
+    system says.
+    """
     properties = kinds.properties(device)
     try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        bus, slot = properties.pci_bus_id, properties.pci_device_id
+        address = f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0"
         node = int((_PCI / address / "numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return None
@@ -58,7 +71,12 @@ def _prefer_node(address: int, nbytes: int, node: int) -> bool:
         return False
     mask = (ctypes.c_ulong * 16)()
     mask[node // 64] = 1 << (node % 64)
-    call = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_PREFERRED))
+    call = (
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_int(_PREFERRED),
+    )
     return bool(_LIBC.syscall(*call, mask, ctypes.c_ulong(1024), ctypes.c_uint(0)) == 0)
 
 
@@ -74,7 +92,9 @@ def _bring_in(address: int, nbytes: int) -> int:
         ctypes.memset(address + start, 0, length)
         return 0
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     starts = range(0, nbytes, _CHUNK)
     if len(starts) == 1:
@@ -94,11 +114,13 @@ def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
 class HostArena:
     """Tensors on host memory of a rank.
 
-    pin: make copies to and from ``device`` asynchronous and fast. Where the device is the host it does nothing: memory is not locked
+    pin: make copies to and from ``device`` asynchronous and fast. Where the device is the host it
+    does nothing: memory is not locked
         then. Where the runtime refuses, one warning is given and memory stays pageable.
     device: what copies from here; memory is put on its NUMA node.
 
-    A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped when the last tensor on it dies.
+    A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped
+    when the last tensor on it dies.
     """
 
     def __init__(self, pin: bool = False, device: torch.device | None = None):
@@ -114,11 +136,16 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes mapped for tensors that are alive: what was asked for, each tensor rounded up to a page."""
+        """Bytes mapped for tensors that are alive: what was asked for, each tensor rounded up to
+        a page.
+        """
         return sum(self._mapped.values())
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` zeros of ``dtype``: [numel], on an address that is a multiple of the page. Raises HostMemoryError."""
+        """``numel`` zeros of ``dtype``: [numel], on an address that is a multiple of the page.
+
+        Raises HostMemoryError.
+        """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         asked = numel * dtype.itemsize
@@ -128,19 +155,38 @@ class HostArena:
             raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
         if self._pins and self._device is not None and not pinned.registers(self._device):
             return self._allocate(asked, nbytes)[: numel * dtype.itemsize].view(dtype)
-        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        address = _LIBC.mmap(
+            None,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            -1,
+            0,
+        )
         if address == _MAP_FAILED:
-            raise self._refused(asked, f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); {free / 1e9:.2f} GB are free")
+            raise self._refused(
+                asked,
+                f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); "
+                f"{free / 1e9:.2f} GB are free",
+            )
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):  # a kernel without huge pages refuses the first, and small ones do
+            # a kernel without huge pages refuses the first, and small ones do
+            if hasattr(mmap, advice):
                 _LIBC.madvise(address, nbytes, getattr(mmap, advice))
         if self._node is not None and not _prefer_node(address, nbytes, self._node):
-            logger.info("host memory is not placed on NUMA node %d of %s: the system does not let this process", self._node, self._device)
+            logger.info(
+                "host memory is not placed on NUMA node %d of %s: the system does "
+                "not let this process",
+                self._node,
+                self._device,
+            )
             self._node = None
         error = _bring_in(address, nbytes)
         if error:
             _LIBC.munmap(address, nbytes)
-            raise self._refused(asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free")
+            raise self._refused(
+                asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
+            )
         unregister = self._register(address, nbytes)
         memory = self._held(address, nbytes)
         weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
@@ -161,12 +207,14 @@ class HostArena:
             raise self._refused(asked, f"torch says: {str(error).splitlines()[0]}") from error
         at = -block.data_ptr() % mmap.PAGESIZE
         memory = self._held(block.data_ptr() + at, nbytes)
-        weakref.finalize(memory, block.untyped_storage).atexit = False  # which keeps the block as long
+        # which keeps the block as long
+        weakref.finalize(memory, block.untyped_storage).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def _refused(self, asked: int, why: str) -> HostMemoryError:
         return HostMemoryError(
-            f"{asked / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. Offload to nvme instead, use more ranks, or "
+            f"{asked / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. "
+            "Offload to nvme instead, use more ranks, or "
             "a smaller state (hf-zero estimate adds it up)"
         )
 
@@ -178,9 +226,14 @@ class HostArena:
         if not error:
             return unregister
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        reason = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
+        reason = (
+            ""
+            if limit == resource.RLIM_INFINITY
+            else f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
+        )
         logger.warning(
-            "the driver does not pin %d bytes of host memory (error %d%s). It stays pageable: copies to %s will be slower",
+            "the driver does not pin %d bytes of host memory (error %d%s). It stays pageable: "
+            "copies to %s will be slower",
             nbytes, error, reason, self._device,
         )  # fmt: skip
         self._pins = False

@@ -1,9 +1,12 @@
-"""The linear head and cross-entropy as one operation, whose logits [tokens, vocabulary] never exist as a whole.
+"""The linear head and cross-entropy as one operation, whose logits [tokens, vocabulary] never exist
+as a whole.
 
-Gradients are computed in the forward, while a chunk's logits are there, and handed out in the backward: three GEMMs instead of four, at the
-price of a gradient of the weight that lives from forward to backward. :func:`linear_log_probs`, whose gradient depends on what follows, makes
-the logits again instead. z-loss is that of PaLM (Chowdhery et al. 2022, section 5), soft-capping that of Gemma 2 (2024, section 2),
-label smoothing that of Szegedy et al. 2016 (section 7), as torch.nn.functional.cross_entropy has it.
+Gradients are computed in the forward, while a chunk's logits are there, and handed out in the
+backward: three GEMMs instead of four, at the price of a gradient of the weight that lives from
+forward to backward. :func:`linear_log_probs`, whose gradient depends on what follows, makes the
+logits again instead. z-loss is that of PaLM (Chowdhery et al. 2022, section 5), soft-capping that
+of Gemma 2 (2024, section 2), label smoothing that of Szegedy et al. 2016 (section 7), as
+torch.nn.functional.cross_entropy has it.
 """
 
 from __future__ import annotations
@@ -34,28 +37,41 @@ def linear_cross_entropy(
     num_items: int | torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of ``softcap · tanh(scale · (hidden @ weight.T + bias) / softcap)`` with ``labels``: a scalar in fp32.
+    """Cross-entropy of ``softcap · tanh(scale · (hidden @ weight.T + bias) / softcap)`` with
+    ``labels``: a scalar in fp32.
 
-    ``hidden`` [..., width], ``weight`` [vocabulary, width], ``bias`` [vocabulary], ``labels`` [...] of integers; tokens labelled
-    ``ignore_index`` do not count. ``reduction`` "mean" divides by ``num_items`` (a number or a tensor: the tokens of the whole step, under
-    gradient accumulation) or, without it, by the labels that count; where none does the loss is NaN and the gradients are 0, as torch has it.
-    ``z_loss`` adds z_loss · logsumexp² to each token's loss. ``chunk`` is the number of tokens whose logits exist at a time.
+    ``hidden`` [..., width], ``weight`` [vocabulary, width], ``bias`` [vocabulary], ``labels`` [...]
+    of integers; tokens labelled ``ignore_index`` do not count. ``reduction`` "mean" divides by
+    ``num_items`` (a number or a tensor: the tokens of the whole step, under gradient accumulation)
+    or, without it, by the labels that count; where none does the loss is NaN and the gradients are
+    0, as torch has it. ``z_loss`` adds z_loss · logsumexp² to each token's loss. ``chunk`` is the
+    number of tokens whose logits exist at a time.
 
-    Under autocast the operands are cast as a linear layer's are. Raises KernelError for shapes, dtypes or devices that do not fit together,
-    and for a label outside the vocabulary on a CPU; on a GPU such a label makes the loss NaN.
+    Under autocast the operands are cast as a linear layer's are. Raises KernelError for shapes,
+    dtypes or devices that do not fit together, and for a label outside the vocabulary on a CPU; on
+    a GPU such a label makes the loss NaN.
     """
     hidden, weight, bias, labels = _prepared(hidden, weight, bias, labels, ignore_index)
     if not 0 <= label_smoothing <= 1:
-        raise KernelError(f"label_smoothing={label_smoothing}: a share of the target; give a number from 0 to 1")
+        raise KernelError(
+            f"label_smoothing={label_smoothing}: a share of the target; give a number from 0 to 1"
+        )
     if reduction not in ("mean", "sum"):
-        raise KernelError(f"reduction={reduction!r}: give 'mean' or 'sum'; linear_log_probs gives each token's own")
+        raise KernelError(
+            f"reduction={reduction!r}: give 'mean' or 'sum'; linear_log_probs "
+            "gives each token's own"
+        )
     if reduction == "sum" and num_items is not None:
-        raise KernelError("num_items beside reduction='sum': a sum is not divided; leave one of them out")
+        raise KernelError(
+            "num_items beside reduction='sum': a sum is not divided; leave one of them out"
+        )
     rows = _rows(chunk, hidden, weight)
     asked = torch.is_grad_enabled()
     total, *_ = torch.ops.hf_zero.linear_cross_entropy(
-        hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, softcap or 0.0, scale, rows,
-        asked and hidden.requires_grad, asked and weight.requires_grad, asked and bias is not None and bias.requires_grad,
+        hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, softcap or 0.0, scale,
+        rows,
+        asked and hidden.requires_grad, asked and weight.requires_grad,
+        asked and bias is not None and bias.requires_grad,
     )  # fmt: skip
     if reduction == "sum":
         return total
@@ -78,57 +94,89 @@ def linear_log_probs(
     scale: float = 1.0,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The log-probability of each label, in fp32 and of ``labels``' shape; 0, without a gradient, where the label is ``ignore_index``.
+    """The log-probability of each label, in fp32 and of ``labels``' shape; 0, without a gradient,
+    where the label is ``ignore_index``.
 
-    For losses over sequences, such as DPO's (Rafailov et al. 2023). Arguments and errors as in :func:`linear_cross_entropy`.
+    For losses over sequences, such as DPO's (Rafailov et al. 2023). Arguments and errors as in
+    :func:`linear_cross_entropy`.
     """
     shape = labels.shape
     hidden, weight, bias, labels = _prepared(hidden, weight, bias, labels, ignore_index)
     rows = _rows(chunk, hidden, weight)
-    found, _ = torch.ops.hf_zero.linear_log_probs(hidden, weight, bias, labels, ignore_index, softcap or 0.0, scale, rows)
+    found, _ = torch.ops.hf_zero.linear_log_probs(
+        hidden, weight, bias, labels, ignore_index, softcap or 0.0, scale, rows
+    )
     return found.view(shape)
 
 
 def _prepared(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, ignore_index: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    ignore_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The arguments checked, flat and in the dtype that autocast would give a linear layer."""
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise KernelError(f"hidden {tuple(hidden.shape)} with weight {tuple(weight.shape)}: give [..., width] and [vocabulary, width]")
+        raise KernelError(
+            f"hidden {tuple(hidden.shape)} with weight {tuple(weight.shape)}: give [..., width] "
+            "and [vocabulary, width]"
+        )
     if labels.shape != hidden.shape[:-1]:
-        raise KernelError(f"labels {tuple(labels.shape)} for hidden {tuple(hidden.shape)}: one label a token; shift both alike before")
+        raise KernelError(
+            f"labels {tuple(labels.shape)} for hidden {tuple(hidden.shape)}: one label a token; "
+            "shift both alike before"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise KernelError(f"bias {tuple(bias.shape)} with weight {tuple(weight.shape)}: give [vocabulary]")
+        raise KernelError(
+            f"bias {tuple(bias.shape)} with weight {tuple(weight.shape)}: give [vocabulary]"
+        )
     if labels.dtype not in (torch.int64, torch.int32):
-        raise KernelError(f"labels are {labels.dtype}: give int64 or int32 class numbers; probabilities are not supported")
+        raise KernelError(
+            f"labels are {labels.dtype}: give int64 or int32 class numbers; "
+            "probabilities are not supported"
+        )
     device = hidden.device
     for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
         if tensor is not None and tensor.device != device:
-            raise KernelError(f"{name} is on {tensor.device} and hidden on {device}: move them to one device")
+            raise KernelError(
+                f"{name} is on {tensor.device} and hidden on {device}: move them to one device"
+            )
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype):
+    if (
+        hidden.dtype not in DTYPES
+        or weight.dtype != hidden.dtype
+        or (bias is not None and bias.dtype != hidden.dtype)
+    ):
         given = f"{hidden.dtype}, {weight.dtype}" + ("" if bias is None else f" and {bias.dtype}")
         raise KernelError(
-            f"hidden, weight{'' if bias is None else ' and bias'} are {given}: give one of fp32, bf16, fp16 for all, or use autocast"
+            f"hidden, weight{'' if bias is None else ' and bias'} are {given}: give one of fp32, "
+            "bf16, fp16 for all, or use autocast"
         )
     labels = labels.reshape(-1).to(torch.int64)
     if device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
         strange = labels[((labels < 0) | (labels >= weight.shape[0])) & (labels != ignore_index)]
         if strange.numel():
             raise KernelError(
-                f"label {int(strange[0])} with a vocabulary of {weight.shape[0]} and ignore_index {ignore_index}: mask or map it first"
+                f"label {int(strange[0])} with a vocabulary of {weight.shape[0]} and ignore_index "
+                f"{ignore_index}: mask or map it first"
             )
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels
 
 
 def _rows(chunk: int | None, hidden: torch.Tensor, weight: torch.Tensor) -> int:
     if chunk is None:
-        return rows_of_a_chunk(hidden.shape[0], weight.shape[0], hidden.element_size(), hidden.device)
+        return rows_of_a_chunk(
+            hidden.shape[0], weight.shape[0], hidden.element_size(), hidden.device
+        )
     if chunk < 1:
-        raise KernelError(f"chunk={chunk}: the number of tokens whose logits exist at a time; give 1 or more, or None")
+        raise KernelError(
+            f"chunk={chunk}: the number of tokens whose logits exist at a time; "
+            "give 1 or more, or None"
+        )
     return chunk
 
 
@@ -148,16 +196,34 @@ def _forward(
     for_weight: bool,
     for_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses, and its gradients for hidden, weight and bias in accumulation precision; empty where not asked for."""
+    """The sum of the losses, and its gradients for hidden, weight and bias in accumulation
+    precision; empty where not asked for.
+    """
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap, scale)
     wanted = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have been cast
-        total, grads = chunked_head.losses_and_gradients(hidden.contiguous(), weight.detach(), bias, labels, terms, wanted, rows)
+        total, grads = chunked_head.losses_and_gradients(
+            hidden.contiguous(), weight.detach(), bias, labels, terms, wanted, rows
+        )
     return total, *grads.finish()
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, softcap, scale, rows, for_hidden, for_weight, for_bias):  # type: ignore[no-untyped-def]
+def _(
+    hidden,
+    weight,
+    bias,
+    labels,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    scale,
+    rows,
+    for_hidden,
+    for_weight,
+    for_bias,
+):  # type: ignore[no-untyped-def]
     dtype = accumulator_dtype(hidden.dtype)
     return (
         hidden.new_empty((), dtype=dtype),
@@ -168,7 +234,9 @@ def _(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, softc
 
 
 @torch.library.custom_op("hf_zero::linear_cross_entropy_backward", mutates_args=())
-def _backward(grad: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _backward(
+    grad: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Gradients from those of the sum: each times ``grad``, rounded to ``dtype`` once."""
     return [_scaled(each, grad, dtype) for each in sums]
 
@@ -195,8 +263,14 @@ def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, .
         places = [place for place, wanted in enumerate(ctx.wanted) if wanted]
         sums = [ctx.saved_tensors[place] for place in places]
         traced = type(grad) is not torch.Tensor
-        if sums and not traced and sums[0].dtype == ctx.dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-            scaled = [each.mul_(grad) for each in sums]  # nobody will ask again, so no second copy of the weight's gradient
+        if (
+            sums
+            and not traced
+            and sums[0].dtype == ctx.dtype
+            and not torch._C._autograd._get_current_graph_task_keep_graph()
+        ):
+            # nobody will ask again, so no second copy of the weight's gradient
+            scaled = [each.mul_(grad) for each in sums]
         else:
             scaled = torch.ops.hf_zero.linear_cross_entropy_backward(grad, sums, ctx.dtype)
         for place, each in zip(places, scaled):
@@ -221,7 +295,9 @@ def _log_probs(
     """Log-probabilities of the labels and logsumexps, [tokens] each."""
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
     with torch.autocast(hidden.device.type, enabled=False):
-        return chunked_head.log_probabilities(hidden.contiguous(), weight.detach(), bias, labels, terms, rows)
+        return chunked_head.log_probabilities(
+            hidden.contiguous(), weight.detach(), bias, labels, terms, rows
+        )
 
 
 @_log_probs.register_fake
@@ -251,15 +327,39 @@ def _log_probs_backward(
     wanted = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         grads = chunked_head.log_probabilities_backward(
-            grad.contiguous(), hidden.contiguous(), weight.detach(), bias, labels, lse, terms, wanted, rows
+            grad.contiguous(),
+            hidden.contiguous(),
+            weight.detach(),
+            bias,
+            labels,
+            lse,
+            terms,
+            wanted,
+            rows,
         )
     given = hidden.dtype
-    first, second, third = (each if each.dtype == given else each.to(given) for each in grads.finish())
+    first, second, third = (
+        each if each.dtype == given else each.to(given) for each in grads.finish()
+    )
     return first, second, third
 
 
 @_log_probs_backward.register_fake
-def _(grad, hidden, weight, bias, labels, lse, ignore_index, softcap, scale, rows, for_hidden, for_weight, for_bias):  # type: ignore[no-untyped-def]
+def _(
+    grad,
+    hidden,
+    weight,
+    bias,
+    labels,
+    lse,
+    ignore_index,
+    softcap,
+    scale,
+    rows,
+    for_hidden,
+    for_weight,
+    for_bias,
+):  # type: ignore[no-untyped-def]
     return (
         hidden.new_empty(hidden.shape if for_hidden else 0),
         hidden.new_empty(weight.shape if for_weight else 0),
@@ -267,7 +367,9 @@ def _(grad, hidden, weight, bias, labels, lse, ignore_index, softcap, scale, row
     )
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep_arguments(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     hidden, weight, bias, labels, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
@@ -278,7 +380,9 @@ def _recompute(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, 
     if grad is None:
         return (None,) * 8
     wanted = list(ctx.needs_input_grad[:3])
-    found = torch.ops.hf_zero.linear_log_probs_backward(grad, *ctx.saved_tensors, *ctx.numbers, *wanted)
+    found = torch.ops.hf_zero.linear_log_probs_backward(
+        grad, *ctx.saved_tensors, *ctx.numbers, *wanted
+    )
     return (*(each if asked else None for each, asked in zip(found, wanted)), *[None] * 5)
 
 

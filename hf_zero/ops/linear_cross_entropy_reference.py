@@ -1,4 +1,6 @@
-"""Cross-entropy over rows of logits, and over all of them at once, in plain torch: what the kernel and the chunks are compared with."""
+"""Cross-entropy over rows of logits, and over all of them at once, in plain torch: what the
+kernel and the chunks are compared with.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ def cross_entropy_(
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and logsumexps of rows of raw logits, and the losses' gradient over the logits themselves.
+    """Losses and logsumexps of rows of raw logits, and the losses' gradient over the logits
+    themselves.
 
-    ``logits`` [rows, width ≥ vocabulary]: columns from ``vocabulary`` on are padding and never read. With ``factors``
-    ([1] or [rows], fp32) the gradient of each row's loss times its factor is written over the logits; without, they stay. ``lse`` given means
-    that it is known already. With y = softcap · tanh(scale · x / softcap), or scale · x where softcap is 0, V the vocabulary, l the label::
+    ``logits`` [rows, width ≥ vocabulary]: columns from ``vocabulary`` on are padding and never
+    read. With ``factors`` ([1] or [rows], fp32) the gradient of each row's loss times its factor is
+    written over the logits; without, they stay. ``lse`` given means that it is known already. With
+    y = softcap · tanh(scale · x / softcap), or scale · x where softcap is 0, V the vocabulary, l
+    the label::
 
-        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²          dloss/dy = softmax(y) (1 + 2 z lse) − (1 − ε) [l] − ε/V
+        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²          dloss/dy = softmax(y) (1 + 2 z lse) −
+        (1 − ε) [l] − ε/V
 
-    Returns (losses [rows], lse [rows]), fp32 (fp64 for fp64). A row whose label is ``ignore_index`` has loss, lse and gradient 0; any other
-    label outside the vocabulary makes its loss NaN.
+    Returns (losses [rows], lse [rows]), fp32 (fp64 for fp64). A row whose label is ``ignore_index``
+    has loss, lse and gradient 0; any other label outside the vocabulary makes its loss NaN.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     x = logits[:, :vocabulary].to(exact) * scale
@@ -45,7 +51,10 @@ def cross_entropy_(
         loss = loss - label_smoothing / vocabulary * y.sum(-1)
     loss = loss.where(known, float("nan")).where(kept, 0.0)
     if factors is not None:
-        grad = torch.exp(y - largest[:, None] - rest[:, None]) * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / vocabulary
+        grad = (
+            torch.exp(y - largest[:, None] - rest[:, None]) * (1 + 2 * z_loss * lse[:, None])
+            - label_smoothing / vocabulary
+        )
         grad.scatter_add_(1, at, (label_smoothing - 1.0) * known[:, None].to(exact))
         if softcap:
             grad *= 1 - (y / softcap) ** 2
@@ -68,12 +77,16 @@ def linear_cross_entropy(
     reduction: str = "mean",
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy`, with whole logits and by autograd."""
+    """As :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy`, with whole logits and by
+    autograd.
+    """
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+    total = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
     kept = labels != ignore_index
     if z_loss:
         total = total + z_loss * (torch.logsumexp(logits, -1) ** 2).where(kept, 0.0).sum()

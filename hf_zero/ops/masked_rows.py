@@ -1,13 +1,15 @@
-"""Sparse output: only the rows whose label counts go through a masked language model's head (Izsak et al. 2021, section 3; about
-15% of them).
+"""Sparse output: only the rows whose label counts go through a masked language model's head (Izsak
+et al. 2021, section 3; about 15% of them).
 
 [Note: the number of rows]
-The rows are put, in order, into a number of places that the host must know when it launches the head; no row may be left out. Labels
-in host memory are counted there. Labels on a device are counted by it on a stream of its own before the model's body is launched, and
-the count is copied to pinned memory. The head waits for that copy alone. Where the host launches no faster than the device computes,
-the count is there by then. Where the host is ahead, it waits until the device has reached this forward, and the whole body is queued
-behind the count: the device does not idle. So the count is exact for every batch, whatever earlier batches were like. Inside a graph
-of torch.compile the host learns nothing, and there are as many places as tokens.
+The rows are put, in order, into a number of places that the host must know when it launches the
+head; no row may be left out. Labels in host memory are counted there. Labels on a device are
+counted by it on a stream of its own before the model's body is launched, and the count is copied to
+pinned memory. The head waits for that copy alone. Where the host launches no faster than the device
+computes, the count is there by then. Where the host is ahead, it waits until the device has reached
+this forward, and the whole body is queued behind the count: the device does not idle. So the count
+is exact for every batch, whatever earlier batches were like. Inside a graph of torch.compile the
+host learns nothing, and there are as many places as tokens.
 """
 
 from __future__ import annotations
@@ -25,22 +27,38 @@ SLACK = 0.125  # of the rows: places that may stay empty before their number is 
 
 
 def select_rows(
-    hidden: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, capacity: int | None = None
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of ``hidden`` [tokens, width] whose label [tokens] is not ``ignore_index``, in order: (rows [capacity, width], their labels, lost).
+    """Rows of ``hidden`` [tokens, width] whose label [tokens] is not ``ignore_index``, in order:
+    (rows [capacity, width], their labels, lost).
 
-    Places that stay empty hold a copy of row 0 and the label ``ignore_index``. ``lost`` is the number of rows that found no place, a tensor on the
-    device. Without ``capacity`` there are as many places as rows on a CPU, and everywhere else as many as tokens. The backward
-    gives each row of ``hidden`` the gradient of its place, or 0. Raises KernelError for shapes that do not fit together.
+    Places that stay empty hold a copy of row 0 and the label ``ignore_index``. ``lost`` is the
+    number of rows that found no place, a tensor on the device. Without ``capacity`` there are as
+    many places as rows on a CPU, and everywhere else as many as tokens. The backward gives each row
+    of ``hidden`` the gradient of its place, or 0. Raises KernelError for shapes that do not fit
+    together.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
-        raise KernelError(f"hidden {tuple(hidden.shape)} with labels {tuple(labels.shape)}: give [tokens, width] and [tokens]")
+        raise KernelError(
+            f"hidden {tuple(hidden.shape)} with labels {tuple(labels.shape)}: give "
+            "[tokens, width] and [tokens]"
+        )
     if labels.device != hidden.device:
-        raise KernelError(f"labels are on {labels.device} and hidden on {hidden.device}: move them to one device")
+        raise KernelError(
+            f"labels are on {labels.device} and hidden on {hidden.device}: move them to one device"
+        )
     if capacity is None:
-        capacity = int((labels != ignore_index).sum()) if kinds.is_host(hidden.device) else hidden.shape[0]
+        capacity = (
+            int((labels != ignore_index).sum()) if kinds.is_host(hidden.device) else hidden.shape[0]
+        )
     if capacity < 0:
-        raise KernelError(f"capacity={capacity}: the number of rows to make room for; give 0 or more")
+        raise KernelError(
+            f"capacity={capacity}: the number of rows to make room for; give 0 or more"
+        )
     rows, kept, _, lost = torch.ops.hf_zero.select_rows(hidden, labels, ignore_index, capacity)
     return rows, kept, lost
 
@@ -78,8 +96,9 @@ def _counting_stream(device: torch.device) -> streams.Stream:
 class RowCapacity:
     """How many places to make for the rows that count; one for each head.
 
-    Never fewer than the rows. They are a multiple of ``GRANULE``, and stay what they are while no more than ``SLACK`` of the
-    rows are left empty, so that batches of about equal share have tensors of one shape.
+    Never fewer than the rows. They are a multiple of ``GRANULE``, and stay what they are while no
+    more than ``SLACK`` of the rows are left empty, so that batches of about equal share have
+    tensors of one shape.
     """
 
     def __init__(self) -> None:
@@ -89,7 +108,9 @@ class RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
 
     def places(self, count: RowCount, device: torch.device) -> int:
-        """For the rows of ``count``, whose hidden states are on ``device``: exactly as many on a host."""
+        """For the rows of ``count``, whose hidden states are on ``device``: exactly as many on a
+        host.
+        """
         rows = count.read()
         if kinds.is_host(device):
             return rows
@@ -108,7 +129,12 @@ def _select(
     if not tokens or not capacity:
         missing = (labels != ignore_index).sum()
         kept = labels.new_full((capacity,), ignore_index)
-        return hidden.new_zeros(capacity, hidden.shape[1]), kept, labels.new_full((tokens,), capacity, dtype=torch.int64), missing
+        return (
+            hidden.new_zeros(capacity, hidden.shape[1]),
+            kept,
+            labels.new_full((tokens,), capacity, dtype=torch.int64),
+            missing,
+        )
     counts = (labels != ignore_index).cumsum(0)
     slots = torch.where((labels != ignore_index) & (counts <= capacity), counts - 1, capacity)
     # Whatever has no place goes to one more, which nobody reads.
@@ -120,7 +146,9 @@ def _select(
 
 
 @_select.register_fake
-def _(hidden: torch.Tensor, labels: torch.Tensor, ignore_index: int, capacity: int) -> tuple[torch.Tensor, ...]:
+def _(
+    hidden: torch.Tensor, labels: torch.Tensor, ignore_index: int, capacity: int
+) -> tuple[torch.Tensor, ...]:
     return (
         hidden.new_empty(capacity, hidden.shape[1]),
         labels.new_empty(capacity),
@@ -135,7 +163,9 @@ def _spread(grad: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     capacity = grad.shape[0]
     if not capacity:
         return grad.new_zeros(slots.numel(), grad.shape[1])
-    return grad.index_select(0, slots.clamp(max=capacity - 1)).masked_fill_((slots == capacity)[:, None], 0.0)
+    return grad.index_select(0, slots.clamp(max=capacity - 1)).masked_fill_(
+        (slots == capacity)[:, None], 0.0
+    )
 
 
 @_spread.register_fake

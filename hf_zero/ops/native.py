@@ -25,7 +25,9 @@ def _loaded() -> tuple[Any, str]:
         missing = isinstance(error, ModuleNotFoundError)
         return (
             None,
-            "it was not built: install hf-zero again where a C++17 compiler is on PATH" if missing else f"it does not load: {error}",
+            "it was not built: install hf-zero again where a C++17 compiler is on PATH"
+            if missing
+            else f"it does not load: {error}",
         )
     forced = os.environ.get(INSTRUCTION_SET)
     if forced:
@@ -37,7 +39,8 @@ def _loaded() -> tuple[Any, str]:
 def _force(core: Any, name: str) -> None:
     if name not in core.instruction_sets():
         raise ConfigError(
-            f"instruction set {name!r} ({INSTRUCTION_SET}): this machine has {', '.join(core.instruction_sets())}; write one of them"
+            f"instruction set {name!r} ({INSTRUCTION_SET}): this machine has "
+            f"{', '.join(core.instruction_sets())}; write one of them"
         )
     core.set_instruction_set(name)
 
@@ -52,7 +55,8 @@ def core() -> Any:
     """The module ``hf_zero._cpu``, or None.
 
     Raises:
-        ConfigError: HF_ZERO_ISA names an instruction set that this machine lacks, or HF_ZERO_THREADS is no number.
+        ConfigError: HF_ZERO_ISA names an instruction set that this machine lacks, or
+        HF_ZERO_THREADS is no number.
     """
     return _loaded()[0]
 
@@ -68,7 +72,9 @@ def why_not() -> str:
 
 
 def instruction_set() -> str:
-    """What kernels run with: avx512bf16, avx512, avx2, plain or neon; torch where there is no native core."""
+    """What kernels run with: avx512bf16, avx512, avx2, plain or neon; torch where there is no
+    native core.
+    """
     return core().instruction_set() if available() else "torch"
 
 
@@ -100,7 +106,8 @@ def set_threads(count: int) -> None:
     """Run kernels on ``count`` threads from now on. Results do not depend on it.
 
     Raises:
-        KernelError: a count below 1, or no native core: torch's operations run on torch's own threads.
+        KernelError: a count below 1, or no native core: torch's operations run on torch's own
+        threads.
     """
     if count < 1:
         raise KernelError(f"set_threads({count}): give a number of at least 1")

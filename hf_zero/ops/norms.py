@@ -1,20 +1,25 @@
-"""RMSNorm and LayerNorm over the last dimension, differentiable, in one pass with what goes before: a residual sum, dropout.
+"""RMSNorm and LayerNorm over the last dimension, differentiable, in one pass with what goes before:
+a residual sum, dropout.
 
-RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. LayerNorm: Ba, Kiros and Hinton, "Layer Normalization", 2016.
-With ``n(t) = (t - mean(t)) / sqrt(var(t) + eps)``, for RMSNorm without the mean,
+RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. LayerNorm: Ba, Kiros and
+Hinton, "Layer Normalization", 2016. With ``n(t) = (t - mean(t)) / sqrt(var(t) + eps)``, for RMSNorm
+without the mean,
 
     y = n(t) * (offset + weight) + bias,    t = dropout(x) + residual
 
-in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to the dtype it is returned in before it is
-normed. The backward, with ``g = dy * (offset + weight)``:
+in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to the
+dtype it is returned in before it is normed. The backward, with ``g = dy * (offset + weight)``:
 
-    dt = (g - mean(g) - n * mean(g * n)) * rstd + d_total,    d_weight = sum(dy * n),    d_bias = sum(dy)
+    dt = (g - mean(g) - n * mean(g * n)) * rstd + d_total,    d_weight = sum(dy * n),    d_bias =
+    sum(dy)
 
-Nothing of x's size is kept but the norm's input; ``invertible`` keeps the output in its place, which the next layer keeps anyway, and
-computes ``n = (y - bias) / (offset + weight)`` from it (In-Place ABN, Rota Bulò et al., 2018, for LayerNorm as in DeepSpeed's kernels). The
-rounding of y then enters n: with an error of ``u = 2**-9`` (bf16) relative to y, n is off by at most ``u * (|n| + |bias / weight|)``,
-so a bias much larger than its weight costs digits. Where ``|offset + weight| < TINY`` the output has no trace of n, which counts as 0: d_weight is 0
-there, and a weight that starts at zero never moves. Do not use it for such.
+Nothing of x's size is kept but the norm's input; ``invertible`` keeps the output in its place,
+which the next layer keeps anyway, and computes ``n = (y - bias) / (offset + weight)`` from it
+(In-Place ABN, Rota Bulò et al., 2018, for LayerNorm as in DeepSpeed's kernels). The rounding of y
+then enters n: with an error of ``u = 2**-9`` (bf16) relative to y, n is off by at most ``u * (|n| +
+|bias / weight|)``, so a bias much larger than its weight costs digits. Where ``|offset + weight| <
+TINY`` the output has no trace of n, which counts as 0: d_weight is 0 there, and a weight that
+starts at zero never moves. Do not use it for such.
 """
 
 from __future__ import annotations
@@ -29,12 +34,21 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.philox import draw_seed
 
 TINY = 2.0**-10
-# The widest rows that fit into a block's registers, forward and backward (kernels/README.md has the counts).
+# The widest rows that fit into a block's registers, forward and backward (kernels/README.md has the
+# counts).
 WIDEST, WIDEST_CENTERED, WIDEST_WITH_DROPOUT = 16_384, 8_192, 4_096
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, invertible: bool = False) -> torch.Tensor:
-    """RMSNorm of ``x`` [..., width] by ``offset + weight`` [width] (offset 1 in Gemma), in the dtype of ``x``.
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    invertible: bool = False,
+) -> torch.Tensor:
+    """RMSNorm of ``x`` [..., width] by ``offset + weight`` [width] (offset 1 in Gemma), in the
+    dtype of ``x``.
 
     Raises:
         KernelError: shapes, dtypes or devices that do not go together.
@@ -44,9 +58,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``t = x + residual`` [..., width] and its RMSNorm: (norm of t, t), both in the dtype of the sum.
+    """``t = x + residual`` [..., width] and its RMSNorm: (norm of t, t), both in the dtype of the
+    sum.
 
     Raises:
         KernelError: shapes, dtypes or devices that do not go together.
@@ -57,7 +77,12 @@ def add_rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float = 1e-5, *, invertible: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float = 1e-5,
+    *,
+    invertible: bool = False,
 ) -> torch.Tensor:
     """LayerNorm of ``x`` [..., width] by ``weight`` and ``bias`` [width], in the dtype of ``x``.
 
@@ -78,7 +103,8 @@ def add_layer_norm(
     dropout: float = 0.0,
     training: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``t = dropout(x) + residual`` [..., width] and its LayerNorm: (norm of t, t), both in the dtype of the sum.
+    """``t = dropout(x) + residual`` [..., width] and its LayerNorm: (norm of t, t), both in the
+    dtype of the sum.
 
     Raises:
         KernelError: shapes, dtypes or devices that do not go together, or a dropout outside [0, 1).
@@ -100,7 +126,8 @@ def layer_norm_of_sum(
     training: bool = False,
     invertible: bool = False,
 ) -> torch.Tensor:
-    """LayerNorm of ``dropout(x) + residual`` alone, as post-LN blocks (BERT) use it; ``invertible`` never writes the sum.
+    """LayerNorm of ``dropout(x) + residual`` alone, as post-LN blocks (BERT) use it; ``invertible``
+    never writes the sum.
 
     Raises:
         KernelError: shapes, dtypes or devices that do not go together, or a dropout outside [0, 1).
@@ -108,22 +135,38 @@ def layer_norm_of_sum(
     _check(x, weight, bias, residual, dropout)
     seed = draw_seed(x.device) if training and dropout > 0 else None
     keep = not invertible and torch.is_grad_enabled()
-    return _norm(x, residual, weight, bias, seed, eps, 0.0, dropout, True, keep, invertible or not keep)[0]
+    return _norm(
+        x, residual, weight, bias, seed, eps, 0.0, dropout, True, keep, invertible or not keep
+    )[0]
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, dropout: float) -> None:
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dropout: float,
+) -> None:
     if not x.is_floating_point() or x.dim() == 0:
-        raise KernelError(f"a norm of {x.dtype} {list(x.shape)}: x must be floating point, [..., width]")
+        raise KernelError(
+            f"a norm of {x.dtype} {list(x.shape)}: x must be floating point, [..., width]"
+        )
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is None:
             continue
         if vector.shape != x.shape[-1:]:
-            raise KernelError(f"{name} of a norm is {list(vector.shape)}; x is {list(x.shape)}, so it must be {list(x.shape[-1:])}")
+            raise KernelError(
+                f"{name} of a norm is {list(vector.shape)}; x is {list(x.shape)}, so it must be "
+                f"{list(x.shape[-1:])}"
+            )
         if vector.device != x.device:
-            raise KernelError(f"{name} of a norm is on {vector.device}, x on {x.device}; move one of them")
+            raise KernelError(
+                f"{name} of a norm is on {vector.device}, x on {x.device}; move one of them"
+            )
     if residual is not None and (residual.shape != x.shape or residual.device != x.device):
         raise KernelError(
-            f"the residual of a norm is {list(residual.shape)} on {residual.device}, x {list(x.shape)} on {x.device}; they must be alike"
+            f"the residual of a norm is {list(residual.shape)} on {residual.device}, x "
+            f"{list(x.shape)} on {x.device}; they must be alike"
         )
     if not 0 <= dropout < 1:
         raise KernelError(f"dropout {dropout} of a norm: it must lie in [0, 1)")
@@ -176,11 +219,28 @@ def _forward_example(device: torch.device) -> tuple[Any, ...]:
 def _backward_example(device: torch.device) -> tuple[Any, ...]:
     x = torch.randn(8, 128, device=device)
     mean, rstd = x.mean(1), x.std(1).reciprocal()
-    return x.flip(0), x, x, x[0], x[1], mean, rstd, draw_seed(device), 0.0, 0.1, True, False, True, TINY
+    return (
+        x.flip(0),
+        x,
+        x,
+        x[0],
+        x[1],
+        mean,
+        rstd,
+        draw_seed(device),
+        0.0,
+        0.1,
+        True,
+        False,
+        True,
+        TINY,
+    )
 
 
 NORM = Kernel("norm", "norms:forward", reference.forward, _forward_refuses, _forward_example)
-NORM_BACKWARD = Kernel("norm_backward", "norms:backward", reference.backward, _backward_refuses, _backward_example)
+NORM_BACKWARD = Kernel(
+    "norm_backward", "norms:backward", reference.backward, _backward_refuses, _backward_example
+)
 
 
 @torch.library.custom_op("hf_zero::norm", mutates_args=())
@@ -197,7 +257,9 @@ def _norm(
     keep_total: bool,
     inverted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, total, mean, rstd = NORM(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total)
+    y, total, mean, rstd = NORM(
+        x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total
+    )
     return y, total, mean, rstd
 
 
@@ -230,28 +292,71 @@ def _norm_backward(
     weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     made, dropped, d_weight, d_bias = NORM_BACKWARD(
-        dy, d_total, saved, weight, bias, mean, rstd, seed, offset, dropout, centered, inverted, weight_grad, TINY
+        dy,
+        d_total,
+        saved,
+        weight,
+        bias,
+        mean,
+        rstd,
+        seed,
+        offset,
+        dropout,
+        centered,
+        inverted,
+        weight_grad,
+        TINY,
     )
     return made, dropped, d_weight, d_bias
 
 
 @_norm_backward.register_fake
-def _(dy, d_total, saved, weight, bias, mean, rstd, seed, offset, dropout, centered, inverted, weight_grad):  # type: ignore[no-untyped-def]
+def _(
+    dy,
+    d_total,
+    saved,
+    weight,
+    bias,
+    mean,
+    rstd,
+    seed,
+    offset,
+    dropout,
+    centered,
+    inverted,
+    weight_grad,
+):  # type: ignore[no-untyped-def]
     return (
         dy.new_empty(saved.shape),
         dy.new_empty(saved.shape if seed is not None else (0,)),
         weight.new_empty(weight.shape if weight_grad else (0,)),
-        (weight if bias is None else bias).new_empty(weight.shape if weight_grad and bias is not None else (0,)),
+        (weight if bias is None else bias).new_empty(
+            weight.shape if weight_grad and bias is not None else (0,)
+        ),
     )
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, residual, weight, bias, seed, _, ctx.offset, ctx.dropout, ctx.centered, ctx.kept, ctx.inverted = inputs
+    (
+        x,
+        residual,
+        weight,
+        bias,
+        seed,
+        _,
+        ctx.offset,
+        ctx.dropout,
+        ctx.centered,
+        ctx.kept,
+        ctx.inverted,
+    ) = inputs
     y, total, mean, rstd = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(y if ctx.inverted else x if residual is None else total, weight, bias, mean, rstd, seed)
+    ctx.save_for_backward(
+        y if ctx.inverted else x if residual is None else total, weight, bias, mean, rstd, seed
+    )
 
 
 def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-def]

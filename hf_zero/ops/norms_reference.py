@@ -1,6 +1,8 @@
-"""The norms line by line in plain torch, forward and backward: what kernels/gpu/norms.py must compute, and what runs where it cannot.
+"""The norms line by line in plain torch, forward and backward: what kernels/gpu/norms.py must
+compute, and what runs where it cannot.
 
-Arithmetic is in fp32 (fp64 for fp64) and each result is rounded once. Signatures are those of the launchers.
+Arithmetic is in fp32 (fp64 for fp64) and each result is rounded once. Signatures are those of the
+launchers.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def forward(
 ) -> Four:
     """``y = norm(total) * (offset + weight) + bias`` with ``total = dropout(x) + residual``.
 
-    Returns y and total (empty unless ``keep_total``) in the dtype that ``x + residual`` has, and mean (empty unless ``centered``) and
-    ``rstd = 1 / sqrt(variance + eps)`` of each row in fp32.
+    Returns y and total (empty unless ``keep_total``) in the dtype that ``x + residual`` has, and
+    mean (empty unless ``centered``) and ``rstd = 1 / sqrt(variance + eps)`` of each row in fp32.
     """
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     total = _wide(x)
@@ -66,10 +68,11 @@ def backward(
     weight_grad: bool,
     tiny: float,
 ) -> Four:
-    """The gradients of total, of x under dropout (else empty), of weight and of bias (empty unless ``weight_grad``).
+    """The gradients of total, of x under dropout (else empty), of weight and of bias (empty unless
+    ``weight_grad``).
 
-    ``saved`` is total, or y where ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``, and 0 in columns where the divisor's
-    magnitude is below ``tiny``.
+    ``saved`` is total, or y where ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``,
+    and 0 in columns where the divisor's magnitude is below ``tiny``.
     """
     scale = _wide(weight)[0] + offset
     values, incoming, inverse_std = _wide(saved), _wide(dy), rstd.to(_wide(saved).dtype)[:, None]
@@ -86,15 +89,25 @@ def backward(
     made = made * inverse_std
     if d_total is not None:
         made = made + _wide(d_total)
-    dropped = (made * _mask(seed, made, dropout)).to(dy.dtype).reshape(saved.shape) if seed is not None else dy.new_empty(0)
+    dropped = (
+        (made * _mask(seed, made, dropout)).to(dy.dtype).reshape(saved.shape)
+        if seed is not None
+        else dy.new_empty(0)
+    )
     d_weight = (incoming * normed).sum(0).to(weight.dtype) if weight_grad else weight.new_empty(0)
-    d_bias = incoming.sum(0).to(bias.dtype) if weight_grad and bias is not None else weight.new_empty(0)
+    d_bias = (
+        incoming.sum(0).to(bias.dtype) if weight_grad and bias is not None else weight.new_empty(0)
+    )
     return made.to(dy.dtype).reshape(saved.shape), dropped, d_weight, d_bias
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     """``x`` as contiguous rows [rows, width] in the dtype of the arithmetic."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    return (
+        x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        .to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        .contiguous()
+    )
 
 
 def _mask(seed: torch.Tensor, rows: torch.Tensor, dropout: float) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Linear layers of one input as one matrix product: q, k and v, or gate and up.
 
-Where the weights lie one after another in memory, as :func:`pack_` lays them and as the engine keeps neighbours, they are read as one
-matrix without a copy. To the outside they stay parameters of their own: names, checkpoints and gradients do not change. Where they lie
-apart, each is multiplied by itself into its part of one result. cuBLAS does the work, through torch.
+Where the weights lie one after another in memory, as :func:`pack_` lays them and as the engine
+keeps neighbours, they are read as one matrix without a copy. To the outside they stay parameters of
+their own: names, checkpoints and gradients do not change. Where they lie apart, each is multiplied
+by itself into its part of one result. cuBLAS does the work, through torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from hf_zero.errors import KernelError
 from hf_zero.ops.rows import as_rows
 
 
-def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+def packed_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
     """``[x @ w.T + b for each]``: views [..., outputs of w] of one result.
 
     Args:
@@ -29,35 +32,45 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     Raises:
         KernelError: there is no weight, or a dtype, device or shape does not fit.
     """
-    return list(packed_linear_whole(x, weights, biases).split([w.shape[0] for w in weights], dim=-1))
+    return list(
+        packed_linear_whole(x, weights, biases).split([w.shape[0] for w in weights], dim=-1)
+    )
 
 
-def packed_linear_whole(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+def packed_linear_whole(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> Tensor:
     """As :func:`packed_linear`, the results in one tensor, [..., sum of outputs].
 
-    For what takes them so (``swiglu_packed``, ``split_rotary``): the gradient then comes back in one piece, where that of views has
-    to be put together.
+    For what takes them so (``swiglu_packed``, ``split_rotary``): the gradient then comes back in
+    one piece, where that of views has to be put together.
     """
     weights, given = list(weights), list(biases or [])
     _check(x, weights, given)
-    if torch.is_autocast_enabled(x.device.type) or (any(b is None for b in given) and any(b is not None for b in given)):
+    if torch.is_autocast_enabled(x.device.type) or (
+        any(b is None for b in given) and any(b is not None for b in given)
+    ):
         filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, given)]
-        return F.linear(x, torch.cat(weights), torch.cat(filled) if any(b is not None for b in given) else None)
+        return F.linear(
+            x, torch.cat(weights), torch.cat(filled) if any(b is not None for b in given) else None
+        )
     return _packed_linear(x, weights, [b for b in given if b is not None])
 
 
 def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) -> None:
-    """Move the values of ``parameters`` into one new buffer, in their order, so that they lie one after another.
+    """Move the values of ``parameters`` into one new buffer, in their order, so that they lie one
+    after another.
 
-    The parameters stay the same objects. Nothing is done where they lie so already. Before an optimizer's or engine's own buffers are
-    made: those would keep the former memory.
+    The parameters stay the same objects. Nothing is done where they lie so already. Before an
+    optimizer's or engine's own buffers are made: those would keep the former memory.
 
     Args:
-        parameters: all [outputs, inputs] with the same inputs, or all [outputs]; of one dtype, on one device.
-        model: where to look for other parameters in the same memory.
+        parameters: all [outputs, inputs] with the same inputs, or all [outputs]; of one dtype, on
+        one device. model: where to look for other parameters in the same memory.
 
     Raises:
-        KernelError: they differ, one has no values here (sharded or on the meta device), one is given twice, or one shares its memory
+        KernelError: they differ, one has no values here (sharded or on the meta device), one is
+        given twice, or one shares its memory
             with another tensor, from which it would be torn.
     """
     parameters = list(parameters)
@@ -72,7 +85,9 @@ def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) ->
 
 
 def adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether ``tensors`` lie one after another in one storage, as slices of the first axis of one contiguous tensor."""
+    """Whether ``tensors`` lie one after another in one storage, as slices of the first axis of
+    one contiguous tensor.
+    """
     first = tensors[0]
     end = first.data_ptr()
     storage = first.untyped_storage().data_ptr()
@@ -101,22 +116,30 @@ def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Non
     if not weights:
         raise KernelError("packed_linear: no weights; give at least one")
     if biases and len(biases) != len(weights):
-        raise KernelError(f"packed_linear: {len(biases)} biases for {len(weights)} weights; give one for each, None where there is none")
+        raise KernelError(
+            f"packed_linear: {len(biases)} biases for {len(weights)} weights; give one for each, "
+            "None where there is none"
+        )
     autocast = torch.is_autocast_enabled(x.device.type)
     for number, weight in enumerate(weights):
         if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
             raise KernelError(
-                f"packed_linear: weight {number} has shape {list(weight.shape)} for an x of shape {list(x.shape)}; give [outputs, inputs] and [..., inputs]"
+                f"packed_linear: weight {number} has shape {list(weight.shape)} for an x of shape "
+                f"{list(x.shape)}; give [outputs, inputs] and [..., inputs]"
             )
         bias = biases[number] if biases else None
         if bias is not None and bias.shape != weight.shape[:1]:
             raise KernelError(
-                f"packed_linear: bias {number} has shape {list(bias.shape)} for a weight of {weight.shape[0]} outputs; give [outputs]"
+                f"packed_linear: bias {number} has shape {list(bias.shape)} for a weight of "
+                f"{weight.shape[0]} outputs; give [outputs]"
             )
         for name, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None and (tensor.device != x.device or (tensor.dtype != x.dtype and not autocast)):
+            if tensor is not None and (
+                tensor.device != x.device or (tensor.dtype != x.dtype and not autocast)
+            ):
                 raise KernelError(
-                    f"packed_linear: {name} {number} is {tensor.dtype} on {tensor.device} and x {x.dtype} on {x.device}; cast or move one of them"
+                    f"packed_linear: {name} {number} is {tensor.dtype} on {tensor.device} and x "
+                    f"{x.dtype} on {x.device}; cast or move one of them"
                 )
 
 
@@ -128,25 +151,40 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
         size = parameter.numel() * parameter.element_size()
         if parameter.is_meta or not 0 < size <= parameter.untyped_storage().nbytes():
             raise KernelError(
-                f"pack_: parameter {number} of shape {list(parameter.shape)} has no values here; pack before the model is sharded"
+                f"pack_: parameter {number} of shape {list(parameter.shape)} has no values here; "
+                "pack before the model is sharded"
             )
-        if parameter.dtype != first.dtype or parameter.device != first.device or parameter.shape[1:] != first.shape[1:]:
+        if (
+            parameter.dtype != first.dtype
+            or parameter.device != first.device
+            or parameter.shape[1:] != first.shape[1:]
+        ):
             raise KernelError(
-                f"pack_: parameter {number} is {parameter.dtype} {list(parameter.shape)} on {parameter.device} and the first {first.dtype} "
-                f"{list(first.shape)} on {first.device}; pack parameters that differ in the first axis alone"
+                f"pack_: parameter {number} is {parameter.dtype} {list(parameter.shape)} on "
+                f"{parameter.device} and the first {first.dtype} "
+                f"{list(first.shape)} on {first.device}; pack parameters that differ in "
+                "the first axis alone"
             )
         if any(parameter is other for other in parameters[:number]):
-            raise KernelError(f"pack_: parameter {number} is given twice; it can lie in one place only")
+            raise KernelError(
+                f"pack_: parameter {number} is given twice; it can lie in one place only"
+            )
         if parameter.untyped_storage().nbytes() != size:
             raise KernelError(
-                f"pack_: parameter {number} is a view of a larger buffer, from which it would be torn; give it memory of its own first"
+                f"pack_: parameter {number} is a view of a larger buffer, from which it would be "
+                "torn; give it memory of its own first"
             )
     kept = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     if len(kept) != len(parameters):
-        raise KernelError("pack_: two of the parameters share their memory and would be untied; pack one of them")
+        raise KernelError(
+            "pack_: two of the parameters share their memory and would be untied; pack one of them"
+        )
     for name, parameter in others.values():
         if parameter.untyped_storage().data_ptr() in kept:
-            raise KernelError(f"pack_: {name} shares the memory of a parameter to be packed and would be untied; make them one parameter")
+            raise KernelError(
+                f"pack_: {name} shares the memory of a parameter to be packed and would be untied; "
+                "make them one parameter"
+            )
 
 
 @torch.library.custom_op("hf_zero::packed_linear", mutates_args=())
@@ -176,9 +214,16 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 @torch.library.custom_op("hf_zero::packed_linear_backward", mutates_args=())
 def _packed_linear_backward(
-    dy: Tensor, x: Tensor, weights: Sequence[Tensor], x_trains: bool, weights_train: bool, biases_train: bool
+    dy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    x_trains: bool,
+    weights_train: bool,
+    biases_train: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx like x, dw [outputs, inputs] and db [outputs] for all weights in one; what is not wanted is empty."""
+    """dx like x, dw [outputs, inputs] and db [outputs] for all weights in one; what is not
+    wanted is empty.
+    """
     dx, dw, db = _gradients(dy, x, x_trains, weights_train, biases_train)
     if dy.numel() == 0 or x.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_()
@@ -199,7 +244,9 @@ def _packed_linear_backward(
     return dx, dw, db
 
 
-def _gradients(dy: Tensor, x: Tensor, x_trains: bool, weights_train: bool, biases_train: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    dy: Tensor, x: Tensor, x_trains: bool, weights_train: bool, biases_train: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     outputs = dy.shape[-1]
     return (
         x.new_empty(x.shape if x_trains else (0,)),
@@ -215,7 +262,12 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
 
 @_packed_linear_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, weights: Sequence[Tensor], x_trains: bool, weights_train: bool, biases_train: bool
+    dy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    x_trains: bool,
+    weights_train: bool,
+    biases_train: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(dy, x, x_trains, weights_train, biases_train)
 
@@ -229,8 +281,14 @@ def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     x_trains, weights_train, biases_train = ctx.needs_input_grad
-    dx, dw, db = _packed_linear_backward(dy, x, weights, x_trains, any(weights_train), any(biases_train))
-    return dx if x_trains else None, _parts(dw, ctx.outputs, weights_train), _parts(db, ctx.outputs, biases_train)
+    dx, dw, db = _packed_linear_backward(
+        dy, x, weights, x_trains, any(weights_train), any(biases_train)
+    )
+    return (
+        dx if x_trains else None,
+        _parts(dw, ctx.outputs, weights_train),
+        _parts(db, ctx.outputs, biases_train),
+    )
 
 
 def _parts(whole: Tensor, outputs: list[int], wanted: Sequence[bool]) -> list[Tensor | None]:

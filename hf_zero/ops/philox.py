@@ -1,10 +1,12 @@
-"""The numbers behind dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain torch.
+"""The numbers behind dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain
+torch.
 
-Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key, the seed, and a 128-bit counter
-into four 32-bit words. A mask needs not be kept: the backward draws it again from the seed. ``tl.rand`` takes the element's index as
-the counter and the first of the four words; :func:`uniform` gives those. :func:`uniform_rows` uses all four, one for each of four rows
-that lie one above the other, and :func:`kept_rows` compares the words themselves: ten rounds and a conversion for each element are more
-than a memory-bound kernel has time for.
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key,
+the seed, and a 128-bit counter into four 32-bit words. A mask needs not be kept: the backward draws
+it again from the seed. ``tl.rand`` takes the element's index as the counter and the first of the
+four words; :func:`uniform` gives those. :func:`uniform_rows` uses all four, one for each of four
+rows that lie one above the other, and :func:`kept_rows` compares the words themselves: ten rounds
+and a conversion for each element are more than a memory-bound kernel has time for.
 """
 
 from __future__ import annotations
@@ -20,34 +22,48 @@ _SCALE = 4.6566127342e-10  # the largest factor that keeps 2**31 - 1 below 1 in 
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
-    """A seed from torch's generator of ``device``, which stays there: int64 [1]. Replayed wherever torch replays its random state."""
+    """A seed from torch's generator of ``device``, which stays there: int64 [1].
+
+    Replayed wherever torch replays its random state.
+    """
     return torch.randint(0, 2**31 - 1, (1,), device=device, dtype=torch.int64)
 
 
-def uniform(seed: torch.Tensor, start: int, count: int, device: torch.device | None = None) -> torch.Tensor:
-    """``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count]. ``seed`` is int64 [1]."""
+def uniform(
+    seed: torch.Tensor, start: int, count: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count].
+
+    ``seed`` is int64 [1].
+    """
     device = seed.device if device is None else torch.device(device)
     counters = torch.arange(start, start + count, device=device, dtype=torch.int64)
     return _to_uniform(_philox(seed.to(device), counters)[0])
 
 
 def uniform_rows(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """One number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of ``tl.rand4x(seed, row // 4 * width + column)``."""
+    """One number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of
+    ``tl.rand4x(seed, row // 4 * width + column)``.
+    """
     return _to_uniform(_words(seed, rows, width))
 
 
 def kept_rows(seed: torch.Tensor, rows: int, width: int, dropout: float) -> torch.Tensor:
-    """Which elements dropout keeps, bool [rows, width]: those whose word is at least ``dropout * 2**32``, with dropout in fp32.
+    """Which elements dropout keeps, bool [rows, width]: those whose word is at least ``dropout *
+    2**32``, with dropout in fp32.
 
     The words are those of :func:`uniform_rows`, ``tl.randint4x`` in Triton, unsigned.
     """
-    return _words(seed, rows, width) >= int(torch.tensor(dropout, dtype=torch.float32).double() * 2**32)
+    return _words(seed, rows, width) >= int(
+        torch.tensor(dropout, dtype=torch.float32).double() * 2**32
+    )
 
 
 def _words(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     fours = -(-rows // 4)
     counters = torch.arange(fours * width, device=seed.device, dtype=torch.int64)
-    words = torch.stack([word.view(fours, width) for word in _philox(seed, counters)], dim=1)  # [fours, 4, width]
+    # [fours, 4, width]
+    words = torch.stack([word.view(fours, width) for word in _philox(seed, counters)], dim=1)
     return words.view(fours * 4, width)[:rows]
 
 
@@ -58,7 +74,9 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor) -> Words:
 
 
 def words(counter: Words, seed: torch.Tensor, rounds: int = ROUNDS) -> Words:
-    """Philox-4x32 of ``counter``, four words of 32 bits in int64 tensors of one shape, with the 64 bits of ``seed`` as its key."""
+    """Philox-4x32 of ``counter``, four words of 32 bits in int64 tensors of one shape, with the
+    64 bits of ``seed`` as its key.
+    """
     keys = [seed & _LOW, (seed >> 32) & _LOW]
     c0, c1, c2, c3 = counter
     for _ in range(rounds):

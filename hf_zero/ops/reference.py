@@ -1,7 +1,8 @@
 """The slow reference of every host kernel, in plain torch. It runs where there is no native core.
 
-Each line is one rounding, in the order of torch.optim's single-tensor implementations, and the native kernels round at the
-same places: element-wise results agree bit for bit. The formats are explained in kernels/cpu/rounding.h.
+Each line is one rounding, in the order of torch.optim's single-tensor implementations, and the
+native kernels round at the same places: element-wise results agree bit for bit. The formats are
+explained in kernels/cpu/rounding.h.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def adam(
     step_size: float,
     **shared: Any,
 ) -> None:
-    """``keep`` multiplies the master first (decoupled decay); ``root_scale`` is 1 / sqrt(1 - beta2^step)."""
+    """``keep`` multiplies the master first (decoupled decay); ``root_scale`` is 1 / sqrt(1 -
+    beta2^step).
+    """
     g = _gradient(grad, shared)
     mean, square = _read(exp_avg), _read(exp_avg_sq)
     weight = master * keep
@@ -57,7 +60,17 @@ def adam(
     _write(master, shared)
 
 
-def lion(master: Tensor, grad: Tensor, exp_avg: Moment, *, keep: float, beta1: float, beta2: float, lr: float, **shared: Any) -> None:
+def lion(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Moment,
+    *,
+    keep: float,
+    beta1: float,
+    beta2: float,
+    lr: float,
+    **shared: Any,
+) -> None:
     g, mean = _gradient(grad, shared), _read(exp_avg)
     way = (mean * beta1 + g * (1 - beta1)).sign()
     master.copy_(master * keep + way * -lr)
@@ -65,7 +78,16 @@ def lion(master: Tensor, grad: Tensor, exp_avg: Moment, *, keep: float, beta1: f
     _write(master, shared)
 
 
-def adagrad(master: Tensor, grad: Tensor, total: Tensor, *, l2: float, eps: float, step_size: float, **shared: Any) -> None:
+def adagrad(
+    master: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    *,
+    l2: float,
+    eps: float,
+    step_size: float,
+    **shared: Any,
+) -> None:
     g = _gradient(grad, shared)
     if l2 != 0:
         g = g + master * l2
@@ -117,7 +139,11 @@ def _write(master: Tensor, shared: dict[str, Any]) -> None:
 
 
 def _read(moment: Moment) -> Tensor:
-    return moment.float() if isinstance(moment, Tensor) else decode(moment.codes, moment.scales, moment.signed)
+    return (
+        moment.float()
+        if isinstance(moment, Tensor)
+        else decode(moment.codes, moment.scales, moment.signed)
+    )
 
 
 def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -> None:
@@ -138,7 +164,9 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
 
 
 def random_bits(key: int, first: int, numel: int) -> Tensor:
-    """32 random bits (int64 [numel]) for the elements ``first`` and on: a hash of ``key`` and the index of each."""
+    """32 random bits (int64 [numel]) for the elements ``first`` and on: a hash of ``key`` and
+    the index of each.
+    """
     index = torch.arange(first, first + numel, dtype=torch.int64)
     x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -179,7 +207,9 @@ def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
 
 
 def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded stochastically by ``random``."""
+    """(codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded
+    stochastically by ``random``.
+    """
     numel, blocks = source.numel(), -(-source.numel() // BLOCK)
     top = 127 if signed else 255
     smallest = 1.25 * 2.0 ** (-16 if signed else -32)
@@ -189,7 +219,9 @@ def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[
     live = finite & (scales >= _SMALLEST_SCALE)
     each = scales.repeat_interleave(BLOCK)[:numel]
     part = source.abs() / each
-    code = ((_bits(part) + (0x80000 if random is None else random << 4)) >> 20) - ((0x3F800000 >> 20) - top)
+    code = ((_bits(part) + (0x80000 if random is None else random << 4)) >> 20) - (
+        (0x3F800000 >> 20) - top
+    )
     if not signed:
         low = part > 0
     elif random is None:
@@ -250,14 +282,20 @@ def scatter(out: Tensor, source: Tensor, runs: list[tuple[int, int]]) -> None:
 
 # ---- checksum ----
 
-_P1, _P2, _P3, _MIX = (_signed(p) for p in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
+_P1, _P2, _P3, _MIX = (
+    _signed(p)
+    for p in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
+)
 _RUN = 65536
 
 
 def checksum(source: Tensor) -> int:
     data = source.view(torch.uint8)
     whole = data.numel() // _RUN
-    hashes = [_hash_runs(data[: whole * _RUN].view(whole, _RUN)), _hash_runs(data[whole * _RUN :].view(1, -1))]
+    hashes = [
+        _hash_runs(data[: whole * _RUN].view(whole, _RUN)),
+        _hash_runs(data[whole * _RUN :].view(1, -1)),
+    ]
     runs = torch.cat(hashes if data.numel() % _RUN else hashes[:1])
     x = runs + (torch.arange(runs.numel()) + 1) * _MIX
     for _ in range(2):
@@ -273,7 +311,9 @@ def _rotate(x: Tensor, bits: int) -> Tensor:
 def _hash_runs(data: Tensor) -> Tensor:
     """int64 [runs] of ``data`` (uint8 [runs, bytes])."""
     runs, size = data.shape
-    words = data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)
+    words = (
+        data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)
+    )
     lanes = (torch.tensor([_P3]) * torch.arange(1, 9)).expand(runs, 8)
     for step in range(size // 64):
         lanes = _rotate(lanes + words[:, step] * _P2, 31) * _P1

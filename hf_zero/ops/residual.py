@@ -1,7 +1,7 @@
 """Bias, dropout and residual in one pass each way.
 
-Dropout (Srivastava et al., JMLR 2014) draws its mask from a seed (see philox.py) and draws it again in the backward: neither the mask
-nor an activation is kept.
+Dropout (Srivastava et al., JMLR 2014) draws its mask from a seed (see philox.py) and draws it again
+in the backward: neither the mask nor an activation is kept.
 """
 
 from __future__ import annotations
@@ -19,28 +19,40 @@ from hf_zero.ops.rows import as_rows, check_alike, check_bias, check_float
 
 
 def dropout_add(
-    x: Tensor, residual: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0, training: bool = False, seed: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    training: bool = False,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """``residual + dropout(x + bias)``: x's shape, in the wider dtype of x and residual.
 
     Args:
         x, residual: [..., width], fp32, bf16 or fp16.
         bias: [width] or None.
-        dropout: the probability that an element of ``x + bias`` is zeroed; the others are scaled by 1/(1 - dropout). Only in training.
-        seed: int64 [1] on x's device; drawn from torch's generator where it is not given.
+        dropout: the probability that an element of ``x + bias`` is zeroed; the others are scaled by
+        1/(1 - dropout). Only in training. seed: int64 [1] on x's device; drawn from torch's
+        generator where it is not given.
 
     Raises:
         KernelError: a dtype, device or shape does not fit, or dropout is no probability.
     """
-    if seed is not None and (seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != x.device):
+    if seed is not None and (
+        seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != x.device
+    ):
         raise KernelError(
-            f"dropout_add: seed is {seed.dtype} {list(seed.shape)} on {seed.device} and x on {x.device}; give int64 [1] on x's device"
+            f"dropout_add: seed is {seed.dtype} {list(seed.shape)} on {seed.device} and x on "
+            f"{x.device}; give int64 [1] on x's device"
         )
     check_float("dropout_add", x=x, residual=residual, bias=bias)
     check_alike("dropout_add", "x", x, "residual", residual)
     check_bias("dropout_add", bias, x)
     if not 0 <= dropout <= 1:
-        raise KernelError(f"dropout_add: dropout={dropout} is no probability; give a number between 0 and 1")
+        raise KernelError(
+            f"dropout_add: dropout={dropout} is no probability; give a number between 0 and 1"
+        )
     drops = training and dropout > 0
     if not drops and bias is None:
         return residual + x
@@ -81,16 +93,29 @@ DROPOUT_ADD_BACKWARD = Kernel(
 
 
 @torch.library.custom_op("hf_zero::dropout_add", mutates_args=())
-def _dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float) -> Tensor:
+def _dropout_add(
+    x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float
+) -> Tensor:
     out = _sum_like(x, residual)
     if x.numel():
-        DROPOUT_ADD(as_rows(x), as_rows(residual), bias if bias is None else bias.contiguous(), seed, dropout, as_rows(out))
+        DROPOUT_ADD(
+            as_rows(x),
+            as_rows(residual),
+            bias if bias is None else bias.contiguous(),
+            seed,
+            dropout,
+            as_rows(out),
+        )
     return out
 
 
 @torch.library.custom_op("hf_zero::dropout_add_backward", mutates_args=())
 def _dropout_add_backward(
-    dy: Tensor, seed: Tensor | None, dropout: float, x_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+    dy: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    x_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """dx and dbias in their dtypes; what is not wanted (None) is empty."""
     dx, dbias = _gradients(dy, x_dtype, bias_dtype)
@@ -101,13 +126,19 @@ def _dropout_add_backward(
 
 
 @_dropout_add.register_fake
-def _(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float) -> Tensor:
+def _(
+    x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float
+) -> Tensor:
     return _sum_like(x, residual)
 
 
 @_dropout_add_backward.register_fake
 def _(
-    dy: Tensor, seed: Tensor | None, dropout: float, x_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+    dy: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    x_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     return _gradients(dy, x_dtype, bias_dtype)
 
@@ -116,7 +147,9 @@ def _sum_like(x: Tensor, residual: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
 
 
-def _gradients(dy: Tensor, x_dtype: torch.dtype | None, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _gradients(
+    dy: Tensor, x_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     return (
         dy.new_empty(dy.shape if x_dtype else (0,), dtype=x_dtype),
         dy.new_empty(dy.shape[-1:] if bias_dtype else (0,), dtype=bias_dtype),
@@ -136,10 +169,18 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     drops_x = x_trains and seed is not None
     dx = dbias = None
     if drops_x or bias_trains:
-        dx, dbias = _dropout_add_backward(dy, seed, ctx.dropout, x_dtype if drops_x else None, bias_dtype if bias_trains else None)
+        dx, dbias = _dropout_add_backward(
+            dy, seed, ctx.dropout, x_dtype if drops_x else None, bias_dtype if bias_trains else None
+        )
     if not drops_x:
         dx = dy.to(x_dtype) if x_trains else None
-    return dx, dy.to(residual_dtype) if residual_trains else None, dbias if bias_trains else None, None, None
+    return (
+        dx,
+        dy.to(residual_dtype) if residual_trains else None,
+        dbias if bias_trains else None,
+        None,
+        None,
+    )
 
 
 _dropout_add.register_autograd(_gradient, setup_context=_keep_seed)

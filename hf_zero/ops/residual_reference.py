@@ -1,4 +1,6 @@
-"""The residual kernels in plain torch: computed in fp32, rounded once; masks from the same Philox numbers as the kernels'."""
+"""The residual kernels in plain torch: computed in fp32, rounded once; masks from the same
+Philox numbers as the kernels'.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,27 @@ from torch import Tensor
 from hf_zero.ops.philox import kept_rows
 
 
-def dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float, out: Tensor) -> None:
-    """``out = residual + dropout(x + bias)``; x, residual, out [rows, width], bias [width], seed int64 [1] or None (no dropout)."""
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    out: Tensor,
+) -> None:
+    """``out = residual + dropout(x + bias)``; x, residual, out [rows, width], bias [width], seed
+    int64 [1] or None (no dropout).
+    """
     summed = x.float() if bias is None else x.float() + bias.float()
     out.copy_(residual.float() + dropped(summed, seed, dropout))
 
 
-def dropout_add_backward(dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None) -> None:
-    """``dx = dropout(dy)`` with the mask of the forward, and ``dbias``, its sum over the rows; what is None is not wanted."""
+def dropout_add_backward(
+    dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None
+) -> None:
+    """``dx = dropout(dy)`` with the mask of the forward, and ``dbias``, its sum over the rows;
+    what is None is not wanted.
+    """
     grad = dropped(dy.float(), seed, dropout)
     if dx is not None:
         dx.copy_(grad)

@@ -1,12 +1,14 @@
 """Rotary position embedding of queries and keys in one launch.
 
-RoFormer (Su et al., arXiv:2104.09864) in the half rotation of transformers' ``apply_rotary_pos_emb``:
-``x * cos + (-second half, first half) * sin``. Computed in fp32 and rounded once, where transformers rounds three times. Nothing but
-cos and sin is kept for the backward, which applies the transpose.
+RoFormer (Su et al., arXiv:2104.09864) in the half rotation of transformers'
+``apply_rotary_pos_emb``: ``x * cos + (-second half, first half) * sin``. Computed in fp32 and
+rounded once, where transformers rounds three times. Nothing but cos and sin is kept for the
+backward, which applies the transpose.
 
-The ops write new tensors. To overwrite q and k would move the same bytes, and autograd would answer it with copies: they are views of
-a projection's output, and an in-place change of a view clones the whole gradient in the backward. :func:`split_rotary` takes that
-output itself, [batch, sequence, heads of q, k and v], so that it can be freed at once, and gives its gradient back in one piece.
+The ops write new tensors. To overwrite q and k would move the same bytes, and autograd would answer
+it with copies: they are views of a projection's output, and an in-place change of a view clones the
+whole gradient in the backward. :func:`split_rotary` takes that output itself, [batch, sequence,
+heads of q, k and v], so that it can be freed at once, and gives its gradient back in one piece.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from hf_zero.ops.rows import FLOATS
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k rotated, in their shapes and dtypes; their memory is laid out as [batch, sequence, heads, width].
+    """q and k rotated, in their shapes and dtypes; their memory is laid out as [batch, sequence,
+    heads, width].
 
     Args:
         q: [batch, heads, sequence, width], any strides; fp32, bf16 or fp16.
         k: [batch, key heads, sequence, width]; its number of heads may be smaller.
-        cos, sin: [batch or 1, sequence, rotary width], an even width that may be smaller than q's: the columns beyond are copied.
+        cos, sin: [batch or 1, sequence, rotary width], an even width that may be smaller than q's:
+        the columns beyond are copied.
             They are constants: an attention scaling is in them already, and they get no gradient.
 
     Raises:
@@ -38,8 +42,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return _rotary(q, k, cos, sin)
 
 
-def split_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one packed projection, q and k rotated: [batch, heads, sequence, width], [batch, key heads, ...] twice.
+def split_rotary(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one packed projection, q and k rotated: [batch, heads, sequence, width],
+    [batch, key heads, ...] twice.
 
     Args:
         qkv: [batch, sequence, (heads + 2 key_heads) * width], q first, then k, then v.
@@ -51,7 +58,8 @@ def split_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: i
     together = heads + 2 * key_heads
     if qkv.dim() != 3 or min(heads, key_heads) < 1 or qkv.shape[2] % together:
         raise KernelError(
-            f"split_rotary: qkv has shape {list(qkv.shape)} for {heads} + 2 * {key_heads} heads; give [batch, sequence, heads * width]"
+            f"split_rotary: qkv has shape {list(qkv.shape)} for {heads} + 2 * {key_heads} heads; "
+            "give [batch, sequence, heads * width]"
         )
     q, k, _ = _split(qkv, heads, key_heads)
     _check("split_rotary", cos, sin, q=q, k=k)
@@ -61,39 +69,76 @@ def split_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: i
 def _check(op: str, cos: Tensor, sin: Tensor, *, q: Tensor, k: Tensor) -> None:
     for name, tensor in {"q": q, "k": k, "cos": cos, "sin": sin}.items():
         if tensor.dtype not in FLOATS:
-            raise KernelError(f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}")
+            raise KernelError(
+                f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}"
+            )
         if tensor.device != q.device:
-            raise KernelError(f"{op}: {name} is on {tensor.device} and q on {q.device}; move one of them")
+            raise KernelError(
+                f"{op}: {name} is on {tensor.device} and q on {q.device}; move one of them"
+            )
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise KernelError(
-            f"{op}: q has shape {list(q.shape)} and k {list(k.shape)}; give [batch, heads, sequence, width], alike but for the heads"
+            f"{op}: q has shape {list(q.shape)} and k {list(k.shape)}; give [batch, heads, "
+            "sequence, width], alike but for the heads"
         )
     if q.dtype != k.dtype:
         raise KernelError(f"{op}: q is {q.dtype} and k {k.dtype}; cast one of them")
     batch, _, sequence, width = q.shape
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != sequence:
+    if (
+        cos.shape != sin.shape
+        or cos.dim() != 3
+        or cos.shape[0] not in (1, batch)
+        or cos.shape[1] != sequence
+    ):
         raise KernelError(
-            f"{op}: cos has shape {list(cos.shape)} and sin {list(sin.shape)}; give both as [{batch} or 1, {sequence}, rotary width]"
+            f"{op}: cos has shape {list(cos.shape)} and sin {list(sin.shape)}; give both as "
+            f"[{batch} or 1, {sequence}, rotary width]"
         )
     if cos.shape[2] % 2 or not 0 < cos.shape[2] <= width:
-        raise KernelError(f"{op}: the rotary width is {cos.shape[2]}; give an even one, at most {width}")
+        raise KernelError(
+            f"{op}: the rotary width is {cos.shape[2]}; give an even one, at most {width}"
+        )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise KernelError(f"{op}: cos or sin asks for a gradient, which this op does not give; detach them")
+        raise KernelError(
+            f"{op}: cos or sin asks for a gradient, which this op does not give; detach them"
+        )
 
 
 def _example(device: torch.device) -> tuple[Any, ...]:
     q, k = torch.ones(1, 4, 3, 16, device=device), torch.ones(1, 2, 3, 16, device=device)
     angle = torch.ones(1, 3, 16, device=device)
-    return q, k, k, angle, angle, False, torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+    return (
+        q,
+        k,
+        k,
+        angle,
+        angle,
+        False,
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(k),
+    )
 
 
 ROTARY = Kernel("rotary", "rotary:rotary", reference.rotary, example=_example)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, backward: bool, *outs: Tensor | None) -> None:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    *outs: Tensor | None,
+) -> None:
     """With tensors whose last axis is contiguous."""
     if q.numel():
-        ROTARY(*(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, cos, sin)), backward, *outs)
+        ROTARY(
+            *(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, cos, sin)),
+            backward,
+            *outs,
+        )
 
 
 def _heads_like(x: Tensor) -> Tensor:
@@ -125,7 +170,9 @@ def _rotary_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
 
 @torch.library.custom_op("hf_zero::split_rotary", mutates_args=())
-def _split_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_rotary(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _split(qkv, heads, key_heads)
     outs = _heads_like(q), _heads_like(k), _heads_like(v)
     _run(q, k, v, cos, sin, False, *outs)
@@ -155,7 +202,9 @@ def _(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]
 
 
 @_split_rotary.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _split(qkv, heads, key_heads)
     return _heads_like(q), _heads_like(k), _heads_like(v)
 

@@ -7,9 +7,11 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: Tensor) -> None:
-    """One tensor [batch, heads, sequence, width] by cos, sin [batch or 1, sequence, rotary width]; columns beyond are copied.
+    """One tensor [batch, heads, sequence, width] by cos, sin [batch or 1, sequence, rotary width];
+    columns beyond are copied.
 
-    ``backward`` applies the transpose, which for cos and sin of equal halves is the rotation by the negative angle.
+    ``backward`` applies the transpose, which for cos and sin of equal halves is the rotation by the
+    negative angle.
     """
     rotated = cos.shape[-1]
     cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
@@ -26,9 +28,19 @@ def turn(x: Tensor, backward: bool) -> Tensor:
 
 
 def rotary(
-    q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, backward: bool, q_out: Tensor, k_out: Tensor, v_out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    q_out: Tensor,
+    k_out: Tensor,
+    v_out: Tensor | None,
 ) -> None:
-    """q and k rotated into q_out and k_out, v copied: [batch, heads, sequence, width], heads of each its own."""
+    """q and k rotated into q_out and k_out, v copied: [batch, heads, sequence, width], heads of
+    each its own.
+    """
     rotate(q, cos, sin, backward, q_out)
     rotate(k, cos, sin, backward, k_out)
     if v is not None and v_out is not None:

@@ -11,7 +11,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """``tensor`` as [rows, width] whose columns lie next to each other: a view where there is one, else a copy."""
+    """``tensor`` as [rows, width] whose columns lie next to each other: a view where there is
+    one, else a copy.
+    """
     width = tensor.shape[-1]
     rows = tensor.numel() // width if width else 0
     flat = tensor.reshape(rows, width)
@@ -24,25 +26,38 @@ def check_float(op: str, **tensors: Tensor | None) -> None:
     Raises:
         KernelError: one is not; the message says what to do.
     """
-    first_name, first = next((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    first_name, first = next(
+        (name, tensor) for name, tensor in tensors.items() if tensor is not None
+    )
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS:
-            raise KernelError(f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}")
+            raise KernelError(
+                f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}"
+            )
         if tensor.dim() == 0:
             raise KernelError(f"{op}: {name} has no axis; give at least one, [width]")
         if tensor.device != first.device:
-            raise KernelError(f"{op}: {name} is on {tensor.device} and {first_name} on {first.device}; move one of them")
+            raise KernelError(
+                f"{op}: {name} is on {tensor.device} and {first_name} on "
+                f"{first.device}; move one of them"
+            )
 
 
 def check_alike(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """``tensor`` has the shape of ``other``. Raises KernelError."""
     if tensor.shape != other.shape:
-        raise KernelError(f"{op}: {name} has shape {list(tensor.shape)} and {other_name} {list(other.shape)}; give them the same shape")
+        raise KernelError(
+            f"{op}: {name} has shape {list(tensor.shape)} and {other_name} {list(other.shape)}; "
+            "give them the same shape"
+        )
 
 
 def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:
     """``bias`` is [width of x] or None. Raises KernelError."""
     if bias is not None and bias.shape != x.shape[-1:]:
-        raise KernelError(f"{op}: bias has shape {list(bias.shape)} for an x of width {x.shape[-1]}; give one element a column")
+        raise KernelError(
+            f"{op}: bias has shape {list(bias.shape)} for an x of width {x.shape[-1]}; give "
+            "one element a column"
+        )

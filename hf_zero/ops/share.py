@@ -1,7 +1,8 @@
 """How many threads this rank's kernels get: its share of the cores, whatever OMP_NUM_THREADS says.
 
-Launchers set OMP_NUM_THREADS=1 to keep ranks out of each other's way, which leaves cores idle while one rank updates its
-shard. A rank may use the cores it is bound to; where the ranks of a machine share its cores, an equal part of them.
+Launchers set OMP_NUM_THREADS=1 to keep ranks out of each other's way, which leaves cores idle while
+one rank updates its shard. A rank may use the cores it is bound to; where the ranks of a machine
+share its cores, an equal part of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Share:
 def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
     """Threads for this rank.
 
-    ``HF_ZERO_THREADS`` if it is set. Else the cores of the affinity mask, divided by ``LOCAL_WORLD_SIZE`` unless the launcher
-    has bound this rank to a part of its own; at most the cgroup's cpu quota, divided by ``LOCAL_WORLD_SIZE``; at least 1.
+    ``HF_ZERO_THREADS`` if it is set. Else the cores of the affinity mask, divided by
+    ``LOCAL_WORLD_SIZE`` unless the launcher has bound this rank to a part of its own; at most the
+    cgroup's cpu quota, divided by ``LOCAL_WORLD_SIZE``; at least 1.
 
     Raises:
         ConfigError: one of the two variables is no number of at least 1.
@@ -44,12 +46,19 @@ def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
     source = f"{cores} cores this rank is bound to" if bound else f"{cores} cores{among}"
     quota = cpu_quota()
     if quota is not None and quota / ranks < share:
-        share, source = max(1, math.ceil(quota / ranks)), f"a cgroup quota of {quota:g} cores{among}"
+        share, source = (
+            max(1, math.ceil(quota / ranks)),
+            f"a cgroup quota of {quota:g} cores{among}",
+        )
     return Share(share, source)
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores that the cgroups (v1 or v2) of this process may keep busy, the least along the path; None where nothing limits them."""
+def cpu_quota(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """Cores that the cgroups (v1 or v2) of this process may keep busy, the least along the path;
+    None where nothing limits them.
+    """
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -60,10 +69,17 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/se
         if controllers == "":
             base, read = root, _quota_v2
         elif "cpu" in controllers.split(","):
-            base, read = next((root / name for name in (controllers, "cpu") if (root / name).is_dir()), root / "cpu"), _quota_v1
+            base, read = (
+                next(
+                    (root / name for name in (controllers, "cpu") if (root / name).is_dir()),
+                    root / "cpu",
+                ),
+                _quota_v1,
+            )
         else:
             continue
-        # In a container the path may be that of the host, and the mount is the container's own group: its root counts too.
+        # In a container the path may be that of the host, and the mount is the container's own
+        # group: its root counts too.
         place = base / path.lstrip("/")
         for folder in (place, *place.parents):
             found.append(read(folder))

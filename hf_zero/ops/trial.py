@@ -1,4 +1,6 @@
-"""Whether declared kernels work on a device: each runs its example and must agree with its reference on it."""
+"""Whether declared kernels work on a device: each runs its example and must agree with its
+reference on it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TOLERANCE = 0.02
 
 
 def declared() -> dict[str, Kernel]:
-    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not those of the kernels, which import triton."""
+    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not those of the
+    kernels, which import triton.
+    """
     import hf_zero.ops
 
     for room in pkgutil.iter_modules(hf_zero.ops.__path__):
@@ -28,7 +32,10 @@ def declared() -> dict[str, Kernel]:
 
 
 def try_out(kernel: Kernel, device: torch.device) -> str:
-    """Runs ``kernel`` on its example on ``device``: why it is broken there, or "". Draws from torch's generators and puts them back."""
+    """Runs ``kernel`` on its example on ``device``: why it is broken there, or "".
+
+    Draws from torch's generators and puts them back.
+    """
     if kernel.example is None:
         return "it declares no example"
     devices = [] if kinds.is_host(device) else [device]
@@ -41,7 +48,10 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
                 result = body(*arguments)
                 kinds.synchronize(device)
             except Exception as error:  # whatever a launch says is what the doctor tells
-                return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+                return (
+                    f"{type(error).__name__}: "
+                    f"{(str(error).strip().splitlines() or ['no message'])[0]}"
+                )
             # In-place kernels answer in their arguments.
             seen.append(list(_tensors((result, arguments))))
     if kernel.name in dispatch.broken():
@@ -49,7 +59,10 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
     for index, (one, other) in enumerate(zip(*seen, strict=True)):
         off = _distance(one, other)
         if not off <= TOLERANCE:
-            return f"differs from its reference: tensor {index}, {list(one.shape)}, by {off:.2g} of its norm"
+            return (
+                f"differs from its reference: tensor {index}, {list(one.shape)}, by "
+                f"{off:.2g} of its norm"
+            )
     return ""
 
 
@@ -70,4 +83,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     # Equal infinities, as in a mask of scores, are no difference.
     same = (one == other) | (one.isnan() & other.isnan())
     difference = torch.where(same, 0.0, one.double() - other.double()).norm()
-    return float(difference / torch.where(other.isfinite(), other.double(), 0.0).norm().clamp_min(1e-6))
+    return float(
+        difference / torch.where(other.isfinite(), other.double(), 0.0).norm().clamp_min(1e-6)
+    )

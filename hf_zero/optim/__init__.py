@@ -1,4 +1,7 @@
-"""Optimizers and learning-rate schedules for flat shards. The names below are imported on first use."""
+"""Optimizers and learning-rate schedules for flat shards.
+
+The names below are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_zero.optim' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'hf_zero.optim' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

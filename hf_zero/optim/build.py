@@ -1,8 +1,8 @@
 """Optimizers by name, from the ``optimizer`` section of a configuration.
 
-Names are read without regard to case. DeepSpeed's names mean what they mean there: ``Adam`` decays weights like AdamW
-unless ``adam_w_mode`` is false, and ``weight_decay`` is 0 unless it is given (also for ``AdamW``, where PyTorch's own
-default of 0.01 applies only with ``torch_adam: true``).
+Names are read without regard to case. DeepSpeed's names mean what they mean there: ``Adam`` decays
+weights like AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0 unless it is given
+(also for ``AdamW``, where PyTorch's own default of 0.01 applies only with ``torch_adam: true``).
 """
 
 from __future__ import annotations
@@ -51,10 +51,19 @@ _ALIASES = {
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLamb", "LARS", "Muon", "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
-    "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit", "PagedAdamW8bit",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLamb", "LARS", "Muon", "MuAdam",
+    "MuAdamW", "MuSGD", "MuonAdamW",
+    "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
+    "PagedAdamW8bit",
 )  # fmt: skip
-_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
+_ADAM_SWITCHES = (
+    "torch_adam",
+    "adam_w_mode",
+    "adamw_mode",
+    "bias_correction",
+    "set_grad_none",
+    "fp32_optimizer_states",
+)
 _SWITCHES = {
     "Adam": _ADAM_SWITCHES,
     "AdamW": _ADAM_SWITCHES,
@@ -75,35 +84,49 @@ def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
         params: parameters or parameter groups, as torch.optim takes them. What a group sets stays.
 
     Raises:
-        ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of the wrong type or range.
-        NotBuiltError: an optimizer that hf-zero knows and does not provide.
+        ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of
+        the wrong type or range. NotBuiltError: an optimizer that hf-zero knows and does not
+        provide.
     """
     name = canonical_name(cfg.type)
     cls, settings = _resolve(name, dict(cfg.params))
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. Correct optimizer.params.") from error
+        raise ConfigError(
+            f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. Correct optimizer.params."
+        ) from error
 
 
 def canonical_name(kind: str) -> str:
-    """The name ``kind`` stands for, such as ``"Adam"`` for ``"deepspeedcpuadam"``; raises as :func:`build_optimizer`."""
+    """The name ``kind`` stands for, such as ``"Adam"`` for ``"deepspeedcpuadam"``; raises as
+    :func:`build_optimizer`.
+    """
     key = str(kind).lower()
-    by_key = {name.lower(): name for name in _CLASSES} | {alias.lower(): name for alias, name in _ALIASES.items()}
+    by_key = {name.lower(): name for name in _CLASSES} | {
+        alias.lower(): name for alias, name in _ALIASES.items()
+    }
     if key in by_key:
         return by_key[key]
     not_built = {name.lower(): name for name in _NOT_BUILT}
     if key in not_built:
         raise NotBuiltError(
-            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update is not element-wise or needs kernels of its own. "
+            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update is not "
+            "element-wise or needs kernels of its own. "
             f"Use one of {', '.join(_CLASSES)}, or pass an optimizer object of your own."
         )
-    raise ConfigError(f"unknown optimizer type {kind!r}{did_you_mean(str(kind), (*_CLASSES, *_ALIASES))}")
+    raise ConfigError(
+        f"unknown optimizer type {kind!r}{did_you_mean(str(kind), (*_CLASSES, *_ALIASES))}"
+    )
 
 
 def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     cls = _CLASSES[name]
-    accepted = {key: p.default for key, p in inspect.signature(cls.__init__).parameters.items() if key not in ("self", "params")}
+    accepted = {
+        key: p.default
+        for key, p in inspect.signature(cls.__init__).parameters.items()
+        if key not in ("self", "params")
+    }
     accepted.pop("decoupled_weight_decay", None)  # what adam_w_mode says in this dialect
     switches = _SWITCHES.get(name, ())
     for key, value in given.items():
@@ -112,10 +135,15 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     narrow = not given.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(
-            f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are kept in fp32. Remove it, or use one of "
+            f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are "
+            "kept in fp32. Remove it, or use one of "
             f"{', '.join(_CHOOSES_MOMENTS)}"
         )
-    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in accepted}
+    settings = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in given.items()
+        if key in accepted
+    }
     if narrow:
         settings.setdefault("moments", "bf16")
     dialect = _DIALECTS.get(name)
@@ -126,18 +154,28 @@ def _check_key(name: str, key: str, known: tuple[str, ...]) -> None:
     if key in known:
         return
     if key == "max_grad_norm":
-        raise ConfigError("optimizer.params.max_grad_norm is not a setting of the optimizer; write gradient_clipping at the top level")
+        raise ConfigError(
+            "optimizer.params.max_grad_norm is not a setting of the optimizer; write "
+            "gradient_clipping at the top level"
+        )
     raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{did_you_mean(key, known)}")
 
 
 def _check_value(name: str, key: str, value: Any, default: Any) -> None:
     where = f"optimizer.params.{key} of {name}"
     if value == "auto" and isinstance(value, str):
-        raise ConfigError(f'{where} is "auto" and nothing has filled it in; write a number, or set it in the trainer\'s arguments')
+        raise ConfigError(
+            f'{where} is "auto" and nothing has filled it in; write a number, or set it in the '
+            "trainer's arguments"
+        )
     if isinstance(default, bool):
         ok, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, tuple):
-        ok = isinstance(value, (list, tuple)) and len(value) == len(default) and all(_is_number(item) for item in value)
+        ok = (
+            isinstance(value, (list, tuple))
+            and len(value) == len(default)
+            and all(_is_number(item) for item in value)
+        )
         wanted = f"a list of {len(default)} numbers"
     elif isinstance(default, str):
         ok, wanted = isinstance(value, str), f"a word such as {default}"
@@ -150,19 +188,26 @@ def _check_value(name: str, key: str, value: Any, default: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, Real) and not isinstance(value, bool)) or isinstance(value, torch.Tensor)
+    return (isinstance(value, Real) and not isinstance(value, bool)) or isinstance(
+        value, torch.Tensor
+    )
 
 
 def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
     if not given.get("bias_correction", True):
-        raise NotBuiltError(f"optimizer.params.bias_correction: false is not built for {cls.__name__}; remove it, or set it to true")
+        raise NotBuiltError(
+            f"optimizer.params.bias_correction: false is not built for {cls.__name__}; remove "
+            "it, or set it to true"
+        )
     decoupled = cls is torch.optim.AdamW or given.get("adam_w_mode", given.get("adamw_mode", True))
     if not given.get("torch_adam", False):
         settings.setdefault("weight_decay", 0.0)
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
 
 
-def _cpu_adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+def _cpu_adam(
+    cls: _Class, given: Mapping[str, Any], settings: _Settings
+) -> tuple[_Class, _Settings]:
     return cls, {**settings, "adamw_mode": given.get("adam_w_mode", given.get("adamw_mode", True))}
 
 

@@ -1,7 +1,9 @@
-"""Adam, Lion, Adagrad and SGD on the host kernels: one pass over CPU memory, the names and state of torch.optim.
+"""Adam, Lion, Adagrad and SGD on the host kernels: one pass over CPU memory, the names and state of
+torch.optim.
 
-``moments`` says how Adam's and Lion's moments are kept: ``"fp32"`` (4 bytes each), ``"bf16"`` (2 bytes, rounded
-stochastically) or ``"int8"`` (1 byte and a scale per 256, see :mod:`hf_zero.ops.blocks`).
+``moments`` says how Adam's and Lion's moments are kept: ``"fp32"`` (4 bytes each), ``"bf16"`` (2
+bytes, rounded stochastically) or ``"int8"`` (1 byte and a scale per 256, see
+:mod:`hf_zero.ops.blocks`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ class CPUAdam(CPUOptimizer):
 
     Args:
         params: fp32 parameters in CPU memory, or groups of them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for ``weight_decay``, 0 by default.
-        adamw_mode: decay weights apart from the gradient.
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        bias_correction: True; the update without it is not built.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for
+        ``weight_decay``, 0 by default. adamw_mode: decay weights apart from the gradient. moments:
+        ``"fp32"``, ``"bf16"`` or ``"int8"``. bias_correction: True; the update without it is not
+        built.
 
     Raises:
         ConfigError: a setting outside its range.
@@ -54,10 +56,27 @@ class CPUAdam(CPUOptimizer):
             check_range("CPUAdam", key, float(value))
         for beta in betas:
             check_range("CPUAdam", "betas", beta, below=1.0)
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
-        super().__init__(params, {**defaults, "decoupled_weight_decay": adamw_mode, "moments": moments})
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params, {**defaults, "decoupled_weight_decay": adamw_mode, "moments": moments}
+        )
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+    def update(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in self.kept:
@@ -65,7 +84,12 @@ class CPUAdam(CPUOptimizer):
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = torch.zeros(param.shape)
         state["step"] += 1
-        adam(self.arrays(state, master), grad, None, Call(group, int(state["step"]), 1.0, seed, False))
+        adam(
+            self.arrays(state, master),
+            grad,
+            None,
+            Call(group, int(state["step"]), 1.0, seed, False),
+        )
 
 
 class CPULion(CPUOptimizer):
@@ -97,15 +121,37 @@ class CPULion(CPUOptimizer):
         check_range("CPULion", "weight_decay", weight_decay)
         for beta in betas:
             check_range("CPULion", "betas", beta, below=1.0)
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize, "moments": moments})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "moments": moments,
+            },
+        )
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+    def update(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if "exp_avg" not in state:
             state["exp_avg"] = self.new_moment(group, "exp_avg", param)
         # The update needs no count; rounding needs another number at each step.
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         step = int(state["step"])
-        lion(self.arrays(state, master), grad, None, Call(group, step, 1.0, (seed << 32) + step, False))
+        lion(
+            self.arrays(state, master),
+            grad,
+            None,
+            Call(group, step, 1.0, (seed << 32) + step, False),
+        )
 
 
 class CPUAdagrad(CPUOptimizer):
@@ -113,7 +159,8 @@ class CPUAdagrad(CPUOptimizer):
 
     Args:
         params: fp32 parameters in CPU memory, or groups of them.
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad has them.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad
+        has them.
 
     Raises:
         ConfigError: a setting outside its range.
@@ -136,12 +183,25 @@ class CPUAdagrad(CPUOptimizer):
             check_range("CPUAdagrad", key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+    def update(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full(param.shape, float(group["initial_accumulator_value"]))
         state["step"] += 1
-        adagrad(self.arrays(state, master), grad, None, Call(group, int(state["step"]), 1.0, seed, False))
+        adagrad(
+            self.arrays(state, master),
+            grad,
+            None,
+            Call(group, int(state["step"]), 1.0, seed, False),
+        )
 
 
 class CPUSGD(CPUOptimizer):
@@ -152,7 +212,8 @@ class CPUSGD(CPUOptimizer):
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD has them.
 
     Raises:
-        ConfigError: a setting outside its range, or ``nesterov`` without momentum or with dampening.
+        ConfigError: a setting outside its range, or ``nesterov`` without momentum or with
+        dampening.
     """
 
     def __init__(
@@ -169,11 +230,28 @@ class CPUSGD(CPUOptimizer):
         for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_range("CPUSGD", key, float(value))
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ConfigError(f"CPUSGD: nesterov needs momentum and no dampening, and they are {momentum} and {dampening}")
-        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+            raise ConfigError(
+                "CPUSGD: nesterov needs momentum and no dampening, and they are "
+                f"{momentum} and {dampening}"
+            )
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, {**settings, "maximize": maximize})
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
+    def update(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         moving = group["momentum"] != 0
         first = moving and state.get("momentum_buffer") is None
         if first:

@@ -1,4 +1,6 @@
-"""What optimizers over host kernels share: which parameters they take, how moments are kept, what a state dict holds."""
+"""What optimizers over host kernels share: which parameters they take, how moments are kept,
+what a state dict holds.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,43 @@ MOMENTS = ("fp32", "bf16", "int8")
 
 
 class CPUOptimizer(torch.optim.Optimizer):
-    """An optimizer of fp32 parameters in CPU memory, one parameter at a time, one pass over memory each.
+    """An optimizer of fp32 parameters in CPU memory, one parameter at a time, one pass over memory
+    each.
 
-    A subclass says in ``kept`` which states a group's ``moments`` setting applies to, and whether they have a sign. In memory
-    they are fp32 tensors, bf16 tensors or :class:`~hf_zero.ops.blocks.Blocks`. A state dict holds plain tensors of the
-    parameter's shape, as torch.optim's does: Blocks are decoded, and encode to the same codes when they are loaded. So
-    a state dict goes from any setting of ``moments`` into any other, and into the torch class of the same update.
+    A subclass says in ``kept`` which states a group's ``moments`` setting applies to, and whether
+    they have a sign. In memory they are fp32 tensors, bf16 tensors or
+    :class:`~hf_zero.ops.blocks.Blocks`. A state dict holds plain tensors of the parameter's shape,
+    as torch.optim's does: Blocks are decoded, and encode to the same codes when they are loaded. So
+    a state dict goes from any setting of ``moments`` into any other, and into the torch class of
+    the same update.
     """
 
     kept: dict[str, bool] = {}
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], param: Tensor, master: Tensor, grad: Tensor, seed: int) -> None:
-        """One step. ``master`` and ``grad`` are 1-D; ``state`` is that of ``param``, in whose shape new states are made."""
+    def update(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
+        """One step.
+
+        ``master`` and ``grad`` are 1-D; ``state`` is that of ``param``, in whose shape new states
+        are made.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure.
+        """One update of every parameter that has a gradient; returns the closure's loss, if there
+        is a closure.
 
         Raises:
-            UnsupportedOptimizerError: a parameter that is not fp32 or not in CPU memory, or a sparse gradient.
+            UnsupportedOptimizerError: a parameter that is not fp32 or not in CPU memory, or a
+            sparse gradient.
         """
         loss = None
         if closure is not None:
@@ -49,7 +68,9 @@ class CPUOptimizer(torch.optim.Optimizer):
                     continue
                 self._check(param)
                 flat = param.contiguous().view(-1)
-                self.update(group, self.state[param], param, flat, param.grad.contiguous().view(-1), seed)
+                self.update(
+                    group, self.state[param], param, flat, param.grad.contiguous().view(-1), seed
+                )
                 if not param.is_contiguous():
                     param.copy_(flat.view(param.shape))
         return loss
@@ -59,13 +80,18 @@ class CPUOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
-            index: {name: v.decode().view(params[index].shape) if isinstance(v, Blocks) else v for name, v in values.items()}
+            index: {
+                name: v.decode().view(params[index].shape) if isinstance(v, Blocks) else v
+                for name, v in values.items()
+            }
             for index, values in packed["state"].items()
         }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state dict of this class or of the torch class of the same update; ``moments`` stay what they are here."""
+        """Take a state dict of this class or of the torch class of the same update; ``moments``
+        stay what they are here.
+        """
         settings = [group.get("moments") for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, moments in zip(self.param_groups, settings):
@@ -86,30 +112,40 @@ class CPUOptimizer(torch.optim.Optimizer):
     @staticmethod
     def arrays(state: dict[str, Any], master: Tensor) -> dict[str, Any]:
         """What the kernels are given: the arrays of ``state``, 1-D, and ``master``."""
-        kept = {name: flat_moment(value) for name, value in state.items() if name != "step" and value is not None}
+        kept = {
+            name: flat_moment(value)
+            for name, value in state.items()
+            if name != "step" and value is not None
+        }
         return {MASTER: master, **kept}
 
     def new_moment(self, group: dict[str, Any], name: str, param: Tensor) -> Any:
         """A moment of zeros for ``param``."""
         if group["moments"] == "int8":
             return Blocks.zeros(param.numel(), self.kept[name])
-        return torch.zeros(param.shape, dtype=torch.bfloat16 if group["moments"] == "bf16" else torch.float32)
+        return torch.zeros(
+            param.shape, dtype=torch.bfloat16 if group["moments"] == "bf16" else torch.float32
+        )
 
     def _check(self, param: Tensor) -> None:
         kind, where = type(self).__name__, f"a parameter of shape {tuple(param.shape)}"
         if param.device.type != "cpu":
             raise UnsupportedOptimizerError(
-                f"{kind}: {where} is on {param.device}, and the update runs on the CPU. Use torch.optim's class there, or offload the "
+                f"{kind}: {where} is on {param.device}, and the update runs on the CPU. Use "
+                "torch.optim's class there, or offload the "
                 'optimizer: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
             )
         if param.dtype != torch.float32:
             raise UnsupportedOptimizerError(
-                f"{kind}: {where} is {param.dtype}. Keep fp32 parameters, or fp32 masters whose 16-bit copies the update writes in the same "
+                f"{kind}: {where} is {param.dtype}. Keep fp32 parameters, or fp32 masters whose "
+                "16-bit copies the update writes in the same "
                 "pass: hf_zero.ops.adam(master, ..., out=copy)"
             )
         assert param.grad is not None
         if param.grad.is_sparse:
-            raise UnsupportedOptimizerError(f"{kind}: the gradient of {where} is sparse; make it dense")
+            raise UnsupportedOptimizerError(
+                f"{kind}: the gradient of {where} is sparse; make it dense"
+            )
 
 
 def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:

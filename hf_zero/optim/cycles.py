@@ -18,7 +18,8 @@ class LRRangeTest(Schedule):
         lr_range_test_step_size: optimizer steps of one interval.
         lr_range_test_step_rate: growth per interval, as a multiple of the start.
         lr_range_test_staircase: grow once an interval instead of every step.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first values.
+        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.
@@ -41,31 +42,36 @@ class LRRangeTest(Schedule):
         self._start(last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        intervals = (iteration + 1) // self.step_size if self.staircase else (iteration + 1) / self.step_size
+        intervals = (
+            (iteration + 1) // self.step_size
+            if self.staircase
+            else (iteration + 1) / self.step_size
+        )
         return [lr * (1.0 + self.step_rate * intervals) for lr in self.min_lrs]
 
 
 class OneCycle(Schedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then a decay; momentum moves the other way.
+    """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then a decay; momentum moves the
+    other way.
 
-    Momentum is the first of an optimizer's ``betas``; the second becomes 0.99 while momentum is cycled, as in DeepSpeed.
-    For an optimizer without ``betas`` only the learning rate moves, with a warning.
+    Momentum is the first of an optimizer's ``betas``; the second becomes 0.99 while momentum is
+    cycled, as in DeepSpeed. For an optimizer without ``betas`` only the learning rate moves, with a
+    warning.
 
     Args:
         optimizer: the optimizer whose groups are written.
         cycle_min_lr: lower learning rate, one number or one per group.
         cycle_max_lr: upper learning rate, likewise.
-        decay_lr_rate: after the cycle the learning rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``.
-        cycle_first_step_size: optimizer steps of the rise, more than 0.
+        decay_lr_rate: after the cycle the learning rate is ``cycle_min_lr / (1 + decay_lr_rate *
+        intervals)``. cycle_first_step_size: optimizer steps of the rise, more than 0.
         cycle_second_step_size: optimizer steps of the fall; None for as many.
-        cycle_first_stair_count: levels of the rise, 0 for a line.
-        cycle_second_stair_count: levels of the fall; None for as many.
-        decay_step_size: optimizer steps of one interval of the decay; 0 for no decay.
-        cycle_momentum: move momentum too.
-        cycle_min_mom: lower momentum, one number or one per group.
-        cycle_max_mom: upper momentum, likewise.
-        decay_mom_rate: after the cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first values.
+        cycle_first_stair_count: levels of the rise, 0 for a line. cycle_second_stair_count: levels
+        of the fall; None for as many. decay_step_size: optimizer steps of one interval of the
+        decay; 0 for no decay. cycle_momentum: move momentum too. cycle_min_mom: lower momentum, one
+        number or one per group. cycle_max_mom: upper momentum, likewise. decay_mom_rate: after the
+        cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``.
+        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.
@@ -90,9 +96,17 @@ class OneCycle(Schedule):
     ) -> None:
         super().__init__(optimizer)
         first = self._count("cycle_first_step_size", cycle_first_step_size, 1)
-        second = first if cycle_second_step_size is None else self._count("cycle_second_step_size", cycle_second_step_size)
+        second = (
+            first
+            if cycle_second_step_size is None
+            else self._count("cycle_second_step_size", cycle_second_step_size)
+        )
         stairs = self._count("cycle_first_stair_count", cycle_first_stair_count)
-        second_stairs = stairs if cycle_second_stair_count is None else self._count("cycle_second_stair_count", cycle_second_stair_count)
+        second_stairs = (
+            stairs
+            if cycle_second_stair_count is None
+            else self._count("cycle_second_stair_count", cycle_second_stair_count)
+        )
         self.halves = ((first, stairs), (second, second_stairs))
         self.total_size = first + second
         self.decay_step_size = self._number("decay_step_size", decay_step_size)
@@ -103,9 +117,12 @@ class OneCycle(Schedule):
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.decay_mom_rate = self._number("decay_mom_rate", decay_mom_rate)
         self.cycle_momentum = bool(cycle_momentum)
-        if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
+        if self.cycle_momentum and not all(
+            "betas" in group for group in self.optimizer.param_groups
+        ):
             warnings.warn(
-                f"OneCycle: {type(self.optimizer).__name__} has no betas, so momentum is not cycled; set cycle_momentum: false",
+                f"OneCycle: {type(self.optimizer).__name__} has no betas, so momentum is not "
+                "cycled; set cycle_momentum: false",
                 stacklevel=2,
             )
             self.cycle_momentum = False
@@ -117,7 +134,9 @@ class OneCycle(Schedule):
         if iteration < self.total_size:
             height = self._height(iteration)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
-        return [low / (1.0 + self.decay_lr_rate * self._intervals(iteration)) for low in self.min_lrs]
+        return [
+            low / (1.0 + self.decay_lr_rate * self._intervals(iteration)) for low in self.min_lrs
+        ]
 
     def moms_at(self, iteration: int) -> list[float]:
         """The momentum of each group at ``iteration``."""
@@ -126,11 +145,18 @@ class OneCycle(Schedule):
         if iteration < self.total_size:
             height = self._height(iteration)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
-        return [high * (1.0 + self.decay_mom_rate * self._intervals(iteration)) for high in self.max_moms]
+        return [
+            high * (1.0 + self.decay_mom_rate * self._intervals(iteration))
+            for high in self.max_moms
+        ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The ``betas`` of the current iteration, or None where momentum is not cycled."""
-        return [(momentum, 0.99) for momentum in self.moms_at(self.last_batch_iteration)] if self.cycle_momentum else None
+        return (
+            [(momentum, 0.99) for momentum in self.moms_at(self.last_batch_iteration)]
+            if self.cycle_momentum
+            else None
+        )
 
     def _height(self, iteration: int) -> float:
         """How far up the cycle is, from 0 to 1."""
@@ -141,7 +167,11 @@ class OneCycle(Schedule):
         return math.floor(climbed * stairs / size) / stairs if stairs else climbed / size
 
     def _intervals(self, iteration: int) -> float:
-        return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+        return (
+            (iteration - self.total_size + 1) / self.decay_step_size
+            if self.decay_step_size
+            else 0.0
+        )
 
     def _write(self) -> None:
         super()._write()

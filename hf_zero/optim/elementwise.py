@@ -1,8 +1,9 @@
 """Which optimizers may run on flat shards: those whose update treats every element alone.
 
-A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and numbers of the
-group, and nothing that is computed over a whole tensor (a norm, a row mean, a matrix product). The list is exact: a
-class not on it runs only where the user vouches for it by name, because a wrong one would train badly in silence.
+A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and
+numbers of the group, and nothing that is computed over a whole tensor (a norm, a row mean, a matrix
+product). The list is exact: a class not on it runs only where the user vouches for it by name,
+because a wrong one would train badly in silence.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     CPUSGD,
 )
 
-# What a class computes over whole tensors; by name, because most of these live in libraries that may not be installed.
+# What a class computes over whole tensors; by name, because most of these live in libraries that
+# may not be installed.
 _WHOLE_TENSOR = {
     "Adafactor": "it factors the second moment into row and column means of each matrix",
     "Muon": "it orthogonalises the momentum of each whole matrix",
@@ -55,15 +57,18 @@ _UPDATE_METHODS = ("step", "_init_group", "update")
 def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
     """The listed class whose update ``cls`` runs unchanged, or None.
 
-    ``cls`` may be a listed class or a subclass of one that overrides none of ``step``, ``_init_group`` and ``update``: new
-    defaults in ``__init__`` are fine, a new update is not.
+    ``cls`` may be a listed class or a subclass of one that overrides none of ``step``,
+    ``_init_group`` and ``update``: new defaults in ``__init__`` are fine, a new update is not.
     """
     listed = next((ancestor for ancestor in cls.__mro__ if ancestor in ELEMENTWISE), None)
     if listed is None:
         return None
     for name in _UPDATE_METHODS:
-        # torch leaves a profiling wrapper of the inherited ``step`` on every subclass: look through it.
-        if inspect.unwrap(getattr(cls, name, _nothing)) is not inspect.unwrap(getattr(listed, name, _nothing)):
+        # torch leaves a profiling wrapper of the inherited ``step`` on every subclass: look through
+        # it.
+        if inspect.unwrap(getattr(cls, name, _nothing)) is not inspect.unwrap(
+            getattr(listed, name, _nothing)
+        ):
             return None
     return listed
 
@@ -85,26 +90,39 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
         allowed: class names the user vouches for (the configuration's ``elementwise_optimizers``).
 
     Raises:
-        UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, or it is no
+        UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, or it
+        is no
             ``torch.optim.Optimizer`` at all.
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedOptimizerError(
-            f"{cls.__module__}.{cls.__qualname__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper of it"
+            f"{cls.__module__}.{cls.__qualname__} is not a torch.optim.Optimizer; pass the "
+            "optimizer itself, not a wrapper of it"
         )
     if elementwise_base(cls) is not None or vouched_for(cls, allowed):
         return
     listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
-    reason = next((_WHOLE_TENSOR[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_TENSOR), None)
+    reason = next(
+        (_WHOLE_TENSOR[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_TENSOR),
+        None,
+    )
     if reason is not None:
         why = f"its update needs whole-tensor numbers: {reason}, which is wrong on a shard"
     elif listed is not None:
-        why = f"it replaces the update of torch.optim.{listed.__name__} by its own, which hf-zero cannot know to be element-wise"
+        why = (
+            f"it replaces the update of torch.optim.{listed.__name__} by its own, which hf-zero "
+            "cannot know to be element-wise"
+        )
     else:
-        why = "hf-zero does not know whether its update needs whole-tensor numbers (norms, row means), which are wrong on a shard"
+        why = (
+            "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
+            "means), which are wrong on a shard"
+        )
     names = ", ".join(sorted(base.__name__ for base in ELEMENTWISE))
     raise UnsupportedOptimizerError(
-        f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; or, if every element of its "
-        f'update depends on that element alone, say so in the configuration: "elementwise_optimizers": ["{cls.__name__}"].'
+        f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
+        "or, if every element of its "
+        "update depends on that element alone, say so in the configuration: "
+        f'"elementwise_optimizers": ["{cls.__name__}"].'
     )

@@ -1,11 +1,13 @@
-"""One launch for the update of all segments: Adam, AdamW and Lion by the flat kernels, in place of the optimizer's own step.
+"""One launch for the update of all segments: Adam, AdamW and Lion by the flat kernels, in place of
+the optimizer's own step.
 
 [Note: what stays as it was]
-State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state dicts do not know who stepped. Its
-moments are views of one arena for each name, its counters views of one tensor with an entry a group; an entry a segment, from the first
-step on that leaves one out. Whatever puts other tensors there (``load_state_dict``, a checkpoint) is noticed by identity at the next step,
-and they are moved in. Before the optimizer's own step runs after all, its counters are parted: torch counts each by itself, and would count
-a shared one as often as it is shared.
+State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state
+dicts do not know who stepped. Its moments are views of one arena for each name, its counters views
+of one tensor with an entry a group; an entry a segment, from the first step on that leaves one out.
+Whatever puts other tensors there (``load_state_dict``, a checkpoint) is noticed by identity at the
+next step, and they are moved in. Before the optimizer's own step runs after all, its counters are
+parted: torch counts each by itself, and would count a shared one as often as it is shared.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Launch:
-    """Parts whose masters, gradients and copies lie in the same storages; the first one shows in which."""
+    """Parts whose masters, gradients and copies lie in the same storages; the first one shows in
+    which.
+    """
 
     segment: Segment
     part: Part
@@ -39,9 +43,17 @@ class _Launch:
 
 
 class FusedStep:
-    """The update of ``optimizer``, whose class runs the update of ``base``, over segments of one device."""
+    """The update of ``optimizer``, whose class runs the update of ``base``, over segments of one
+    device.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., Any], kernels: Any):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type | None,
+        step: Callable[..., Any],
+        kernels: Any,
+    ):
         self._optimizer = optimizer
         self._base = base
         self._kernel = _KERNELS.get(base) if base is not None else None
@@ -63,22 +75,38 @@ class FusedStep:
         self._written: set[str] = set()
 
     def divide(self) -> None:
-        """Segments have been cut in parts, with their state, which are counted by themselves from now on."""
+        """Segments have been cut in parts, with their state, which are counted by themselves
+        from now on.
+        """
         self._apart, self._homes, self._rows, self._steps = True, {}, {}, None
 
     # ---- whether ----
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Whether the next step over ``segments`` is a launch. If not, the optimizer can make it."""
-        if self._kernel is None or not self._own_step or not any(segment.parts for segment in segments):
+        """Whether the next step over ``segments`` is a launch.
+
+        If not, the optimizer can make it.
+        """
+        if (
+            self._kernel is None
+            or not self._own_step
+            or not any(segment.parts for segment in segments)
+        ):
             return False
         device = segments[0].tensor.device
-        if not dispatch.wanted("optimizer", self._kernels, device) or self._kernel.name in dispatch.broken():
+        if (
+            not dispatch.wanted("optimizer", self._kernels, device)
+            or self._kernel.name in dispatch.broken()
+        ):
             return False
-        if self._optimizer._optimizer_step_pre_hooks:  # they may look at the gradient of each tensor
+        # they may look at the gradient of each tensor
+        if self._optimizer._optimizer_step_pre_hooks:
             return False
         groups = self._optimizer.param_groups
-        return all(_is_plain(groups[index], self._base) for index in {segment.group for segment in segments}) and all(
+        return all(
+            _is_plain(groups[index], self._base)
+            for index in {segment.group for segment in segments}
+        ) and all(
             segment.tensor.device == device
             and segment.tensor.dtype == torch.float32
             and all(_is_ready(part, device) for part in segment.parts)
@@ -96,7 +124,8 @@ class FusedStep:
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
     ) -> set[str]:
-        """One update of ``segments`` but for those ``left_out``, with the optimizer's hooks around it.
+        """One update of ``segments`` but for those ``left_out``, with the optimizer's hooks around
+        it.
 
         Returns the keys of the flats among ``shards`` whose new values were written there.
         """
@@ -107,9 +136,19 @@ class FusedStep:
             self._rows = {segment: row for row, segment in enumerate(segments)}
         if not self._is_home(segments):
             self._bring_home(regions, segments)
-        stepped = [segment for segment in segments if segment not in left_out] if left_out else segments
-        divisor = None if grad_scale is None else grad_scale.detach().to(device, torch.float32).reshape(())
-        skip = None if found_inf is None else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
+        stepped = (
+            [segment for segment in segments if segment not in left_out] if left_out else segments
+        )
+        divisor = (
+            None
+            if grad_scale is None
+            else grad_scale.detach().to(device, torch.float32).reshape(())
+        )
+        skip = (
+            None
+            if found_inf is None
+            else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
+        )
 
         def launch(optimizer: torch.optim.Optimizer) -> None:
             self._launch(stepped, divisor, skip, shards)
@@ -117,7 +156,13 @@ class FusedStep:
         torch.optim.Optimizer.profile_hook_step(launch)(self._optimizer)
         return self._written
 
-    def _launch(self, segments: Sequence[Segment], divisor: Tensor | None, skip: Tensor | None, shards: Mapping[str, Tensor]) -> None:
+    def _launch(
+        self,
+        segments: Sequence[Segment],
+        divisor: Tensor | None,
+        skip: Tensor | None,
+        shards: Mapping[str, Tensor],
+    ) -> None:
         assert self._steps is not None
         if not segments:
             self._written = set()
@@ -127,26 +172,46 @@ class FusedStep:
         for each in self._launches:
             shard, grad = shards.get(each.part.flat.key), each.part.flat.grad
             assert grad is not None
-            master, out = _storage_of(each.segment.tensor), None if shard is None else _storage_of(shard)
+            master, out = (
+                _storage_of(each.segment.tensor),
+                None if shard is None else _storage_of(shard),
+            )
             told: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
             if self._kernel is ADAM:
                 moments = self._arenas["exp_avg"], self._arenas["exp_avg_sq"]
                 adam_(master, _storage_of(grad), *moments, each.tiles, coefficients, **told)
             else:
-                lion_(master, _storage_of(grad), self._arenas["exp_avg"], each.tiles, coefficients, **told)
+                lion_(
+                    master,
+                    _storage_of(grad),
+                    self._arenas["exp_avg"],
+                    each.tiles,
+                    coefficients,
+                    **told,
+                )
 
     def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
         """Count the step of ``segments``; what each row is to be updated with."""
         if not self._apart:
             used = {segment.group for segment in segments}
             groups = self._optimizer.param_groups
-            rows = [self._row(group) if index in used else Settings(0.0) for index, group in enumerate(groups)]
+            rows = [
+                self._row(group) if index in used else Settings(0.0)
+                for index, group in enumerate(groups)
+            ]
             return advance_(steps, self._uploaded(rows, steps.device), skip)
         chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
         place = upload(chosen, steps.device)
         counted = steps[place]
-        by_group = {group: self._row(self._optimizer.param_groups[group]) for group in {segment.group for segment in segments}}
-        found = advance_(counted, self._uploaded([by_group[segment.group] for segment in segments], steps.device), skip)
+        by_group = {
+            group: self._row(self._optimizer.param_groups[group])
+            for group in {segment.group for segment in segments}
+        }
+        found = advance_(
+            counted,
+            self._uploaded([by_group[segment.group] for segment in segments], steps.device),
+            skip,
+        )
         steps[place] = counted
         coefficients = found.new_zeros(steps.numel(), found.shape[1])
         coefficients[place] = found
@@ -155,13 +220,23 @@ class FusedStep:
     def _uploaded(self, rows: Sequence[Settings], device: torch.device) -> Tensor:
         """The settings ``rows``, on the device; copied there if one of them has changed."""
         told = [row.numbers() for row in rows]
-        if self._settings is None or told != self._told or any(isinstance(row.lr, Tensor) for row in rows):
+        if (
+            self._settings is None
+            or told != self._told
+            or any(isinstance(row.lr, Tensor) for row in rows)
+        ):
             self._settings, self._told = settings_table(rows, device), told
         return self._settings
 
     def _row(self, group: Mapping[str, Any]) -> Settings:
         beta1, beta2 = group["betas"]
-        shared = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        shared = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+        }
         if self._kernel is LION:
             return Settings(**shared, corrected=False)
         decoupled = group.get("decoupled_weight_decay", self._base is torch.optim.AdamW)
@@ -172,7 +247,11 @@ class FusedStep:
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
         """Make tables of where everything lies, unless it lies where it did in the last step."""
         key = tuple(
-            (_address(segment.tensor), _address(part.flat.grad), _address(shards.get(part.flat.key)))
+            (
+                _address(segment.tensor),
+                _address(part.flat.grad),
+                _address(shards.get(part.flat.key)),
+            )
             for segment in segments
             for part in segment.parts
         )
@@ -184,7 +263,10 @@ class FusedStep:
             for part in segment.parts:
                 grad, shard = part.flat.grad, shards.get(part.flat.key)
                 assert grad is not None
-                kind = tuple(None if t is None else (t.untyped_storage()._cdata, t.dtype) for t in (segment.tensor, grad, shard))
+                kind = tuple(
+                    None if t is None else (t.untyped_storage()._cdata, t.dtype)
+                    for t in (segment.tensor, grad, shard)
+                )
                 piece = Piece(
                     part.stop - part.start,
                     self._row_of(segment),
@@ -197,18 +279,25 @@ class FusedStep:
                 if shard is not None:
                     covered[part.flat.key] = covered.get(part.flat.key, 0) + piece.length
         device = segments[0].tensor.device
-        self._launches = [_Launch(segment, part, Tiles.cut(pieces, device)) for segment, part, pieces in together.values()]
+        self._launches = [
+            _Launch(segment, part, Tiles.cut(pieces, device))
+            for segment, part, pieces in together.values()
+        ]
         self._written = {name for name, numel in covered.items() if numel == shards[name].numel()}
         self._key = key
 
     def _is_home(self, segments: Sequence[Segment]) -> bool:
         state = self._optimizer.state
         return bool(self._homes) and all(
-            state[segment.tensor].get(name) is home for segment in segments for name, home in self._homes[segment].items()
+            state[segment.tensor].get(name) is home
+            for segment in segments
+            for name, home in self._homes[segment].items()
         )
 
     def _bring_home(self, regions: Sequence[Region], segments: Sequence[Segment]) -> None:
-        """Move the state of ``segments`` into the arenas; state that does not exist yet is created there."""
+        """Move the state of ``segments`` into the arenas; state that does not exist yet is
+        created there.
+        """
         assert self._kernel is not None
         places, total = self._places(regions)
         device = segments[0].tensor.device
@@ -220,20 +309,31 @@ class FusedStep:
             arena = self._arenas[name]
             for segment in segments:
                 numel = segment.tensor.numel()
-                home = arena[places[segment] : places[segment] + numel] if segment.parts else torch.zeros(numel, device=device)
+                home = (
+                    arena[places[segment] : places[segment] + numel]
+                    if segment.parts
+                    else torch.zeros(numel, device=device)
+                )
                 self._move(state[segment.tensor], name, homes[segment], home)
         if self._steps is None:
             number = len(self._rows) if self._apart else len(self._optimizer.param_groups)
             self._steps = torch.zeros(number, dtype=torch.float32, device=device)
         if self._kernel is ADAM:
             for segment in segments:
-                self._move(state[segment.tensor], "step", homes[segment], self._steps[self._row_of(segment)])
+                self._move(
+                    state[segment.tensor],
+                    "step",
+                    homes[segment],
+                    self._steps[self._row_of(segment)],
+                )
         self._homes, self._launches = homes, []
 
     def _row_of(self, segment: Segment) -> int:
         return self._rows[segment] if self._apart else segment.group
 
-    def _move(self, state: dict[str, Any], name: str, homes: dict[str, Tensor], home: Tensor) -> None:
+    def _move(
+        self, state: dict[str, Any], name: str, homes: dict[str, Tensor], home: Tensor
+    ) -> None:
         value = state.get(name)
         if value is None:
             home.zero_()
@@ -246,7 +346,10 @@ class FusedStep:
 
     @staticmethod
     def _places(regions: Sequence[Region]) -> tuple[dict[Segment, int], int]:
-        """Where each segment begins in an arena, and how long that is. A region lies there as its masters do, and at the same phase."""
+        """Where each segment begins in an arena, and how long that is.
+
+        A region lies there as its masters do, and at the same phase.
+        """
         places: dict[Segment, int] = {}
         total = 0
         for region in regions:
@@ -259,7 +362,9 @@ class FusedStep:
         return places, total
 
     def part(self) -> None:
-        """Give each tensor its own counter: the optimizer's step is going to count them one by one."""
+        """Give each tensor its own counter: the optimizer's step is going to count them one by
+        one.
+        """
         if self._kernel is ADAM:
             for segment, homes in self._homes.items():
                 entries = self._optimizer.state[segment.tensor]
@@ -269,20 +374,33 @@ class FusedStep:
 
 
 def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
-    """Whether the update of ``optimizer`` on ``device`` is a launch that reads gradients in 16 bits as they are. torch's own update has
-    all of them cast to fp32 first, and so needs more memory at its peak than fp32 gradients take."""
+    """Whether the update of ``optimizer`` on ``device`` is a launch that reads gradients in 16 bits
+    as they are. torch's own update has all of them cast to fp32 first, and so needs more memory at
+    its peak than fp32 gradients take.
+    """
     base = elementwise_base(type(optimizer))
     kernel = _KERNELS.get(base) if base is not None else None
-    if kernel is None or not dispatch.wanted("optimizer", kernels, device) or kernel.name in dispatch.broken():
+    if (
+        kernel is None
+        or not dispatch.wanted("optimizer", kernels, device)
+        or kernel.name in dispatch.broken()
+    ):
         return False
     # torch's classes are told to be fused when they are bound, unless the group says otherwise.
-    plain = [{**group, "fused": group.get("fused") is not False and group.get("foreach") is None} for group in optimizer.param_groups]
+    plain = [
+        {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
+        for group in optimizer.param_groups
+    ]
     return all(_is_plain(group, base) for group in plain)
 
 
 def _is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which notes the call, around it."""
-    function = getattr(step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None)
+    """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which
+    notes the call, around it.
+    """
+    function = getattr(
+        step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
+    )
     return function is type(optimizer).step
 
 
@@ -301,11 +419,18 @@ def _is_number(lr: Any) -> bool:
 
 def _is_ready(part: Part, device: torch.device) -> bool:
     grad = part.flat.grad
-    return grad is not None and grad.device == device and grad.dtype in _GRADIENTS and grad.is_contiguous()
+    return (
+        grad is not None
+        and grad.device == device
+        and grad.dtype in _GRADIENTS
+        and grad.is_contiguous()
+    )
 
 
 def _address(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:
-    """Where ``tensor`` lies, and where in its storage: memory that was freed comes back at the same place as part of another."""
+    """Where ``tensor`` lies, and where in its storage: memory that was freed comes back at the
+    same place as part of another.
+    """
     return None if tensor is None else (tensor.data_ptr(), _begin(tensor), tensor.dtype)
 
 
@@ -315,4 +440,6 @@ def _begin(tensor: Tensor) -> int:
 
 def _storage_of(tensor: Tensor) -> Tensor:
     """All of the memory that ``tensor`` is a view of, in its dtype: 1-D."""
-    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return tensor.detach().as_strided(
+        (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+    )

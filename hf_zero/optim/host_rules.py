@@ -1,7 +1,8 @@
-"""Which updates the host kernels make in the place of an optimizer's own, and with which of its settings.
+"""Which updates the host kernels make in the place of an optimizer's own, and with which of its
+settings.
 
-A rule is chosen by the listed class that an optimizer is (see ``elementwise.py``). Its result is the class's own up to rounding;
-a setting that it does not know leaves the update to the class.
+A rule is chosen by the listed class that an optimizer is (see ``elementwise.py``). Its result is
+the class's own up to rounding; a setting that it does not know leaves the update to the class.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from hf_zero.optim.lion import Lion
 
 @dataclass(frozen=True)
 class Rule:
-    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are the states that may be kept in 16 or 8 bits."""
+    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are
+    the states that may be kept in 16 or 8 bits.
+    """
 
     update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
     knows: Callable[[Mapping[str, Any]], bool]
@@ -52,7 +55,9 @@ RULES: dict[type, Rule] = {
 
 
 def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
-    """The rule for a group of an optimizer whose update is that of the listed class ``base``; None where there is none."""
+    """The rule for a group of an optimizer whose update is that of the listed class ``base``;
+    None where there is none.
+    """
     for cls in base.__mro__ if base is not None else ():
         if cls in RULES:
             return RULES[cls] if RULES[cls].knows(group) else None

@@ -1,7 +1,9 @@
-"""A parameter group's settings as a checkpoint keeps them: plain JSON values, without tensors and without switches.
+"""A parameter group's settings as a checkpoint keeps them: plain JSON values, without tensors and
+without switches.
 
-``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the running process computes, not what, so they
-are neither saved nor restored. A value that JSON cannot hold (a function, say) stays with the running object.
+``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the running process computes,
+not what, so they are neither saved nor restored. A value that JSON cannot hold (a function, say)
+stays with the running object.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ _MISSING = object()
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``group`` as JSON-able values; tuples become lists, one-element tensors numbers."""
+    """The settings of ``group`` as JSON-able values; tuples become lists, one-element tensors
+    numbers.
+    """
     values = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_KEPT}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
 def restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled in place, tuple, number)."""
+    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled
+    in place, tuple, number).
+    """
     for name, value in saved.items():
         if name in _NOT_KEPT:
             continue
@@ -31,7 +37,10 @@ def restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
             present.fill_(value)
         elif isinstance(present, tuple):
             group[name] = (
-                tuple(old.fill_(new) if isinstance(old, Tensor) else new for old, new in zip(present, value))
+                tuple(
+                    old.fill_(new) if isinstance(old, Tensor) else new
+                    for old, new in zip(present, value)
+                )
                 if len(present) == len(value)
                 else tuple(value)
             )

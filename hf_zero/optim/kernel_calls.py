@@ -1,4 +1,6 @@
-"""The host kernels of optimizers, called with a parameter group's settings: by the CPU classes and for what is offloaded."""
+"""The host kernels of optimizers, called with a parameter group's settings: by the CPU classes
+and for what is offloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is given beside the arrays: the optimizer's ``group`` as it was when the step began, and the step's number from 1 on."""
+    """What a kernel is given beside the arrays: the optimizer's ``group`` as it was when the
+    step began, and the step's number from 1 on.
+    """
 
     group: Mapping[str, Any]
     step: int
@@ -60,7 +64,9 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
 
 def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """One step of Lion."""
-    host.lion(held[MASTER], grad, held["exp_avg"], seed=call.seed, **_betas(call), **_shared(out, call))
+    host.lion(
+        held[MASTER], grad, held["exp_avg"], seed=call.seed, **_betas(call), **_shared(out, call)
+    )
 
 
 def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:

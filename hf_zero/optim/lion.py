@@ -1,6 +1,8 @@
-"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675).
+"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023,
+arXiv:2302.06675).
 
-One state tensor (``exp_avg``) instead of Adam's two. The update of an element uses that element alone.
+One state tensor (``exp_avg``) instead of Adam's two. The update of an element uses that element
+alone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Lion(torch.optim.Optimizer):
         betas: coefficients of the update and of the momentum, each in [0, 1).
         weight_decay: decoupled weight decay; the paper takes 3 to 10 times more than for AdamW.
         maximize: ascend instead of descend.
-        foreach: run over lists of tensors (None: wherever all tensors of a group are alike in device and dtype).
+        foreach: run over lists of tensors (None: wherever all tensors of a group are alike in
+        device and dtype).
 
     Raises:
         ConfigError: a hyperparameter lies outside its range (a ValueError).
@@ -51,7 +54,13 @@ class Lion(torch.optim.Optimizer):
             raise ConfigError(f"Lion: betas is {betas}; give two numbers in [0, 1)")
         if not weight_decay >= 0.0:
             raise ConfigError(f"Lion: weight_decay is {weight_decay}; give a number of at least 0")
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach}
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+        }
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -62,7 +71,9 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        """One update of every parameter that has a gradient; returns the closure's loss, if
+        there is a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,16 +89,29 @@ class Lion(torch.optim.Optimizer):
                 foreach = len({(t.device, t.dtype) for t in (*params, *grads, *moments)}) == 1
             update = _foreach_update if foreach else _reference_update
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            update(params, grads, moments, lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
+            update(
+                params,
+                grads,
+                moments,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+            )
         return loss
 
-    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _with_gradients(
+        self, group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params, grads, moments = [], [], []
         for param in group["params"]:
             if param.grad is None:
                 continue
             if param.grad.is_sparse:
-                raise UnsupportedOptimizerError(f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is sparse; make it dense")
+                raise UnsupportedOptimizerError(
+                    f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is "
+                    "sparse; make it dense"
+                )
             state = self.state[param]
             if not state:
                 state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -98,7 +122,14 @@ class Lion(torch.optim.Optimizer):
 
 
 def _foreach_update(
-    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
 ) -> None:
     directions = torch._foreach_mul(moments, beta1)
     torch._foreach_add_(directions, grads, alpha=1 - beta1)
@@ -112,7 +143,14 @@ def _foreach_update(
 
 
 def _reference_update(
-    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
 ) -> None:
     """The slow path: one tensor at a time, a line per line of the paper's algorithm 2."""
     for param, grad, moment in zip(params, grads, moments):

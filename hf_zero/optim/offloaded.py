@@ -1,9 +1,11 @@
-"""An optimizer some or all of whose state is offloaded: the segments of those flats are updated piece by piece, on the host.
+"""An optimizer some or all of whose state is offloaded: the segments of those flats are updated
+piece by piece, on the host.
 
-A step has two halves. :meth:`OffloadedOptimizer.step` steps what is on the device and runs the optimizer's hooks;
-:meth:`OffloadedOptimizer.begin` gives an :class:`Update` for the rest, whose flats may be updated in any order, by another
-thread too where all groups have a rule (``host_rules.py``). Groups without one are stepped by the optimizer itself, with
-gradients for one piece at a time.
+A step has two halves. :meth:`OffloadedOptimizer.step` steps what is on the device and runs the
+optimizer's hooks; :meth:`OffloadedOptimizer.begin` gives an :class:`Update` for the rest, whose
+flats may be updated in any order, by another thread too where all groups have a rule
+(``host_rules.py``). Groups without one are stepped by the optimizer itself, with gradients for one
+piece at a time.
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.table import Flat, Region, Segment, apart, cut
 
-BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)  # in their first step the gradient itself is the momentum
+# in their first step the gradient itself is the momentum
+BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 class OffloadedOptimizer(BoundOptimizer):
     """As :class:`BoundOptimizer`; flats with ``states`` keep their masters and moments there.
 
     Args:
-        moments: how the states that a rule allows are kept there: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        moments: how the states that a rule allows are kept there: ``"fp32"``, ``"bf16"`` or
+        ``"int8"``.
 
     Raises:
         ConfigError: ``moments`` in fewer bits for an optimizer whose states must be fp32.
-        UnsupportedOptimizerError: an optimizer that the user vouches for counts its steps elsewhere than in its state.
+        UnsupportedOptimizerError: an optimizer that the user vouches for counts its steps elsewhere
+        than in its state.
     """
 
     def __init__(
@@ -52,7 +57,8 @@ class OffloadedOptimizer(BoundOptimizer):
         self._moments = moments
         self._fresh: set[Segment] = set()  # not stepped yet
         self._hosted: dict[str, list[Segment]] = {}  # by flat
-        self._made: set[tuple[str, str]] = set()  # arrays, by flat and name, that did not exist when segments were cut
+        # arrays, by flat and name, that did not exist when segments were cut
+        self._made: set[tuple[str, str]] = set()
         self._refuse_counters(optimizer)
         super().__init__(optimizer, flats, group_of, parameters, kernels)
 
@@ -60,11 +66,17 @@ class OffloadedOptimizer(BoundOptimizer):
     def _refuse_counters(optimizer: torch.optim.Optimizer) -> None:
         if elementwise_base(type(optimizer)) is not None:
             return
-        counted = [name for group in optimizer.param_groups for name in state.counted_elsewhere(optimizer, group)]
+        counted = [
+            name
+            for group in optimizer.param_groups
+            for name in state.counted_elsewhere(optimizer, group)
+        ]
         if counted:
             raise UnsupportedOptimizerError(
-                f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its groups or of itself in each step(), and offloaded "
-                "state is stepped piece by piece: keep that number in the state of each parameter, or do not offload the optimizer"
+                f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its "
+                "groups or of itself in each step(), and offloaded "
+                "state is stepped piece by piece: keep that number in the state of each parameter, "
+                "or do not offload the optimizer"
             )
 
     def _bind(self, flats: Sequence[Flat], groups: set[int]) -> None:
@@ -77,7 +89,9 @@ class OffloadedOptimizer(BoundOptimizer):
 
     def _list_segments(self) -> None:
         super()._list_segments()
-        self._stepped = [segment for segment in self._segments if segment.parts and not self._is_hosted(segment)]
+        self._stepped = [
+            segment for segment in self._segments if segment.parts and not self._is_hosted(segment)
+        ]
 
     def _bind_segment(self, segment: Segment) -> None:
         if self._is_hosted(segment):
@@ -85,7 +99,9 @@ class OffloadedOptimizer(BoundOptimizer):
         else:
             super()._bind_segment(segment)
 
-    def _divide(self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]) -> dict[Segment, list[tuple[Hashable, Segment]]]:
+    def _divide(
+        self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
+    ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
         divided = super()._divide(segments, kind_of)
         for segment, found in divided.items():
             pieces = [piece for _, piece in found]
@@ -99,7 +115,9 @@ class OffloadedOptimizer(BoundOptimizer):
         return divided
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
-        """Keep the states of some flats on the device from now on: ``moved`` has, by key, what gives a flat its masters there."""
+        """Keep the states of some flats on the device from now on: ``moved`` has, by key, what
+        gives a flat its masters there.
+        """
         flats = {flat.key: flat for flat in self._flats}
         scalars, apart = self.scalars(), self.apart()
         fresh = frozenset[str]().union(*(segment.names for segment in self._fresh))
@@ -121,7 +139,9 @@ class OffloadedOptimizer(BoundOptimizer):
                 continue
             region = apart(flat, self.group_of)
             for segment in region.segments:
-                segment.tensor = torch.nn.Parameter(self._entry(segment, MASTER), requires_grad=False)
+                segment.tensor = torch.nn.Parameter(
+                    self._entry(segment, MASTER), requires_grad=False
+                )
             self._hosted[flat.key] = region.segments
             regions.append(region)
         return regions
@@ -131,14 +151,21 @@ class OffloadedOptimizer(BoundOptimizer):
         return torch.zeros(1)
 
     def step(
-        self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None, shards: Mapping[str, Tensor] | None = None
+        self,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        shards: Mapping[str, Tensor] | None = None,
     ) -> set[str]:
-        """As the base class has it, for what is on the device. Stand-ins are in host memory, whatever others of their group are:
-        they count by themselves, with a gradient of zero that no number of the device scales."""
+        """As the base class has it, for what is on the device. Stand-ins are in host memory,
+        whatever others of their group are: they count by themselves, with a gradient of zero that
+        no number of the device scales.
+        """
         written = super().step(grad_scale, found_inf, shards)
         if self._stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
             zeros = [torch.zeros_like(segment.tensor) for segment in self._stand_ins]
-            self._step_over(self._stand_ins, zeros, None, None, self._takes_scale(), self._bare_step)
+            self._step_over(
+                self._stand_ins, zeros, None, None, self._takes_scale(), self._bare_step
+            )
         return written
 
     def _takes_scale(self) -> bool:
@@ -159,10 +186,16 @@ class OffloadedOptimizer(BoundOptimizer):
 
     def rule(self, group: int) -> Rule | None:
         """The host kernel that updates ``group``; None where the optimizer does it itself."""
-        hosted = [segment for segments in self._hosted.values() for segment in segments if segment.group == group]
+        hosted = [
+            segment
+            for segments in self._hosted.values()
+            for segment in segments
+            if segment.group == group
+        ]
         if any(segment.tensor.dtype != torch.float32 for segment in hosted):
             return None
-        # Without the native core torch's own update is faster than the reference, but knows fp32 only.
+        # Without the native core torch's own update is faster than the reference, but knows fp32
+        # only.
         compressed = self._moments != "fp32" or self.groups[group].get("moments", "fp32") != "fp32"
         return rule_of(self._base, self.groups[group]) if native.available() or compressed else None
 
@@ -193,27 +226,36 @@ class OffloadedOptimizer(BoundOptimizer):
         return state.fresh_state(self.optimizer, group, torch.zeros(1, dtype=segment.tensor.dtype))
 
     def _form(self, name: str, dtype: torch.dtype, group: int) -> Form:
-        moments = self._moments if self._moments != "fp32" else self.groups[group].get("moments", "fp32")
+        moments = (
+            self._moments if self._moments != "fp32" else self.groups[group].get("moments", "fp32")
+        )
         if moments == "fp32" or dtype != torch.float32:
             return Form(dtype)
         rule = self.rule(group)
         if rule is None or name not in rule.compressible:
             raise ConfigError(
-                f"offload_optimizer.moments = {moments!r}: state {name!r} of {type(self.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
+                f"offload_optimizer.moments = {moments!r}: state {name!r} of "
+                f"{type(self.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
                 'or Lion, or write "moments": "fp32"'
             )
         return form_of(moments, dtype, rule.compressible[name])
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """As the base class has it; what is offloaded may be a copy, to be changed with :meth:`load_tensor`."""
+        """As the base class has it; what is offloaded may be a copy, to be changed with
+        :meth:`load_tensor`.
+        """
         if flat.states is None:
             return super().tensors(flat)
         flat.settle()
         return {name: flat.states.fetch(name) for name in self.names(flat)}
 
     def names(self, flat: Flat) -> list[str]:
-        """Arrays of a flat whose states are offloaded that hold something: a momentum that the first step is to begin does not yet."""
-        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self._hosted[flat.key])
+        """Arrays of a flat whose states are offloaded that hold something: a momentum that the
+        first step is to begin does not yet.
+        """
+        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(
+            self._hosted[flat.key]
+        )
         return [MASTER] if begins else flat.states.names()
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
@@ -243,17 +285,24 @@ class OffloadedOptimizer(BoundOptimizer):
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
         """As the base class has it. What is in files is read into memory, all of it."""
-        places = {id(tensor): place for place, tensor in enumerate(p for group in self.groups for p in group["params"])}
+        places = {
+            id(tensor): place
+            for place, tensor in enumerate(p for group in self.groups for p in group["params"])
+        }
         entries = dict(packed["state"])
         for segments in self._hosted.values():
             arrays = self.tensors(segments[0].parts[0].flat)
             for segment in segments:
                 place = places[id(segment.tensor)]
                 numbers = {
-                    name: value for name, value in entries.get(place, {}).items() if name not in segment.parts[0].flat.states.names()
+                    name: value
+                    for name, value in entries.get(place, {}).items()
+                    if name not in segment.parts[0].flat.states.names()
                 }
                 kept = entries.get(place, {}).keys() & arrays.keys()
-                entries[place] = numbers | {name: arrays[name][segment.start : segment.stop] for name in kept}
+                entries[place] = numbers | {
+                    name: arrays[name][segment.start : segment.stop] for name in kept
+                }
         return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
 
     def unpacked(self) -> None:
@@ -275,7 +324,9 @@ class OffloadedOptimizer(BoundOptimizer):
                 flat = segment.parts[0].flat
                 for name, value in self._fresh_state(segment).items():
                     if name in flat.states.names():
-                        flat.states.store(name, segment.start, value.expand(segment.stop - segment.start))
+                        flat.states.store(
+                            name, segment.start, value.expand(segment.stop - segment.start)
+                        )
                 self._create(segment)
 
     def _settle(self) -> None:
@@ -297,17 +348,24 @@ class OffloadedOptimizer(BoundOptimizer):
         return self._hosted[flat.key]
 
     def begin(self, divisor: float, number: int) -> Update:
-        """The update of everything that is offloaded, by the groups as they are now; step counters advance as flats are announced.
+        """The update of everything that is offloaded, by the groups as they are now; step counters
+        advance as flats are announced.
 
-        ``number`` is another one at each step, and the same on all ranks: stochastic rounding depends on it.
+        ``number`` is another one at each step, and the same on all ranks: stochastic rounding
+        depends on it.
         """
         self._start_momentum()
         rules = [self.rule(index) for index in range(len(self.groups))]
-        groups = [{name: _now(value) for name, value in group.items() if name != "params"} for group in self.groups]
+        groups = [
+            {name: _now(value) for name, value in group.items() if name != "params"}
+            for group in self.groups
+        ]
         return Update(self, rules, groups, divisor, number)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
-        """Advance the step counters of ``flat``, but for parameters that are unused: they are in none of the segments returned."""
+        """Advance the step counters of ``flat``, but for parameters that are unused: they are in
+        none of the segments returned.
+        """
         left_out = self._leave_out(self._hosted[flat.key], flat.unused) if flat.unused else ()
         counted = {}
         for segment in self._hosted[flat.key]:
@@ -323,7 +381,10 @@ class OffloadedOptimizer(BoundOptimizer):
     def _start_momentum(self) -> None:
         """Make what torch's SGD makes in the step after a momentum was set."""
         new = [
-            s for segments in self._hosted.values() for s in segments if self.groups[s.group].get("momentum") and not self._kept(s.tensor)
+            s
+            for segments in self._hosted.values()
+            for s in segments
+            if self.groups[s.group].get("momentum") and not self._kept(s.tensor)
         ]
         if new:
             for segments in self._hosted.values():
@@ -331,7 +392,9 @@ class OffloadedOptimizer(BoundOptimizer):
         for segment in new:
             self._create(segment)
 
-    def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
+    def step_piece(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+    ) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
         entries: Any = self.optimizer.state[segment.tensor]
         waiting = segment.tensor.data

@@ -1,4 +1,6 @@
-"""One step of state that is offloaded: flats in any order, piece by piece, also on another thread than the one that trains."""
+"""One step of state that is offloaded: flats in any order, piece by piece, also on another
+thread than the one that trains.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from hf_zero.optim.kernel_calls import MASTER, Call
 from hf_zero.optim.table import Flat, Segment
 
 AHEAD = 8  # pieces that are announced; buffers may be fewer
-Place = Callable[[int, int], Tensor | None]  # memory for the new values of elements [start, stop), in the dtype of the parameters
+# memory for the new values of elements [start, stop), in the dtype of the parameters
+Place = Callable[[int, int], Tensor | None]
 Placed = Callable[[int, int, Tensor | None], None]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The number of a segment's step, from 1 on (0: its optimizer counts by itself), and whether it is the first."""
+    """The number of a segment's step, from 1 on (0: its optimizer counts by itself), and whether
+    it is the first.
+    """
 
     step: int = 0
     fresh: bool = False
@@ -36,9 +41,13 @@ class Bound(Protocol):
         """The segments of ``flat``, whose state is offloaded."""
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> Mapping[Segment, Counted]:
-        """Advance the step counters of ``flat``, but for parameters that are unused: they are in none of the segments returned."""
+        """Advance the step counters of ``flat``, but for parameters that are unused: they are in
+        none of the segments returned.
+        """
 
-    def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
+    def step_piece(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+    ) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
 
 
@@ -56,7 +65,8 @@ class Update:
         self._bound, self._number = bound, number
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
-        self._line: dict[tuple[Any, int], None] = {}  # pieces that are still to be held, in the order in which they were announced
+        # pieces that are still to be held, in the order in which they were announced
+        self._line: dict[tuple[Any, int], None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -65,7 +75,8 @@ class Update:
         return any(rule is None for rule in self._rules)
 
     def announce(self, flat: Flat) -> None:
-        """Say that ``flat`` is to be run, after those that were announced before as a rule. Its step counters advance now.
+        """Say that ``flat`` is to be run, after those that were announced before as a rule. Its
+        step counters advance now.
 
         No update of the flat is under way.
         """
@@ -75,14 +86,21 @@ class Update:
             self._line |= dict.fromkeys((flat.states, piece) for piece, _ in self._pieces(flat))
 
     def _pieces(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
-        """The pieces of ``flat`` with their segments; none where all of its parameters are unused."""
+        """The pieces of ``flat`` with their segments; none where all of its parameters are
+        unused.
+        """
         segments = self._bound.hosted(flat)
         if not any(segment in self._counted for segment in segments):
             return []
-        return [(piece, list(those)) for piece, those in groupby(segments, key=lambda segment: segment.piece)]
+        return [
+            (piece, list(those))
+            for piece, those in groupby(segments, key=lambda segment: segment.piece)
+        ]
 
     def run(self, flat: Flat, place: Place, placed: Placed) -> None:
-        """Update ``flat``, which was announced, piece by piece: its new values go to ``place(start, stop)``, and ``placed`` is told."""
+        """Update ``flat``, which was announced, piece by piece: its new values go to
+        ``place(start, stop)``, and ``placed`` is told.
+        """
         states, grad = flat.states, flat.grad
         assert grad is not None
         for piece, segments in self._pieces(flat):
@@ -101,10 +119,17 @@ class Update:
             states.release(piece)
             placed(start, stop, out)
 
-    def _apply_parts(self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None) -> None:
-        """Update the parts of a piece, some of which are unused or have made another number of steps."""
+    def _apply_parts(
+        self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None
+    ) -> None:
+        """Update the parts of a piece, some of which are unused or have made another number of
+        steps.
+        """
         first = segments[0].start
-        whole = {name: array.decode() if isinstance(array, Blocks) else array for name, array in held.items()}
+        whole = {
+            name: array.decode() if isinstance(array, Blocks) else array
+            for name, array in held.items()
+        }
         for segment in segments:
             own = slice(segment.start - first, segment.stop - first)
             target = None if out is None else out[own]
@@ -117,7 +142,9 @@ class Update:
             if isinstance(array, Blocks):
                 array.encode(whole[name])
 
-    def _apply(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, out: Tensor | None) -> None:
+    def _apply(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, out: Tensor | None
+    ) -> None:
         rule, counted = self._rules[segment.group], self._counted[segment]
         if rule is None:
             self._bound.step_piece(segment, held, grad, self._divisor, counted.fresh)
@@ -125,4 +152,9 @@ class Update:
                 out.copy_(held[MASTER])
             return
         seed = zlib.crc32(f"{self._number} {segment.parts[0].flat.key} {segment.start}".encode())
-        rule.update(held, grad, out, Call(self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh))
+        rule.update(
+            held,
+            grad,
+            out,
+            Call(self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh),
+        )

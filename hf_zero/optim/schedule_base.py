@@ -1,4 +1,6 @@
-"""What DeepSpeed's learning-rate schedules have in common: they count optimizer steps and write the groups' values."""
+"""What DeepSpeed's learning-rate schedules have in common: they count optimizer steps and write
+the groups' values.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ PerGroup = float | Sequence[float]
 class Schedule(LRScheduler, ABC):
     """A schedule whose values follow from the number of steps alone.
 
-    Constructing it writes the values before the first step; ``step()`` after the n-th optimizer step writes those of
-    iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for whoever asks with isinstance, but does not run
-    ``LRScheduler.__init__``, which would take a step of its own and wrap the optimizer's.
+    Constructing it writes the values before the first step; ``step()`` after the n-th optimizer
+    step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for whoever
+    asks with isinstance, but does not run ``LRScheduler.__init__``, which would take a step of its
+    own and wrap the optimizer's.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -32,14 +35,18 @@ class Schedule(LRScheduler, ABC):
         self._last_lr: list[Any] = list(self.base_lrs)
 
     def _start(self, last_batch_iteration: int) -> None:
-        """What a constructor ends with: -1 starts anew, any other iteration is gone on from at the next step."""
+        """What a constructor ends with: -1 starts anew, any other iteration is gone on from at
+        the next step.
+        """
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
             self._write()
 
     @abstractmethod
     def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each group at ``iteration``; iterations count from 0, and -1 is before the first step."""
+        """The learning rate of each group at ``iteration``; iterations count from 0, and -1 is
+        before the first step.
+        """
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -55,8 +62,12 @@ class Schedule(LRScheduler, ABC):
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
-        """Go to the next iteration, or to ``last_batch_iteration``, and write its values into the optimizer's groups."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        """Go to the next iteration, or to ``last_batch_iteration``, and write its values into
+        the optimizer's groups.
+        """
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,18 +91,24 @@ class Schedule(LRScheduler, ABC):
         values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
         if len(values) != groups or not all(_is_number(item) for item in values):
             raise ConfigError(
-                f"{self._where(name)} is {value!r}; write a number, or a list of {groups} numbers, one for each parameter group"
+                f"{self._where(name)} is {value!r}; write a number, or a list of {groups} numbers, "
+                "one for each parameter group"
             )
         return [float(item) for item in values]
 
     def _number(self, name: str, value: Any) -> float:
         if not _is_number(value):
-            raise ConfigError(f"{self._where(name)} is {value!r}; write a number (YAML reads 1e-5 as text: write 1.0e-5)")
+            raise ConfigError(
+                f"{self._where(name)} is {value!r}; write a number (YAML reads 1e-5 "
+                "as text: write 1.0e-5)"
+            )
         return float(value)
 
     def _count(self, name: str, value: Any, least: int = 0) -> int:
         if not _is_number(value) or value != math.floor(value) or value < least:
-            raise ConfigError(f"{self._where(name)} is {value!r}; write a whole number of at least {least}")
+            raise ConfigError(
+                f"{self._where(name)} is {value!r}; write a whole number of at least {least}"
+            )
         return int(value)
 
     def _where(self, name: str) -> str:
@@ -102,7 +119,10 @@ def _torch_optimizer(optimizer: Any, schedule: str) -> torch.optim.Optimizer:
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
-    raise ConfigError(f"{schedule} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; pass the optimizer that is stepped")
+    raise ConfigError(
+        f"{schedule} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; pass the "
+        "optimizer that is stepped"
+    )
 
 
 def _is_number(value: Any) -> bool:

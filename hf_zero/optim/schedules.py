@@ -1,4 +1,6 @@
-"""Learning-rate schedules by name: DeepSpeed's five, and those of torch.optim.lr_scheduler that take only numbers."""
+"""Learning-rate schedules by name: DeepSpeed's five, and those of torch.optim.lr_scheduler that
+take only numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from hf_zero.optim.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 if TYPE_CHECKING:
     from hf_zero.config import SchedulerConfig
 
-__all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_scheduler",
+]
 
 _OURS: dict[str, type[Schedule]] = {
     "LRRangeTest": LRRangeTest,
@@ -28,7 +39,8 @@ _OURS: dict[str, type[Schedule]] = {
 VALID_LR_SCHEDULES = list(_OURS)
 
 _TORCH = (
-    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR",
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR",
+    "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
 )  # fmt: skip
 _OBJECTS_ONLY = {
@@ -49,30 +61,46 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         optimizer: a torch optimizer, or an object that holds one as ``.optimizer``.
 
     Raises:
-        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over, a value of the wrong
+        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
+        a value of the wrong
             type or range.
         NotBuiltError: a schedule that cannot be described by numbers alone.
     """
     name = _canonical(str(cfg.type))
     cls: Any = _OURS.get(name) or getattr(torch_schedules, name)
     params = dict(cfg.params)
-    known = {key: p for key, p in inspect.signature(cls.__init__).parameters.items() if key not in ("self", "optimizer")}
+    known = {
+        key: p
+        for key, p in inspect.signature(cls.__init__).parameters.items()
+        if key not in ("self", "optimizer")
+    }
     for key, value in params.items():
         if key not in known:
-            raise ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}")
+            raise ConfigError(
+                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
+            )
         if isinstance(value, str) and value == "auto":
             raise ConfigError(
-                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a value, or set it in the trainer\'s arguments'
+                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '
+                "value, or set it in the trainer's arguments"
             )
-    missing = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in params]
+    missing = [
+        key
+        for key, p in known.items()
+        if p.default is inspect.Parameter.empty and key not in params
+    ]
     if missing:
-        raise ConfigError(f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params")
+        raise ConfigError(
+            f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params"
+        )
     try:
         return cls(optimizer, **params)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"scheduler {name} with {params}: {error}. Correct scheduler.params.") from error
+        raise ConfigError(
+            f"scheduler {name} with {params}: {error}. Correct scheduler.params."
+        ) from error
 
 
 def _canonical(kind: str) -> str:
@@ -84,6 +112,7 @@ def _canonical(kind: str) -> str:
     if key in objects_only:
         name = objects_only[key]
         raise NotBuiltError(
-            f"scheduler type {name!r} is not built from a configuration: it {_OBJECTS_ONLY[name]}; pass lr_scheduler= to hf_zero.initialize"
+            f"scheduler type {name!r} is not built from a configuration: it {_OBJECTS_ONLY[name]}; "
+            "pass lr_scheduler= to hf_zero.initialize"
         )
     raise ConfigError(f"unknown scheduler type {kind!r}{did_you_mean(kind, (*_OURS, *_TORCH))}")

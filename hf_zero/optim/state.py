@@ -1,4 +1,6 @@
-"""What an optimizer keeps between steps: per-element tensors and per-group numbers, told apart, created, carried over."""
+"""What an optimizer keeps between steps: per-element tensors and per-group numbers, told apart,
+created, carried over.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,43 @@ def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
 
 def is_elementwise(name: str, value: Any, shape: Sequence[int]) -> bool:
     """Whether state ``name`` of a parameter of ``shape`` has one number per element."""
-    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and not is_scalar(name, value, shape)
+    return (
+        isinstance(value, Tensor)
+        and tuple(value.shape) == tuple(shape)
+        and not is_scalar(name, value, shape)
+    )
 
 
 def kept(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of one parameter's state that hold something (SGD may keep ``momentum_buffer: None``)."""
+    """The entries of one parameter's state that hold something (SGD may keep ``momentum_buffer:
+    None``).
+    """
     return {name: value for name, value in state.items() if value is not None}
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: Any, where: str) -> None:
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    what = (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
     raise UnsupportedOptimizerError(
-        f"optimizer {type(optimizer).__name__} keeps state {name!r} for {where} as {what}; a sharded optimizer can keep one number per "
+        f"optimizer {type(optimizer).__name__} keeps state {name!r} for {where} as {what}; a "
+        "sharded optimizer can keep one number per "
         "element or one number per group. Use an optimizer whose state is element-wise."
     )
 
 
-def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """The state ``optimizer`` gives a new one-element parameter of ``group``, before its first step.
+def fresh_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
+) -> dict[str, Any]:
+    """The state ``optimizer`` gives a new one-element parameter of ``group``, before its first
+    step.
 
-    The class itself is asked, by one step over a throw-away parameter on a throw-away twin of the optimizer, so that
-    names, dtypes and the devices of counters are its own. What stands on the user's object in place of ``step`` (the
-    engine's own, a scheduler's wrapper) and its hooks are left out of it.
+    The class itself is asked, by one step over a throw-away parameter on a throw-away twin of the
+    optimizer, so that names, dtypes and the devices of counters are its own. What stands on the
+    user's object in place of ``step`` (the engine's own, a scheduler's wrapper) and its hooks are
+    left out of it.
     """
     twin, probe = _stepped_twin(optimizer, group, like)
     state = kept(twin.state[probe])
@@ -65,15 +82,27 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
 
 def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
     """Numbers that ``optimizer`` keeps for each element, in the group that keeps most."""
-    kept = [fresh_state(optimizer, in_numbers(group), torch.zeros(1)) for group in optimizer.param_groups]
-    return max((sum(is_elementwise(name, value, (1,)) for name, value in each.items()) for each in kept), default=0)
+    kept = [
+        fresh_state(optimizer, in_numbers(group), torch.zeros(1))
+        for group in optimizer.param_groups
+    ]
+    return max(
+        (sum(is_elementwise(name, value, (1,)) for name, value in each.items()) for each in kept),
+        default=0,
+    )
 
 
 def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Names of the numbers that a step changes in ``group`` or on the optimizer itself, and not in the state of a parameter."""
+    """Names of the numbers that a step changes in ``group`` or on the optimizer itself, and not
+    in the state of a parameter.
+    """
     twin, _ = _stepped_twin(optimizer, group, torch.zeros(1))
-    changed = [name for name, value in twin.param_groups[0].items() if _is_other(value, group.get(name))]
-    return changed + [name for name, value in vars(twin).items() if _is_other(value, vars(optimizer).get(name))]
+    changed = [
+        name for name, value in twin.param_groups[0].items() if _is_other(value, group.get(name))
+    ]
+    return changed + [
+        name for name, value in vars(twin).items() if _is_other(value, vars(optimizer).get(name))
+    ]
 
 
 def _is_other(now: Any, before: Any) -> bool:
@@ -81,9 +110,15 @@ def _is_other(now: Any, before: Any) -> bool:
     return number and (before is None or bool(now != before))
 
 
-def _stepped_twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
-    """A throw-away twin of ``optimizer`` after one step over a throw-away parameter of one element, with a gradient of zero."""
-    probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
+def _stepped_twin(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
+) -> tuple[torch.optim.Optimizer, Tensor]:
+    """A throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
+    element, with a gradient of zero.
+    """
+    probe = torch.nn.Parameter(
+        torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False
+    )
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
@@ -91,7 +126,11 @@ def _stepped_twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], li
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
     twin.state = defaultdict(dict)
-    settings = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    settings = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
     twin.param_groups = [{**settings, "params": [probe]}]
     twin.step()
     return twin, probe
@@ -103,30 +142,45 @@ def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scalar_like(value: Any, number: float) -> Any:
-    """``number`` in the form of ``value``: a tensor of its dtype, shape and device, or a Python number of its type."""
+    """``number`` in the form of ``value``: a tensor of its dtype, shape and device, or a Python
+    number of its type.
+    """
     if isinstance(value, Tensor):
         return torch.full_like(value, number)
     return type(value)(number)
 
 
-def narrowed(entries: Mapping[str, Any], shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
-    """The state of elements ``[start, stop)`` of a parameter of ``shape`` that has ``entries``: views, and numbers of its own."""
+def narrowed(
+    entries: Mapping[str, Any], shape: Sequence[int], start: int, stop: int
+) -> dict[str, Any]:
+    """The state of elements ``[start, stop)`` of a parameter of ``shape`` that has ``entries``:
+    views, and numbers of its own.
+    """
     return {
-        name: value[start:stop] if is_elementwise(name, value, shape) else value.clone() if isinstance(value, Tensor) else value
+        name: value[start:stop]
+        if is_elementwise(name, value, shape)
+        else value.clone()
+        if isinstance(value, Tensor)
+        else value
         for name, value in entries.items()
     }
 
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer: ``scalars[group][state name]`` and ``tensors[parameter][state name]`` (1-D)."""
+    """Existing state of an optimizer: ``scalars[group][state name]`` and
+    ``tensors[parameter][state name]`` (1-D).
+    """
 
     scalars: dict[int, dict[str, float]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def collect(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot], group_of: Mapping[str, int]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
+    group_of: Mapping[str, int],
 ) -> Carried:
     """Read the state that ``optimizer`` already has for whole parameters. Nothing is changed.
 
@@ -137,26 +191,42 @@ def collect(
         group_of: name -> index of its group.
 
     Raises:
-        UnsupportedOptimizerError: state that belongs to no parameter, that is neither per element nor one number, or
+        UnsupportedOptimizerError: state that belongs to no parameter, that is neither per element
+        nor one number, or
             whose numbers (step counts) differ within a group: a group's shards share them.
     """
     if not optimizer.state:
         return Carried()
     kind = type(optimizer).__name__
-    remedy = "call optimizer.state.clear() before initialize to start it anew, or pass a new optimizer"
+    remedy = (
+        "call optimizer.state.clear() before initialize to start it anew, or pass a new optimizer"
+    )
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     for owner, held in optimizer.state.items():
-        # A frozen parameter is not stepped, so what is kept for it (Adagrad does so from the start) has no use.
-        if not (isinstance(owner, Tensor) and (id(owner) in name_of or not owner.requires_grad or not kept(held))):
-            what = f"a tensor of shape {tuple(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
-            raise UnsupportedOptimizerError(f"optimizer {kind} has state for {what}, which is no parameter of the model; {remedy}")
+        # A frozen parameter is not stepped, so what is kept for it (Adagrad does so from the start)
+        # has no use.
+        if not (
+            isinstance(owner, Tensor)
+            and (id(owner) in name_of or not owner.requires_grad or not kept(held))
+        ):
+            what = (
+                f"a tensor of shape {tuple(owner.shape)}"
+                if isinstance(owner, Tensor)
+                else repr(owner)
+            )
+            raise UnsupportedOptimizerError(
+                f"optimizer {kind} has state for {what}, which is no parameter "
+                f"of the model; {remedy}"
+            )
     carried = Carried()
     first: dict[int, str] = {}
     for name, slot in slots.items():
         group = group_of.get(name)
         if group is None:
             continue
-        state = kept(optimizer.state[parameters[name]]) if parameters[name] in optimizer.state else {}
+        state = (
+            kept(optimizer.state[parameters[name]]) if parameters[name] in optimizer.state else {}
+        )
         scalars: dict[str, float] = {}
         tensors: dict[str, Tensor] = {}
         for key, value in state.items():
@@ -170,10 +240,14 @@ def collect(
             first[group] = name
             carried.scalars[group] = scalars
         other = carried.tensors.get(first[group], {})
-        if scalars != carried.scalars[group] or (name != first[group] and set(tensors) != set(other)):
+        if scalars != carried.scalars[group] or (
+            name != first[group] and set(tensors) != set(other)
+        ):
             raise UnsupportedOptimizerError(
-                f"optimizer {kind} has state for parameter {name!r} that differs from that of {first[group]!r} in the same group "
-                f"({_told(scalars, tensors)} against {_told(carried.scalars[group], other)}); the shards of a group share their step "
+                f"optimizer {kind} has state for parameter {name!r} that differs from that of "
+                f"{first[group]!r} in the same group "
+                f"({_told(scalars, tensors)} against {_told(carried.scalars[group], other)}); the "
+                "shards of a group share their step "
                 f"counts. Put them in groups of their own, or {remedy}."
             )
         if tensors:

@@ -1,9 +1,10 @@
-"""The segment table: which runs of this rank's chunks belong to which optimizer group. Arithmetic and views only.
+"""The segment table: which runs of this rank's chunks belong to which optimizer group. Arithmetic
+and views only.
 
-The owned range of every flat is cut into runs of one group. Runs that touch in memory and share a group become one
-*segment*, the tensor the optimizer sees. Flats that a segment connects form a *region*, a stretch of memory in which
-places are counted from its first element; state tensors of a region are kept together, so that a flat's part of them
-is one view.
+The owned range of every flat is cut into runs of one group. Runs that touch in memory and share a
+group become one *segment*, the tensor the optimizer sees. Flats that a segment connects form a
+*region*, a stretch of memory in which places are counted from its first element; state tensors of a
+region are kept together, so that a flat's part of them is one view.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from hf_zero.errors import PartitionError
 
 
 class Flat(Protocol):
-    """What the optimizer needs to know of a flat; ``master`` and ``grad`` are 1-D over ``owned``."""
+    """What the optimizer needs to know of a flat; ``master`` and ``grad`` are 1-D over
+    ``owned``.
+    """
 
     @property
     def key(self) -> str: ...
@@ -38,11 +41,15 @@ class Flat(Protocol):
     def grad(self) -> Tensor | None: ...
     @property
     def states(self) -> Any:
-        """Where master weights and moments live that are offloaded (``hf_zero.core.states``), or None."""
+        """Where master weights and moments live that are offloaded (``hf_zero.core.states``), or
+        None.
+        """
 
     @property
     def unused(self) -> frozenset[str]:
-        """Parameters for which no rank has a gradient: the next step leaves them and their state as they are."""
+        """Parameters for which no rank has a gradient: the next step leaves them and their state
+        as they are.
+        """
 
     def settle(self) -> None:
         """Return when no update of the flat is under way."""
@@ -50,7 +57,9 @@ class Flat(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[start, stop)`` of an owned range, counted from its first element; group None is not optimized."""
+    """Elements ``[start, stop)`` of an owned range, counted from its first element; group None
+    is not optimized.
+    """
 
     group: int | None
     start: int
@@ -59,7 +68,9 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements ``[start, stop)`` of the owned range of ``flat``; they stand at ``offset`` of their segment."""
+    """Elements ``[start, stop)`` of the owned range of ``flat``; they stand at ``offset`` of
+    their segment.
+    """
 
     flat: Flat
     start: int
@@ -67,10 +78,17 @@ class Part:
     offset: int
 
     def pieces(self) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, first element, last element + 1, place in the segment) of each parameter in this part."""
+        """(parameter, first element, last element + 1, place in the segment) of each parameter
+        in this part.
+        """
         first = self.flat.owned[0]
         for piece in self.flat.layout.pieces(first + self.start, first + self.stop):
-            yield piece.name, piece.start, piece.stop, self.offset + piece.offset - first - self.start
+            yield (
+                piece.name,
+                piece.start,
+                piece.stop,
+                self.offset + piece.offset - first - self.start,
+            )
 
 
 @dataclass(eq=False)
@@ -86,7 +104,9 @@ class Segment:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters with elements in this segment; for one of nothing but padding, the last parameter before it."""
+        """The parameters with elements in this segment; for one of nothing but padding, the last
+        parameter before it.
+        """
         names = frozenset(name for part in self.parts for name, *_ in part.pieces())
         return names or frozenset(part.flat.layout.slots[-1].name for part in self.parts)
 
@@ -95,20 +115,32 @@ class Segment:
         self.stop += stop - start
 
     def bind(self) -> None:
-        """Make the leaf tensor over the masters of the parts; they touch, so one view covers them all."""
+        """Make the leaf tensor over the masters of the parts; they touch, so one view covers
+        them all.
+        """
         first = masters(self.parts[0].flat)
-        view = first.as_strided((self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start)
+        view = first.as_strided(
+            (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
+        )
         self.tensor = torch.nn.Parameter(view, requires_grad=False)
 
     def gradient(self) -> Tensor:
-        """The gradient of the segment in its own dtype: a view where the flats' gradients allow it, else a copy.
+        """The gradient of the segment in its own dtype: a view where the flats' gradients allow it,
+        else a copy.
 
-        A flat that has no gradient counts as zero; parameters that are unused are in segments that are not stepped.
+        A flat that has no gradient counts as zero; parameters that are unused are in segments that
+        are not stepped.
         """
         parts = self.parts
         first = parts[0].flat.grad
-        if first is not None and first.dtype == self.tensor.dtype and all(_touch(a.flat.grad, b.flat.grad) for a, b in pairwise(parts)):
-            return first.detach().as_strided((self.stop - self.start,), (1,), first.storage_offset() + parts[0].start)
+        if (
+            first is not None
+            and first.dtype == self.tensor.dtype
+            and all(_touch(a.flat.grad, b.flat.grad) for a, b in pairwise(parts))
+        ):
+            return first.detach().as_strided(
+                (self.stop - self.start,), (1,), first.storage_offset() + parts[0].start
+            )
         out = torch.empty_like(self.tensor)
         for part in parts:
             place = out[part.offset : part.offset + part.stop - part.start]
@@ -130,7 +162,10 @@ class Region:
 
 def masters(flat: Flat) -> Tensor:
     if flat.master is None:
-        raise PartitionError(f"flat {flat.key!r} is trainable and has no master weights; allocate them before binding the optimizer")
+        raise PartitionError(
+            f"flat {flat.key!r} is trainable and has no master weights; allocate them before "
+            "binding the optimizer"
+        )
     return flat.master.detach()
 
 
@@ -144,15 +179,22 @@ def _touch(left: Tensor | None, right: Tensor | None) -> bool:
     )
 
 
-def group_runs(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int]) -> list[Run]:
+def group_runs(
+    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int]
+) -> list[Run]:
     """Cut an owned range into runs of one group.
 
-    Padding joins the run before it; a range of nothing but padding joins the group of the layout's last parameter.
+    Padding joins the run before it; a range of nothing but padding joins the group of the layout's
+    last parameter.
     """
     start, stop = owned
     runs: list[Run] = []
     for piece in layout.pieces(start, stop):
-        group, begin, end = group_of.get(piece.name), piece.offset - start, piece.offset - start + len(piece)
+        group, begin, end = (
+            group_of.get(piece.name),
+            piece.offset - start,
+            piece.offset - start + len(piece),
+        )
         if runs and runs[-1].group == group:
             runs[-1] = Run(group, runs[-1].start, end)
         else:
@@ -165,7 +207,8 @@ def group_runs(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str
 
 
 def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[Hashable, Segment]]:
-    """``segment`` cut wherever a parameter of another kind begins: (kind, segment) in order, not bound yet.
+    """``segment`` cut wherever a parameter of another kind begins: (kind, segment) in order, not
+    bound yet.
 
     Padding stays with what stands before it. A segment of one kind is returned itself.
     """
@@ -178,8 +221,12 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
     if len(runs) < 2:
         return [(kind_of(min(segment.names)), segment)]
     found = []
-    for (kind, start), stop in zip(runs, [place for _, place in runs[1:]] + [segment.stop - segment.start]):
-        piece = Segment(segment.group, segment.start + start, segment.start + stop, [], segment.piece)
+    for (kind, start), stop in zip(
+        runs, [place for _, place in runs[1:]] + [segment.stop - segment.start]
+    ):
+        piece = Segment(
+            segment.group, segment.start + start, segment.start + stop, [], segment.piece
+        )
         for part in segment.parts:
             first, last = max(start, part.offset), min(stop, part.offset + part.stop - part.start)
             if first < last:
@@ -189,26 +236,36 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
     return found
 
 
-def pieces(layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int) -> list[tuple[int, int]]:
+def pieces(
+    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int
+) -> list[tuple[int, int]]:
     """The runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
     found = []
     for run in group_runs(layout, owned, group_of):
-        found += [(start, min(start + limit, run.stop)) for start in range(run.start, run.stop, limit)]
+        found += [
+            (start, min(start + limit, run.stop)) for start in range(run.start, run.stop, limit)
+        ]
     return found
 
 
 def apart(flat: Flat, group_of: Mapping[str, int]) -> Region:
-    """The region of a flat whose states are offloaded: each of their pieces is a segment, bound by whoever knows where they are."""
+    """The region of a flat whose states are offloaded: each of their pieces is a segment, bound
+    by whoever knows where they are.
+    """
     region = Region([(flat, 0)], [], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
         for piece, (start, stop) in enumerate(flat.states.pieces):
             if run.group is not None and run.start <= start < run.stop:
-                region.segments.append(Segment(run.group, start, stop, [Part(flat, start, stop, 0)], piece))
+                region.segments.append(
+                    Segment(run.group, start, stop, [Part(flat, start, stop, 0)], piece)
+                )
     return region
 
 
 def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
-    """The regions of ``flats`` on this rank, in the order of memory, with their segments bound to the masters."""
+    """The regions of ``flats`` on this rank, in the order of memory, with their segments bound
+    to the masters.
+    """
     storages: dict[int, int] = {}
     for flat in flats:
         storages.setdefault(masters(flat).untyped_storage()._cdata, len(storages))
@@ -224,8 +281,18 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
         runs = group_runs(flat.layout, flat.owned, group_of)
         if not runs:
             continue
-        joined = before is not None and last is not None and last.group is not None and last.group == runs[0].group
-        joined = joined and before is not None and _touch(masters(before), masters(flat)) and _touch(before.grad, flat.grad)
+        joined = (
+            before is not None
+            and last is not None
+            and last.group is not None
+            and last.group == runs[0].group
+        )
+        joined = (
+            joined
+            and before is not None
+            and _touch(masters(before), masters(flat))
+            and _touch(before.grad, flat.grad)
+        )
         if not joined:
             regions.append(Region([], [], 0))
         region = regions[-1]
@@ -237,7 +304,14 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
             if joined and index == 0:
                 region.segments[-1].extend(flat, run.start, run.stop)
             else:
-                region.segments.append(Segment(run.group, base + run.start, base + run.stop, [Part(flat, run.start, run.stop, 0)]))
+                region.segments.append(
+                    Segment(
+                        run.group,
+                        base + run.start,
+                        base + run.stop,
+                        [Part(flat, run.start, run.stop, 0)],
+                    )
+                )
         region.numel = base + runs[-1].stop
         before, last = flat, runs[-1]
     for region in regions:

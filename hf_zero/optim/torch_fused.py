@@ -1,4 +1,6 @@
-"""torch's own fused kernels: which groups run them, when they take the gradient scale themselves, and what they get wrong."""
+"""torch's own fused kernels: which groups run them, when they take the gradient scale
+themselves, and what they get wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from hf_zero.optim import state
 
-# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op behind it.
+# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op
+# behind it.
 _OPS = {
     torch.optim.Adam: "aten::_fused_adam_",
     torch.optim.AdamW: "aten::_fused_adamw_",
@@ -21,28 +24,47 @@ _OPS = {
 
 
 def _has_kernel(op: str, device_type: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, torch._C._dispatch_key_for_device(device_type))
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        op, torch._C._dispatch_key_for_device(device_type)
+    )
 
 
 def choose(base: type | None, group: dict[str, Any]) -> None:
-    """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open, where there is a kernel for its tensors."""
+    """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open,
+    where there is a kernel for its tensors.
+    """
     op = _OPS.get(base) if base is not None else None
-    if op is None or not group["params"] or group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
+    if (
+        op is None
+        or not group["params"]
+        or group["fused"] is not None
+        or group["foreach"] is not None
+        or group["differentiable"]
+    ):
         return
     kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
     if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in kinds):
         group["fused"] = True
 
 
-def takes_scale(optimizer: torch.optim.Optimizer, base: type | None, found_inf: Tensor | None) -> bool:
+def takes_scale(
+    optimizer: torch.optim.Optimizer, base: type | None, found_inf: Tensor | None
+) -> bool:
     """Whether every group runs a fused kernel that takes the scale and the overflow flag itself."""
     groups = [group for group in optimizer.param_groups if group["params"]]
     if base not in _OPS or not groups or not all(group.get("fused") for group in groups):
         return False
     if base is torch.optim.SGD and found_inf is not None:
-        # torch's fused SGD leaves a new momentum buffer uninitialised when its first step overflows. Zeros give the
-        # same first step unless there is dampening; then the host decides.
-        fresh = [(group, p) for group in groups if group["momentum"] != 0 for p in group["params"] if not _has_state(optimizer, p)]
+        # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
+        # overflows. Zeros give the same first step unless there is dampening; then the host
+        # decides.
+        fresh = [
+            (group, p)
+            for group in groups
+            if group["momentum"] != 0
+            for p in group["params"]
+            if not _has_state(optimizer, p)
+        ]
         if any(group["dampening"] != 0 for group, _ in fresh):
             return False
         _begin_with_zeros(optimizer, [p for _, p in fresh])
@@ -50,15 +72,23 @@ def takes_scale(optimizer: torch.optim.Optimizer, base: type | None, found_inf: 
 
 
 @contextmanager
-def beginning_apart(optimizer: torch.optim.Optimizer, base: type | None, stepped: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-    """Around a step over ``stepped``, by group, some of which may make their first step and others not.
+def beginning_apart(
+    optimizer: torch.optim.Optimizer, base: type | None, stepped: Sequence[Sequence[Tensor]]
+) -> Iterator[None]:
+    """Around a step over ``stepped``, by group, some of which may make their first step and others
+    not.
 
     torch's fused SGD raises then: it begins the momentum of all tensors of a group or of none.
     """
     unfused = []
     for group, tensors in zip(optimizer.param_groups, stepped):
         fresh = [tensor for tensor in tensors if not _has_state(optimizer, tensor)]
-        if base is torch.optim.SGD and group["fused"] and group["momentum"] and 0 < len(fresh) < len(tensors):
+        if (
+            base is torch.optim.SGD
+            and group["fused"]
+            and group["momentum"]
+            and 0 < len(fresh) < len(tensors)
+        ):
             if group["dampening"]:
                 unfused.append(group)
             else:

@@ -1,4 +1,6 @@
-"""Schedules that rise from a small learning rate and then stay, fall in a line or fall along a cosine."""
+"""Schedules that rise from a small learning rate and then stay, fall in a line or fall along a
+cosine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ class _Warmup(Schedule):
         # At least 2: log(1) is 0, and 0 is what the Trainer fills in for no warm-up.
         self.warmup_num_steps = max(2, self._count("warmup_num_steps", steps))
         if kind not in ("log", "linear"):
-            raise ConfigError(f"{self._where('warmup_type')} is {kind!r}{did_you_mean(str(kind), ('log', 'linear'))}")
+            raise ConfigError(
+                f"{self._where('warmup_type')} is "
+                f"{kind!r}{did_you_mean(str(kind), ('log', 'linear'))}"
+            )
         self.warmup_type = kind
 
     def _risen(self, iteration: int) -> float:
@@ -29,7 +34,8 @@ class _Warmup(Schedule):
     def _warn_if_short(self, total: int) -> None:
         if total < self.warmup_num_steps:
             warnings.warn(
-                f"{type(self).__name__}: total_num_steps {total} is less than warmup_num_steps {self.warmup_num_steps}; "
+                f"{type(self).__name__}: total_num_steps {total} is less than warmup_num_steps "
+                f"{self.warmup_num_steps}; "
                 "training ends before the warm-up does",
                 stacklevel=3,
             )
@@ -44,7 +50,8 @@ class WarmupLR(_Warmup):
         warmup_max_lr: learning rate after the warm-up, likewise; None for what the groups have now.
         warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
         warmup_type: ``"log"`` (steep at first) or ``"linear"``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first values.
+        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.
@@ -61,7 +68,11 @@ class WarmupLR(_Warmup):
     ) -> None:
         super().__init__(optimizer)
         self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = list(self.base_lrs) if warmup_max_lr is None else self._per_group("warmup_max_lr", warmup_max_lr)
+        self.max_lrs = (
+            list(self.base_lrs)
+            if warmup_max_lr is None
+            else self._per_group("warmup_max_lr", warmup_max_lr)
+        )
         self._rise(warmup_num_steps, warmup_type)
         self._start(last_batch_iteration)
 
@@ -74,7 +85,9 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then back to ``warmup_min_lr`` in a line that ends at ``total_num_steps`` optimizer steps."""
+    """As :class:`WarmupLR`, then back to ``warmup_min_lr`` in a line that ends at
+    ``total_num_steps`` optimizer steps.
+    """
 
     def __init__(
         self,
@@ -87,26 +100,37 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = self._count("total_num_steps", total_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
         self._warn_if_short(self.total_num_steps)
 
     def _share(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
             return self._risen(iteration)
-        return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup_num_steps))
+        return max(
+            0.0,
+            (self.total_num_steps - iteration)
+            / max(1, self.total_num_steps - self.warmup_num_steps),
+        )
 
 
 class WarmupCosineLR(_Warmup):
-    """The optimizer's own learning rate times a ratio: a warm-up to 1, then half a cosine down to ``cos_min_ratio``.
+    """The optimizer's own learning rate times a ratio: a warm-up to 1, then half a cosine down to
+    ``cos_min_ratio``.
 
     Args:
-        optimizer: the optimizer whose groups are written; the learning rates they have now are multiplied.
-        total_num_steps: optimizer steps in all.
-        warmup_min_ratio: ratio at the start of the warm-up (before the first step the learning rate is 0).
-        warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
-        cos_min_ratio: ratio at the end and ever after.
-        warmup_type: ``"log"`` (steep at first) or ``"linear"``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first values.
+        optimizer: the optimizer whose groups are written; the learning rates they have now are
+        multiplied. total_num_steps: optimizer steps in all. warmup_min_ratio: ratio at the start of
+        the warm-up (before the first step the learning rate is 0). warmup_num_steps: length of the
+        warm-up in optimizer steps (0 and 1 count as 2). cos_min_ratio: ratio at the end and ever
+        after. warmup_type: ``"log"`` (steep at first) or ``"linear"``. last_batch_iteration: the
+        iteration to go on from; -1 starts anew and writes the first values.
 
     Raises:
         ConfigError: a value of the wrong type or range.
@@ -137,6 +161,8 @@ class WarmupCosineLR(_Warmup):
     def _ratio(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._risen(iteration)
-        done = (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
+        done = (iteration - self.warmup_num_steps + 1) / max(
+            1, self.total_num_steps - self.warmup_num_steps
+        )
         cosine = (1.0 + math.cos(math.pi * min(1.0, done))) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)

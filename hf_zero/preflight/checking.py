@@ -1,4 +1,6 @@
-"""The check before training: what a configuration needs, what is free, what to say, and when to refuse."""
+"""The check before training: what a configuration needs, what is free, what to say, and when to
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ SWITCH = "HF_ZERO_PREFLIGHT"
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`check` has found. ``note`` is a line for rank 0's log, "" where nothing is worth it; ``warning`` what was let pass."""
+    """What :func:`check` has found.
+
+    ``note`` is a line for rank 0's log, "" where nothing is worth it; ``warning`` what was let
+    pass.
+    """
 
     plan: Plan
     needs: Needs
@@ -50,16 +56,18 @@ def check(
     """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
 
     Args:
-        model: the module, on any device, or its cuts by :func:`hf_zero.core.wrap.cut` (the first is the root).
-        config: resolved for ``world`` ranks.
-        device: where the model computes; None: a GPU where there is one.
-        free: what this rank has, agreed over the ranks by :meth:`Free.numbers`, so that all of them come to one end. None
-            measures this rank's own and adds what the model itself occupies, for that is given back.
-        moments: numbers the optimizer keeps a parameter; None: those of the configuration's optimizer.
-        trains: False for an engine without an optimizer.
+        model: the module, on any device, or its cuts by :func:`hf_zero.core.wrap.cut` (the first is
+        the root). config: resolved for ``world`` ranks. device: where the model computes; None: a
+        GPU where there is one. free: what this rank has, agreed over the ranks by
+        :meth:`Free.numbers`, so that all of them come to one end. None
+            measures this rank's own and adds what the model itself occupies, for that is given
+            back.
+        moments: numbers the optimizer keeps a parameter; None: those of the configuration's
+        optimizer. trains: False for an engine without an optimizer.
 
     Raises:
-        DoesNotFitError: something is short, unless the variable HF_ZERO_PREFLIGHT is 0: then the report has it as a ``warning``.
+        DoesNotFitError: something is short, unless the variable HF_ZERO_PREFLIGHT is 0: then the
+        report has it as a ``warning``.
     """
     granularity = config.zero.module_granularity_threshold
     cuts = cut(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
@@ -73,7 +81,13 @@ def check(
     own = needs(groups, plan)
     verdict = judge(own, found)
     if verdict.fits:
-        return Report(plan, own, found, verdict, note="; ".join([*_slower(groups, plan, found), *verdict.notes]))
+        return Report(
+            plan,
+            own,
+            found,
+            verdict,
+            note="; ".join([*_slower(groups, plan, found), *verdict.notes]),
+        )
     said = refusal(plan, own, verdict, fit(groups, plan, found))
     if os.environ.get(SWITCH, "1").strip() != "0":
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
@@ -81,7 +95,9 @@ def check(
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
-    """What is free for this rank, and what ``module`` occupies now, which the engine gives back as it takes the parameters over."""
+    """What is free for this rank, and what ``module`` occupies now, which the engine gives back
+    as it takes the parameters over.
+    """
     ram = gpu = 0
     seen: set[int] = set()
     for parameter in module.parameters():
@@ -91,14 +107,22 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
             ram += nbytes if where == "cpu" else 0
             gpu += 0 if kinds.is_host(where) else nbytes
     found = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
-    return found.with_room(device=ram if found.host_device else gpu, ram=0 if found.host_device else ram)
+    return found.with_room(
+        device=ram if found.host_device else gpu, ram=0 if found.host_device else ram
+    )
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
-    """What holds the values of ``parameter``, by a key, and where, and how many bytes that is: its storage, or its shard of a flat."""
+    """What holds the values of ``parameter``, by a key, and where, and how many bytes that is:
+    its storage, or its shard of a flat.
+    """
     flat = owner_of(parameter)
     if flat is not None and flat.sharded:
-        return id(flat), flat.full.device.type, flat.layout.chunk * flat.dtype.itemsize + flat.full.untyped_storage().nbytes()
+        return (
+            id(flat),
+            flat.full.device.type,
+            flat.layout.chunk * flat.dtype.itemsize + flat.full.untyped_storage().nbytes(),
+        )
     with torch._C.DisableTorchFunctionSubclass():
         storage = parameter.untyped_storage()
         return storage._cdata, parameter.device.type, storage.nbytes()
@@ -107,14 +131,27 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
 def refusal(plan: Plan, own: Needs, verdict: Verdict, found: Fit) -> str:
     """The error's text: a table of the tiers, and the nearest configuration that fits."""
     one = "the one rank" if plan.ranks == 1 else f"each of {plan.ranks} ranks"
-    lines = [f"training as configured does not fit on this machine (bytes for {one}, activations not counted):"]
+    lines = [
+        f"training as configured does not fit on this machine (bytes for {one}, "
+        "activations not counted):"
+    ]
     lines += table(verdict)
     chosen = found.chosen
     if chosen is None:
-        files = "" if own.files or any("files" in trial.name for trial in found.trials) else ", or name a folder for files (nvme_path)"
-        lines.append(f"no other stage or place that was tried fits either ({len(found.trials)} tried); use more ranks{files}")
+        files = (
+            ""
+            if own.files or any("files" in trial.name for trial in found.trials)
+            else ", or name a folder for files (nvme_path)"
+        )
+        lines.append(
+            f"no other stage or place that was tried fits either ({len(found.trials)} tried); "
+            f"use more ranks{files}"
+        )
     else:
-        lines.append(f"what fits, with {found.margin:.0%} of the device left to activations: {chosen.name}; write")
+        lines.append(
+            f"what fits, with {found.margin:.0%} of the device left to activations: "
+            f"{chosen.name}; write"
+        )
         lines.append(json.dumps(chosen.to_config()))
     lines += verdict.notes
     return "\n".join(lines)
@@ -125,10 +162,20 @@ def table(verdict: Verdict) -> list[str]:
     cells = [("", "needed", "free", "")]
     for row in verdict.rows:
         limit = f"({row.limited_by})" if row.limited_by else ""
-        cells.append((row.tier, in_units(row.needed), in_units(row.free), limit if row.fits else f"TOO LITTLE {limit}".strip()))
+        cells.append(
+            (
+                row.tier,
+                in_units(row.needed),
+                in_units(row.free),
+                limit if row.fits else f"TOO LITTLE {limit}".strip(),
+            )
+        )
         cells += [(f"  {part.what}", in_units(part.nbytes), "", "") for part in row.parts]
     widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
-    return [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in cells]
+    return [
+        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
+        for a, b, c, d in cells
+    ]
 
 
 def _slower(groups: Sequence[Group], plan: Plan, free: Free) -> list[str]:
@@ -139,6 +186,8 @@ def _slower(groups: Sequence[Group], plan: Plan, free: Free) -> list[str]:
     if not judge(without, free, ACTIVATIONS).fits:
         return []
     return [
-        f"offload is slower than no offload here: all of it fits on the device ({in_units(without.device_bytes)} of "
-        f"{in_units(free.device)}, {ACTIVATIONS:.0%} left to activations); remove offload_optimizer and offload_param unless you need the room"
+        "offload is slower than no offload here: all of it fits on the device "
+        f"({in_units(without.device_bytes)} of "
+        f"{in_units(free.device)}, {ACTIVATIONS:.0%} left to activations); remove "
+        "offload_optimizer and offload_param unless you need the room"
     ]

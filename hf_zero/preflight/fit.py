@@ -1,8 +1,8 @@
 """The search for a configuration that fits, from the fastest place to the slowest.
 
-State on the device is fastest; then the optimizer on the CPU, with as much as fits left on the device; then smaller moments, which
-cost memory traffic less and precision a little; then parameters on the CPU; then files. Within a place the smaller stage comes
-first, for it sends less.
+State on the device is fastest; then the optimizer on the CPU, with as much as fits left on the
+device; then smaller moments, which cost memory traffic less and precision a little; then parameters
+on the CPU; then files. Within a place the smaller stage comes first, for it sends less.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Trial:
     @property
     def why(self) -> str:
         """What it lacks, in words; "" if it fits."""
-        return "; ".join(f"{row.tier}: {in_units(row.needed)} needed, {in_units(row.free)} free" for row in self.verdict.short)
+        return "; ".join(
+            f"{row.tier}: {in_units(row.needed)} needed, {in_units(row.free)} free"
+            for row in self.verdict.short
+        )
 
     def to_config(self) -> dict[str, Any]:
         """What to write, in DeepSpeed's dialect: the stage and the sections of offload."""
@@ -47,9 +50,13 @@ class Trial:
         ):
             if not section.on:
                 continue
-            own = {key: value for key, value in vars(section).items() if value != getattr(default, key)}
+            own = {
+                key: value for key, value in vars(section).items() if value != getattr(default, key)
+            }
             if "nvme_path" in own:
-                own["nvme_path"] = own["nvme_path"][0] if len(own["nvme_path"]) == 1 else list(own["nvme_path"])
+                own["nvme_path"] = (
+                    own["nvme_path"][0] if len(own["nvme_path"]) == 1 else list(own["nvme_path"])
+                )
                 if section.device != "nvme":
                     del own["nvme_path"]
             if "cores" in own:
@@ -60,7 +67,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """All trials up to the first that fits, in the order in which they were made. ``chosen`` None: none fits."""
+    """All trials up to the first that fits, in the order in which they were made.
+
+    ``chosen`` None: none fits.
+    """
 
     trials: tuple[Trial, ...]
     margin: float
@@ -77,15 +87,18 @@ def fit(
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
 ) -> Fit:
-    """The fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the device left to activations.
+    """The fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the device
+    left to activations.
 
-    Only stage, place and moments change. ``stages``: those to try; None: that of ``plan`` and the larger ones. Files are tried in
-    the folders that ``free`` knows of.
+    Only stage, place and moments change. ``stages``: those to try; None: that of ``plan`` and the
+    larger ones. Files are tried in the folders that ``free`` knows of.
     """
     trials: list[Trial] = []
     for name, candidate in _candidates(plan, free, sorted(stages or range(plan.stage, 4))):
         for ratio, tried in _ratios(groups, candidate, free, margin):
-            trial = Trial(name + ratio, tried, own := needs(groups, tried), judge(own, free, margin))
+            trial = Trial(
+                name + ratio, tried, own := needs(groups, tried), judge(own, free, margin)
+            )
             trials.append(trial)
             if trial.verdict.fits:
                 return Fit(tuple(trials), margin)
@@ -94,10 +107,12 @@ def fit(
 
 def _candidates(plan: Plan, free: Free, stages: Sequence[int]) -> Iterator[tuple[str, Plan]]:
     folders = tuple(disk.path for disk in free.disks)
-    # a whole gradient on the device buys nothing where micro-batches are not summed: stage 2 sends as much as stage 1
+    # a whole gradient on the device buys nothing where micro-batches are not summed: stage 2 sends
+    # as much as stage 1
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or plan.accumulation > 1]
     kinds = MOMENTS if plan.moments else MOMENTS[:1]
-    if plan.optimizer.on and plan.optimizer.moments in kinds:  # somebody who has chosen small moments wants no large ones
+    # somebody who has chosen small moments wants no large ones
+    if plan.optimizer.on and plan.optimizer.moments in kinds:
         kinds = kinds[kinds.index(plan.optimizer.moments) :]
     own_optimizer, own_param = replace(plan.optimizer, ratio=1.0), plan.param
 
@@ -115,22 +130,44 @@ def _candidates(plan: Plan, free: Free, stages: Sequence[int]) -> Iterator[tuple
     if 3 in stages:
         for kind in kinds:
             optimizer = replace(own_optimizer, device="cpu", moments=kind)
-            yield f"stage 3, optimizer and parameters on the CPU, {kind} moments", at(3, optimizer, replace(own_param, device="cpu"))
+            yield (
+                f"stage 3, optimizer and parameters on the CPU, {kind} moments",
+                at(3, optimizer, replace(own_param, device="cpu")),
+            )
     if not folders:
         return
     for kind in kinds:
         in_files = replace(own_optimizer, device="nvme", nvme_path=folders, moments=kind)
         for stage in away:
-            yield f"stage {stage}, optimizer in files, {kind} moments", at(stage, in_files, OffloadParam())
+            yield (
+                f"stage {stage}, optimizer in files, {kind} moments",
+                at(stage, in_files, OffloadParam()),
+            )
         if 3 in stages:
-            on_cpu, parameters = replace(own_param, device="cpu"), replace(own_param, device="nvme", nvme_path=folders)
-            yield f"stage 3, optimizer in files, parameters on the CPU, {kind} moments", at(3, in_files, on_cpu)
-            yield f"stage 3, optimizer and parameters in files, {kind} moments", at(3, in_files, parameters)
-            yield f"stage 3, optimizer and parameters in files alone, {kind} moments", at(3, in_files, replace(parameters, max_in_cpu=0))
+            on_cpu, parameters = (
+                replace(own_param, device="cpu"),
+                replace(own_param, device="nvme", nvme_path=folders),
+            )
+            yield (
+                f"stage 3, optimizer in files, parameters on the CPU, {kind} moments",
+                at(3, in_files, on_cpu),
+            )
+            yield (
+                f"stage 3, optimizer and parameters in files, {kind} moments",
+                at(3, in_files, parameters),
+            )
+            yield (
+                f"stage 3, optimizer and parameters in files alone, {kind} moments",
+                at(3, in_files, replace(parameters, max_in_cpu=0)),
+            )
 
 
-def _ratios(groups: Sequence[Group], plan: Plan, free: Free, margin: float) -> Iterator[tuple[str, Plan]]:
-    """``plan`` with all of the optimizer offloaded ("auto", measured in training), and with as much as does not fit the device."""
+def _ratios(
+    groups: Sequence[Group], plan: Plan, free: Free, margin: float
+) -> Iterator[tuple[str, Plan]]:
+    """``plan`` with all of the optimizer offloaded ("auto", measured in training), and with as
+    much as does not fit the device.
+    """
     if not plan.optimizer.on or free.host_device:
         yield "", plan
         return
@@ -144,11 +181,15 @@ def _ratios(groups: Sequence[Group], plan: Plan, free: Free, margin: float) -> I
 
 
 def _least_ratio(groups: Sequence[Group], plan: Plan, free: Free, margin: float) -> float:
-    """The smallest share to offload that leaves the device enough room, a multiple of STEP. More offloaded needs less there."""
+    """The smallest share to offload that leaves the device enough room, a multiple of STEP. More
+    offloaded needs less there.
+    """
     room = free.device * (1 - margin)
     low, high = 1, math.ceil(1 / STEP)
     while low < high:
         middle = (low + high) // 2
         tried = replace(plan, optimizer=replace(plan.optimizer, ratio=middle * STEP))
-        low, high = (low, middle) if needs(groups, tried).device_bytes <= room else (middle + 1, high)
+        low, high = (
+            (low, middle) if needs(groups, tried).device_bytes <= room else (middle + 1, high)
+        )
     return round(low * STEP, 2)

@@ -21,7 +21,9 @@ def moment_bytes(kind: str, count: int, numel: int) -> int:
 
 
 def moments_of(optimizer: OptimizerConfig | torch.optim.Optimizer) -> int:
-    """Numbers the optimizer keeps for each parameter, in the group that keeps most, found by letting it step over a parameter of its own."""
+    """Numbers the optimizer keeps for each parameter, in the group that keeps most, found by
+    letting it step over a parameter of its own.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = build_optimizer(optimizer, [nn.Parameter(torch.ones(1))])
     return numbers_kept(optimizer)

@@ -1,19 +1,24 @@
-"""Bytes that the engine takes on one rank, tier by tier: the one model of it, which the estimate and the preflight share.
+"""Bytes that the engine takes on one rank, tier by tier: the one model of it, which the estimate
+and the preflight share.
 
 [Note: the model]
-A model is a list of :class:`Group`, as many as the engine has flats; each is laid out as the engine does (padding included).
-Per trainable flat, with K bytes a parameter of master (4) and moments:
+A model is a list of :class:`Group`, as many as the engine has flats; each is laid out as the engine
+does (padding included). Per trainable flat, with K bytes a parameter of master (4) and moments:
 
 - Optimizer on the device: parameters, gradients and K as the stage table says; moments in fp32.
-- Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the gradient of a whole window stays on
-  the device as well. The device keeps no master; in fp32 training the one in RAM is a copy beside the parameters.
+- Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
+  gradient of a whole window stays on the device as well. The device keeps no master; in fp32
+  training the one in RAM is a copy beside the parameters.
 - Optimizer in files: K on disk, the gradients in RAM, and there the pieces that are under way.
-- ``ratio``: of the chunks laid end to end those that lie within the first ``1 - ratio`` stay on the device.
-- Parameters on the CPU: their chunks in RAM, frozen ones too; in files: the first of them that ``max_in_cpu`` elements hold in RAM,
-  the rest on disk, and in RAM those that are under way. The device holds the units that are gathered.
+- ``ratio``: of the chunks laid end to end those that lie within the first ``1 - ratio`` stay on the
+  device.
+- Parameters on the CPU: their chunks in RAM, frozen ones too; in files: the first of them that
+  ``max_in_cpu`` elements hold in RAM, the rest on disk, and in RAM those that are under way. The
+  device holds the units that are gathered.
 
-A gradient in which no micro-batches are added up is kept in 16 bits; see :meth:`Plan.gradient_bytes`. What a model computes with
-beside its state (activations) is not known here.
+A gradient in which no micro-batches are added up is kept in 16 bits; see
+:meth:`Plan.gradient_bytes`. What a model computes with beside its state (activations) is not known
+here.
 """
 
 from __future__ import annotations
@@ -44,7 +49,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of one rank in each tier. ``pinned`` is that part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder."""
+    """Bytes of one rank in each tier.
+
+    ``pinned`` is that part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder.
+    """
 
     device: tuple[Part, ...]
     ram: tuple[Part, ...]
@@ -78,7 +86,11 @@ def needs(groups: Sequence[Group], plan: Plan) -> Needs:
     largest = max((flat.leaves for flat in trainable), default=0)
     wide = max((flat.group.dtype.itemsize for flat in trainable), default=0)
     staging = STAGING * min(plan.optimizer.buffer_size, largest) * wide if plan.gpu else 0
-    on_device = 0 if plan.param.on else sum(flat.parameter_chunk * flat.group.dtype.itemsize for flat in flats)
+    on_device = (
+        0
+        if plan.param.on
+        else sum(flat.parameter_chunk * flat.group.dtype.itemsize for flat in flats)
+    )
     pins = plan.gpu and plan.optimizer.pin_memory is not False
     return Needs(
         device=_parts(
@@ -96,15 +108,22 @@ def needs(groups: Sequence[Group], plan: Plan) -> Needs:
             ("shards between files and the device", units),
             ("parameters on their way to the GPU", staging),
         ),
-        disk=_parts(("master weights and moments", state_on_disk), ("parameters", parameters_on_disk)),
-        pinned=(gradients + staging if pins else 0) + (parameters + units if plan.gpu and plan.param.pin_memory is not False else 0),
-        files=_files((plan.optimizer.nvme_path, state_on_disk), (plan.param.nvme_path, parameters_on_disk)),
+        disk=_parts(
+            ("master weights and moments", state_on_disk), ("parameters", parameters_on_disk)
+        ),
+        pinned=(gradients + staging if pins else 0)
+        + (parameters + units if plan.gpu and plan.param.pin_memory is not False else 0),
+        files=_files(
+            (plan.optimizer.nvme_path, state_on_disk), (plan.param.nvme_path, parameters_on_disk)
+        ),
     )
 
 
 @dataclass
 class _Laid:
-    """A group laid out for a plan: elements of this rank's chunk, of the gathered flat, and how many of the chunk stay."""
+    """A group laid out for a plan: elements of this rank's chunk, of the gathered flat, and how
+    many of the chunk stay.
+    """
 
     group: Group
     chunk: int
@@ -141,15 +160,27 @@ def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, i
     gradients = sum(plan.gradient_bytes(flat.group.dtype) * flat.leaves for flat in trainable)
     kind, count = plan.optimizer.moments, plan.moments
     if plan.optimizer.device != "nvme":
-        return sum(MASTER_BYTES * flat.leaves + moment_bytes(kind, count, flat.leaves) for flat in trainable), 0, 0, gradients
+        return (
+            sum(
+                MASTER_BYTES * flat.leaves + moment_bytes(kind, count, flat.leaves)
+                for flat in trainable
+            ),
+            0,
+            0,
+            gradients,
+        )
     limit = plan.optimizer.buffer_size
     on_disk = sum(_in_files(flat.leaves, limit, kind, count) for flat in trainable)
-    buffer = _in_files(min(limit, max((flat.leaves for flat in trainable), default=0)), limit, kind, count)
+    buffer = _in_files(
+        min(limit, max((flat.leaves for flat in trainable), default=0)), limit, kind, count
+    )
     return 0, on_disk, plan.optimizer.buffer_count * buffer, gradients
 
 
 def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
-    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each array of a piece begins at a page."""
+    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each
+    array of a piece begins at a page.
+    """
     master, moment = Form(torch.float32), form_of(kind, torch.float32)
 
     def piece(size: int) -> int:
@@ -162,7 +193,11 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
     """Chunks of parameters in RAM, on disk, and units between them."""
     if not plan.param.on:
         return 0, 0, 0
-    room = plan.param.max_in_cpu if plan.param.device == "nvme" else sum(flat.parameter_chunk for flat in flats)
+    room = (
+        plan.param.max_in_cpu
+        if plan.param.device == "nvme"
+        else sum(flat.parameter_chunk for flat in flats)
+    )
     in_ram, in_files = 0, [0]
     for flat in flats:
         size = flat.parameter_chunk * flat.group.dtype.itemsize
@@ -184,7 +219,9 @@ def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:
 
 
 def gathered_bytes(groups: Sequence[Group], plan: Plan) -> int:
-    """Most bytes of units that are gathered at once at stage 3: the root, a unit, and those gathered ahead of their use."""
+    """Most bytes of units that are gathered at once at stage 3: the root, a unit, and those
+    gathered ahead of their use.
+    """
     if not plan.policy.shards_parameters:
         return 0
     whole = unit_bytes(groups, plan)
@@ -201,12 +238,16 @@ def gathered_bytes(groups: Sequence[Group], plan: Plan) -> int:
 
 
 def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
-    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine keeps for the next unit.
+    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine
+    keeps for the next unit.
 
-    Whole gradients that are there anyway, and in the dtype of the wire (stages 0 and 1), travel from where they are.
+    Whole gradients that are there anyway, and in the dtype of the wire (stages 0 and 1), travel
+    from where they are.
     """
     policy, shards = plan.policy, plan.shards
-    sizes = Counter((group.layout(shards).padded, group.dtype) for group in groups if group.trainable)
+    sizes = Counter(
+        (group.layout(shards).padded, group.dtype) for group in groups if group.trainable
+    )
     total = 0
     for (padded, dtype), count in sizes.items():
         window = plan.gradient_bytes(dtype) if plan.ratio == 1.0 else plan.accumulator_bytes(dtype)

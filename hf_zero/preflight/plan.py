@@ -1,4 +1,6 @@
-"""What decides bytes: the flats of a model before they are laid out, and the settings beside the model."""
+"""What decides bytes: the flats of a model before they are laid out, and the settings beside the
+model.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,19 @@ def groups_of(cuts: Sequence[Cut], module: nn.Module, precision: str) -> list[Gr
         for name, parameter in piece.parameters:
             kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
             kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
-        found += [Group(piece.name or "(root)", trainable, dtype, tuple(shapes)) for (trainable, dtype), shapes in kinds.items()]
+        found += [
+            Group(piece.name or "(root)", trainable, dtype, tuple(shapes))
+            for (trainable, dtype), shapes in kinds.items()
+        ]
     return found
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides bytes beside the model. ``moments``: numbers the optimizer keeps a parameter; ``gpu``: the device is one."""
+    """What decides bytes beside the model.
+
+    ``moments``: numbers the optimizer keeps a parameter; ``gpu``: the device is one.
+    """
 
     stage: int
     ranks: int
@@ -69,8 +77,13 @@ class Plan:
     gpu: bool = True
 
     @classmethod
-    def of(cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None) -> Plan:
-        """The plan of a configuration for ``world`` ranks. ``moments`` None: what the configuration's optimizer keeps (AdamW's)."""
+    def of(
+        cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None
+    ) -> Plan:
+        """The plan of a configuration for ``world`` ranks.
+
+        ``moments`` None: what the configuration's optimizer keeps (AdamW's).
+        """
         wanted = config.optimizer or OptimizerConfig("AdamW", {})
         return cls(
             stage=config.stage,
@@ -97,7 +110,9 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """The share that is offloaded. "auto" is measured after the first step: until then all of it is."""
+        """The share that is offloaded. "auto" is measured after the first step: until then all
+        of it is.
+        """
         if not self.optimizer.on:
             return 0.0
         return 1.0 if self.optimizer.ratio == "auto" else float(self.optimizer.ratio)
@@ -111,11 +126,17 @@ class Plan:
         return replace(self, optimizer=OffloadOptimizer(), param=OffloadParam())
 
     def accumulator_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a gradient that is kept on the device and updated there, at most: the fused update may leave whole ones in 16 bits."""
-        return max(ACCUMULATED[self.accumulation_dtype], dtype.itemsize if dtype == torch.float64 else 0)
+        """Bytes of a gradient that is kept on the device and updated there, at most: the fused
+        update may leave whole ones in 16 bits.
+        """
+        return max(
+            ACCUMULATED[self.accumulation_dtype], dtype.itemsize if dtype == torch.float64 else 0
+        )
 
     def gradient_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a gradient that leaves for the CPU: 2 where nothing is added up in it that 16 bits would lose."""
+        """Bytes of a gradient that leaves for the CPU: 2 where nothing is added up in it that 16
+        bits would lose.
+        """
         once = self.accumulation == 1 and self.accumulation_dtype is None
         if dtype in SIXTEEN_BITS and once and (self.precision == "bf16" or self.ranks == 1):
             return dtype.itemsize

@@ -1,4 +1,6 @@
-"""Needs against what is free: pure arithmetic, so that ranks which have agreed on the free bytes come to one verdict."""
+"""Needs against what is free: pure arithmetic, so that ranks which have agreed on the free bytes
+come to one verdict.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ from hf_zero.memory import Free
 from hf_zero.preflight.needs import Needs, Part
 from hf_zero.sizes import in_units
 
-RAM_SHARE = 0.96  # of the free memory of a host: page tables, loaders and the allocator take from it too
-ACTIVATIONS = 0.2  # of the device, left to what a model computes with; how much that is depends on the batch
+# of the free memory of a host: page tables, loaders and the allocator take from it too
+RAM_SHARE = 0.96
+# of the device, left to what a model computes with; how much that is depends on the batch
+ACTIVATIONS = 0.2
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tier: what is needed there, made of ``parts``, and what is free. ``limited_by`` says who sets the limit."""
+    """One tier: what is needed there, made of ``parts``, and what is free.
+
+    ``limited_by`` says who sets the limit.
+    """
 
     tier: str
     needed: int
@@ -30,7 +37,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row for each tier that something is needed of. ``notes`` are worth a word, and refuse nothing."""
+    """A row for each tier that something is needed of.
+
+    ``notes`` are worth a word, and refuse nothing.
+    """
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -46,9 +56,11 @@ class Verdict:
 
 
 def judge(needs: Needs, free: Free, margin: float = 0.0) -> Verdict:
-    """Whether ``needs`` fit into ``free``, both of one rank; ``margin`` is the share of the device that is left alone.
+    """Whether ``needs`` fit into ``free``, both of one rank; ``margin`` is the share of the device
+    that is left alone.
 
-    Where the device computes in the host's memory the two are one tier. A folder whose free bytes are not known is not judged.
+    Where the device computes in the host's memory the two are one tier. A folder whose free bytes
+    are not known is not judged.
     """
     return Verdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
 
@@ -70,12 +82,19 @@ def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
         shared = [disk for disk in free.disks if disk.disk == number]
         needed = sum(written.get(disk.path, 0) for disk in shared)
         if needed:
-            yield Row(f"disk of {', '.join(disk.path for disk in shared)}", needed, min(disk.nbytes for disk in shared), needs.disk)
+            yield Row(
+                f"disk of {', '.join(disk.path for disk in shared)}",
+                needed,
+                min(disk.nbytes for disk in shared),
+                needs.disk,
+            )
 
 
 def _notes(needs: Needs, free: Free) -> Iterator[str]:
     if free.memlock is not None and needs.pinned > free.memlock:
         yield (
-            f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needs.pinned)} to be pinned: NVIDIA's driver is not bound by it; where "
-            "pinning is refused all the same, transfers go through memory that is not pinned, and are slower"
+            f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needs.pinned)} to be "
+            "pinned: NVIDIA's driver is not bound by it; where "
+            "pinning is refused all the same, transfers go through memory that is not "
+            "pinned, and are slower"
         )

@@ -1,8 +1,9 @@
 """Bias + GELU and gated activations (SwiGLU, GeGLU), forward and backward.
 
-All four kernels are bound by memory: they read and write each element once, in accesses of 16 bytes, and compute in fp32. Tensors are
-[rows, width] with a row stride each. Where no bias ties elements to columns and all rows are contiguous, everything is one long row,
-so that odd widths cost nothing; elsewhere rows whose stride is not a multiple of 16 elements are read element by element.
+All four kernels are bound by memory: they read and write each element once, in accesses of 16
+bytes, and compute in fp32. Tensors are [rows, width] with a row stride each. Where no bias ties
+elements to columns and all rows are contiguous, everything is one long row, so that odd widths cost
+nothing; elsewhere rows whose stride is not a multiple of 16 elements are read element by element.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element, exact GELU | registers |
 | --- | --- | --- | --- | --- | --- |
@@ -11,8 +12,8 @@ so that odd widths cost nothing; elsewhere rows whose stride is not a multiple o
 | gated | rows x column blocks | 1 x 2048 | 6 | 22 | 32 |
 | gated_backward | rows x column blocks | 1 x 2048 | 10 | 34 | 40 |
 
-One H200 issues 28 instructions per element in the time that ``bias_act`` takes at 4.2 TB/s. With libdevice's erf it needs 37 of them,
-with the fit below 16.
+One H200 issues 28 instructions per element in the time that ``bias_act`` takes at 4.2 TB/s. With
+libdevice's erf it needs 37 of them, with the fit below 16.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a row, rows, and warps of a program. A thread then has 8 elements of each tensor: one access of 16 bytes in bf16.
+# Elements of a row, rows, and warps of a program. A thread then has 8 elements of each tensor: one
+# access of 16 bytes in bf16.
 FLAT_TILE = {"ROWS": 1, "BLOCK": 2048, "num_warps": 8}
 ROWS_TILE = {"ROWS": 4, "BLOCK": 512, "num_warps": 8}
-# The sum over rows is cut into as many strips as give about this many programs: eight of 8 warps on each of an H200's 132 SMs.
+# The sum over rows is cut into as many strips as give about this many programs: eight of 8 warps on
+# each of an H200's 132 SMs.
 PROGRAMS = 1056
 
 
 @triton.jit
 def lower_tail(size):
-    """Φ(-size) for size >= 0, |error| < 8e-8: 2 Φ(-s) = erfc(s / sqrt 2) is the power of 2 of a smooth function, which is fitted.
+    """Φ(-size) for size >= 0, |error| < 8e-8: 2 Φ(-s) = erfc(s / sqrt 2) is the power of 2 of a
+    smooth function, which is fitted.
 
-    A minimax polynomial on [0, 6], weighted by what an error does to s Φ(-s); beyond 6 it falls faster than the function. No
-    division and no branch: a quarter of what libdevice's erf costs.
+    A minimax polynomial on [0, 6], weighted by what an error does to s Φ(-s); beyond 6 it falls
+    faster than the function. No division and no branch: a quarter of what libdevice's erf costs.
     """
     power = -2.050246621365659e-06 * size + 3.006615224876441e-05
     power = power * size - 0.00014245594502426684
@@ -48,11 +52,14 @@ def lower_tail(size):
 
 @triton.jit
 def decay(x, ACT: tl.constexpr):
-    """The d in ``x / (1 + d)``, which silu and GELU's tanh form are: 0.5 (1 + tanh u) = sigmoid(2 u) = 1 / (1 + exp(-2 u))."""
+    """The d in ``x / (1 + d)``, which silu and GELU's tanh form are: 0.5 (1 + tanh u) =
+    sigmoid(2 u) = 1 / (1 + exp(-2 u)).
+    """
     if ACT == "silu":
         power = -1.4426950408889634 * x
     else:
-        power = x * (-2.302208198144325 - 0.1029432395800235 * x * x)  # -2 sqrt(2/pi) log2(e) (x + 0.044715 x^3)
+        # -2 sqrt(2/pi) log2(e) (x + 0.044715 x^3)
+        power = x * (-2.302208198144325 - 0.1029432395800235 * x * x)
     return tl.exp2(power)
 
 
@@ -78,7 +85,8 @@ def act_both(x, ACT: tl.constexpr):
         away = decay(x, ACT)
         sigmoid = 1 / (1 + away)
         y = x * sigmoid
-        rest = tl.where(x < 0, 1 - sigmoid, away * sigmoid)  # of 1, without the difference of numbers that are almost equal
+        # of 1, without the difference of numbers that are almost equal
+        rest = tl.where(x < 0, 1 - sigmoid, away * sigmoid)
         if ACT == "silu":
             slope = sigmoid + y * rest
         else:
@@ -105,7 +113,8 @@ def _bias_act(
     row = (pid // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)  # [ROWS, BLOCK]
+    # [ROWS, BLOCK]
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     if BIAS:
         x += tl.load(bias_ptr + column, mask=column < width, other=0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, act_forward(x, ACT), mask=inside)
@@ -130,7 +139,9 @@ def _bias_act_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program walks over ``strip`` tiles of rows; what it sums goes to its own row of ``sums``, so the order is always the same."""
+    """A program walks over ``strip`` tiles of rows; what it sums goes to its own row of
+    ``sums``, so the order is always the same.
+    """
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     first = (pid // blocks).to(tl.int64) * strip * ROWS
@@ -141,7 +152,8 @@ def _bias_act_backward(
     for tile in range(strip):
         row = first + tile * ROWS + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < width)
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)  # [ROWS, BLOCK]
+        # [ROWS, BLOCK]
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
         if BIAS:
             x += bias
@@ -152,16 +164,33 @@ def _bias_act_backward(
             total += dx  # dy is 0 outside
     if SUM:
         column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(sums_ptr + (pid // blocks).to(tl.int64) * width + column, tl.sum(total, axis=0), mask=column < width)
+        tl.store(
+            sums_ptr + (pid // blocks).to(tl.int64) * width + column,
+            tl.sum(total, axis=0),
+            mask=column < width,
+        )
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride, out_stride, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    width,
+    gate_stride,
+    up_stride,
+    out_stride,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=column < width, other=0).to(tl.float32)  # [BLOCK]
+    # [BLOCK]
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=column < width, other=0).to(
+        tl.float32
+    )
     up = tl.load(up_ptr + row * up_stride + column, mask=column < width, other=0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, act_forward(gate, ACT) * up, mask=column < width)
 
@@ -186,8 +215,11 @@ def _gated_backward(
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask=column < width, other=0).to(tl.float32)  # [BLOCK]
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=column < width, other=0).to(tl.float32)
+    # [BLOCK]
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=column < width, other=0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=column < width, other=0).to(
+        tl.float32
+    )
     up = tl.load(up_ptr + row * up_stride + column, mask=column < width, other=0).to(tl.float32)
     y, slope = act_both(gate, ACT)
     tl.store(dgate_ptr + row * dgate_stride + column, dy * up * slope, mask=column < width)
@@ -200,16 +232,31 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str, out: Tensor) -> None:
     tile = FLAT_TILE if x.shape[0] == 1 else ROWS_TILE
     rows, width = x.shape
     grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["BLOCK"]),)
-    _bias_act[grid](x, bias, out, rows, width, x.stride(0), out.stride(0), ACT=act, BIAS=bias is not None, **tile)
+    _bias_act[grid](
+        x,
+        bias,
+        out,
+        rows,
+        width,
+        x.stride(0),
+        out.stride(0),
+        ACT=act,
+        BIAS=bias is not None,
+        **tile,
+    )
 
 
-def bias_act_backward(dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None) -> None:
+def bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None
+) -> None:
     if bias is None:
         dy, x, dx = as_one_row(dy, x, dx)
     tile = FLAT_TILE if x.shape[0] == 1 else ROWS_TILE
     rows, width = x.shape
     blocks, strips, strip = strips_of(rows, width, tile, summed=dbias is not None)
-    sums = None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=x.device)
+    sums = (
+        None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=x.device)
+    )
     _bias_act_backward[(strips * blocks,)](
         dy,
         x,
@@ -239,7 +286,9 @@ def gated(gate: Tensor, up: Tensor, act: str, out: Tensor) -> None:
     _gated[grid](gate, up, out, width, gate.stride(0), up.stride(0), out.stride(0), ACT=act, **tile)
 
 
-def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor
+) -> None:
     tensors = dy, gate, up, dgate, dup = as_one_row(dy, gate, up, dgate, dup)
     rows, width = gate.shape
     tile = {name: value for name, value in FLAT_TILE.items() if name != "ROWS"}
@@ -249,11 +298,17 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor
 
 def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
     """[1, rows * width] of each where all are contiguous, else as they are."""
-    return tuple(t.view(1, -1) for t in tensors) if all(t.is_contiguous() for t in tensors) else tensors
+    return (
+        tuple(t.view(1, -1) for t in tensors)
+        if all(t.is_contiguous() for t in tensors)
+        else tensors
+    )
 
 
 def strips_of(rows: int, width: int, tile: dict[str, int], *, summed: bool) -> tuple[int, int, int]:
-    """Column blocks, strips of rows, and tiles in a strip: one tile a strip where nothing is summed over the rows."""
+    """Column blocks, strips of rows, and tiles in a strip: one tile a strip where nothing is
+    summed over the rows.
+    """
     blocks, tiles = triton.cdiv(width, tile["BLOCK"]), triton.cdiv(rows, tile["ROWS"])
     strip = max(1, tiles * blocks // PROGRAMS) if summed else 1
     return blocks, triton.cdiv(tiles, strip), strip

@@ -1,14 +1,18 @@
-"""Cross-entropy and its gradient over rows of logits, in place; see hf_zero/ops/linear_cross_entropy_reference.py for the formula.
+"""Cross-entropy and its gradient over rows of logits, in place; see
+hf_zero/ops/linear_cross_entropy_reference.py for the formula.
 
-Grid: one program a row. Tile: BLOCK columns, 16 bytes a thread and load. First pass: each lane keeps a running maximum and a running sum
-(Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867), with one exponential an element whichever of the two is larger; one reduction
-a row. The next two blocks are under way into shared memory meanwhile: 32 kB a multiprocessor in bf16, where latency times bandwidth is
-about 25 kB and one block would be 16. Second pass: backwards over the row, whose end still lies in L2 (a row of 128,256 bf16 is 256 kB, 132 of them 34 MB), writing the
-gradient over the logits.
+Grid: one program a row. Tile: BLOCK columns, 16 bytes a thread and load. First pass: each lane
+keeps a running maximum and a running sum (Milakov & Gimelshein 2018,
+https://arxiv.org/abs/1805.02867), with one exponential an element whichever of the two is larger;
+one reduction a row. The next two blocks are under way into shared memory meanwhile: 32 kB a
+multiprocessor in bf16, where latency times bandwidth is about 25 kB and one block would be 16.
+Second pass: backwards over the row, whose end still lies in L2 (a row of 128,256 bf16 is 256 kB,
+132 of them 34 MB), writing the gradient over the logits.
 
-Bytes an element of w bytes: 2w with the gradient where the second read hits L2 (3w where not), w without. FLOPs: about 12, two of them
-exponentials: at 4.2 TB/s and bf16 the exponentials take 0.6 of the memory's time. Registers: 8 columns a thread in fp32 with maximum and sum,
-below 64 with 32 warps, one program an SM. With 16 columns they spill, and with smoothing so does the pipeline.
+Bytes an element of w bytes: 2w with the gradient where the second read hits L2 (3w where not), w
+without. FLOPs: about 12, two of them exponentials: at 4.2 TB/s and bf16 the exponentials take 0.6
+of the memory's time. Registers: 8 columns a thread in fp32 with maximum and sum, below 64 with 32
+warps, one program an SM. With 16 columns they spill, and with smoothing so does the pipeline.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # ``width`` ≥ vocabulary bounds the accesses: it is a multiple of 16, so that they stay wide; what lies beyond the vocabulary is padding.
+    # ``width`` ≥ vocabulary bounds the accesses: it is a multiple of 16, so that they stay wide;
+    # what lies beyond the vocabulary is padding.
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     label = tl.load(labels + row)
@@ -65,10 +70,19 @@ def cross_entropy_kernel(
         if GRADIENT:
             for block in range(0, blocks):
                 columns = block * BLOCK + lanes
-                tl.store(start + columns, tl.zeros([BLOCK], logits.dtype.element_ty), mask=columns < width)
+                tl.store(
+                    start + columns,
+                    tl.zeros([BLOCK], logits.dtype.element_ty),
+                    mask=columns < width,
+                )
     else:
         # A label outside the vocabulary makes the loss NaN: nothing on a GPU can raise in time.
-        target = tl.load(start + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(tl.float32) * scale
+        target = (
+            tl.load(start + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
+                tl.float32
+            )
+            * scale
+        )
         target = _capped(target, softcap, SOFTCAP)
         if KNOWN:
             lse = tl.load(lses + row)
@@ -94,7 +108,8 @@ def cross_entropy_kernel(
             log_total = tl.log(tl.sum(total * tl.exp2((maximum - largest) * LOG2E), axis=0))
             lse = largest + log_total
             tl.store(lses + row, lse)
-            # The largest logit first: its difference from others is exact where the logsumexp is rounded.
+            # The largest logit first: its difference from others is exact where the logsumexp is
+            # rounded.
             loss = (largest - target) + log_total + label_smoothing * target + z_loss * lse * lse
             if SMOOTHED:
                 loss -= label_smoothing / vocabulary * tl.sum(plain, axis=0)
@@ -120,7 +135,9 @@ def cross_entropy_kernel(
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Columns a block and warps a program: one block where the row is short, 8 columns a thread, which with 32 warps leaves 64 registers each."""
+    """Columns a block and warps a program: one block where the row is short, 8 columns a thread,
+    which with 32 warps leaves 64 registers each.
+    """
     block = min(triton.next_power_of_2(max(width, 1024)), 8192)
     return block, block // 256
 
@@ -142,7 +159,9 @@ def cross_entropy_(
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel over ``logits`` [rows, width], rows in memory contiguous; as the reference otherwise."""
+    """Launches the kernel over ``logits`` [rows, width], rows in memory contiguous; as the
+    reference otherwise.
+    """
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lses = torch.empty_like(losses) if lse is None else lse
@@ -150,8 +169,11 @@ def cross_entropy_(
         block, warps = tile(width)
         cross_entropy_kernel[(rows,)](
             logits, labels, losses if factors is None else factors, losses, lses,
-            logits.stride(0), width, vocabulary, ignore_index, label_smoothing, z_loss, softcap, scale,
-            GRADIENT=factors is not None, FACTOR_A_ROW=factors is not None and factors.numel() > 1, KNOWN=lse is not None,
-            SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block, STAGES=stages(label_smoothing > 0), num_warps=warps,
+            logits.stride(0), width, vocabulary, ignore_index, label_smoothing, z_loss, softcap,
+            scale,
+            GRADIENT=factors is not None, FACTOR_A_ROW=factors is not None and factors.numel() > 1,
+            KNOWN=lse is not None,
+            SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block,
+            STAGES=stages(label_smoothing > 0), num_warps=warps,
         )  # fmt: skip
     return losses, lses

@@ -1,6 +1,8 @@
-"""Sums of squares of ranges of one buffer: a pass over it that leaves one fp64 for each run, and a pass over those.
+"""Sums of squares of ranges of one buffer: a pass over it that leaves one fp64 for each run, and a
+pass over those.
 
-Roofline. Bound by memory: 4 bytes an element of fp32, 2 of 16 bits, 2 operations. The second pass reads 8 bytes for each run of 16,384.
+Roofline. Bound by memory: 4 bytes an element of fp32, 2 of 16 bits, 2 operations. The second pass
+reads 8 bytes for each run of 16,384.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ PARTIALS, PARTIAL_WARPS = 2048, 8
 _RUN, _RUN_COLUMNS, _PHASE = (tl.constexpr(n) for n in (RUN, RUN_COLUMNS, PHASE))
 
 
-# Grid: one program a run; BLOCK elements in registers at a time beside as many fp32 sums, about 48 registers.
+# Grid: one program a run; BLOCK elements in registers at a time beside as many fp32 sums, about 48
+# registers.
 @triton.jit
 def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
@@ -35,7 +38,9 @@ def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):
             total = tl.fma(x, x, total)
     else:
         for start in range(0, length, BLOCK):
-            x = tl.load(base + at + start + lane, mask=start + lane < length, other=0.0).to(tl.float32)
+            x = tl.load(base + at + start + lane, mask=start + lane < length, other=0.0).to(
+                tl.float32
+            )
             total = tl.fma(x, x, total)
     value = tl.sum(total).to(tl.float64)
     # Not so where squares overflow or may have vanished, and for NaN.
@@ -44,7 +49,9 @@ def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):
     else:
         wide = tl.zeros([BLOCK], dtype=tl.float64)
         for start in range(0, length, BLOCK):
-            x = tl.load(base + at + start + lane, mask=start + lane < length, other=0.0).to(tl.float64)
+            x = tl.load(base + at + start + lane, mask=start + lane < length, other=0.0).to(
+                tl.float64
+            )
             wide += x * x
         tl.store(partials + program, tl.sum(wide))
 

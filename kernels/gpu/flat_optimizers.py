@@ -1,8 +1,10 @@
-"""Adam, AdamW and Lion over all segments of a flat in one launch, driven by a table of tiles that says where each one lies.
+"""Adam, AdamW and Lion over all segments of a flat in one launch, driven by a table of tiles that
+says where each one lies.
 
-Roofline. The update is bound by memory: Adam reads gradient, master and two moments and writes master and moments, 28 bytes an element
-with an fp32 gradient (24 + 2 with a 16-bit one, + 2 for a 16-bit copy), and makes about 20 fp32 operations on them; Lion 20 bytes and 10.
-Each program reads 64 bytes of the table and 40 of coefficients for ``TILE`` elements, 0.1% of the traffic at 4,096.
+Roofline. The update is bound by memory: Adam reads gradient, master and two moments and writes
+master and moments, 28 bytes an element with an fp32 gradient (24 + 2 with a 16-bit one, + 2 for a
+16-bit copy), and makes about 20 fp32 operations on them; Lion 20 bytes and 10. Each program reads
+64 bytes of the table and 40 of coefficients for ``TILE`` elements, 0.1% of the traffic at 4,096.
 """
 
 from __future__ import annotations
@@ -14,19 +16,26 @@ from torch import Tensor
 
 from hf_zero.ops.flat_tiles import COEFFICIENTS, COLUMNS, SETTINGS
 
-# Elements that a program holds in registers at a time, and its warps: 4 elements a thread are one 16-byte access of each fp32 array.
-# STAGES above 1 bring the blocks ahead through shared memory (cp.async), 8 kB a stage.
+# Elements that a program holds in registers at a time, and its warps: 4 elements a thread are one
+# 16-byte access of each fp32 array. STAGES above 1 bring the blocks ahead through shared memory
+# (cp.async), 8 kB a stage.
 BLOCK, WARPS, STAGES = 512, 4, 1
-# All that the compiler is told of places. Were it told 8, it would lay 16-bit arrays out in 8 elements a thread, and the fp32 ones with
-# them, whose stores would then go through shared memory three times to be coalesced.
+# All that the compiler is told of places. Were it told 8, it would lay 16-bit arrays out in 8
+# elements a thread, and the fp32 ones with them, whose stores would then go through shared memory
+# three times to be coalesced.
 LANE = 4
 
-_COLUMNS, _COEFFICIENTS, _LANE, _SETTINGS = (tl.constexpr(n) for n in (COLUMNS, COEFFICIENTS, LANE, SETTINGS))
+_COLUMNS, _COEFFICIENTS, _LANE, _SETTINGS = (
+    tl.constexpr(n) for n in (COLUMNS, COEFFICIENTS, LANE, SETTINGS)
+)
 
 
-# Grid: one program. It counts the step, unless it is to be skipped, and works out in fp64 what every element of a row needs.
+# Grid: one program. It counts the step, unless it is to be skipped, and works out in fp64 what
+# every element of a row needs.
 @triton.jit
-def advance_kernel(steps, settings, found_inf, out, rows, HAS_FOUND: tl.constexpr, ROWS: tl.constexpr):
+def advance_kernel(
+    steps, settings, found_inf, out, rows, HAS_FOUND: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.arange(0, ROWS)
     there = row < rows
     count = tl.load(steps + row, mask=there, other=0.0) + 1.0
@@ -61,14 +70,20 @@ def advance_kernel(steps, settings, found_inf, out, rows, HAS_FOUND: tl.constexp
 
 @triton.jit
 def _update_block(
-    master, grad, mean, square, out, at, length, factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps,
+    master, grad, mean, square, out, at, length, factor, keep, l2, beta1, rest1, beta2, rest2,
+    step_size, root_scale, eps,
     ADAM: tl.constexpr, HAS_OUT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` elements from ``at`` of a tile on; ``WHOLE``: all of them are there and every pointer is aligned."""
+    """``BLOCK`` elements from ``at`` of a tile on; ``WHOLE``: all of them are there and every
+    pointer is aligned.
+    """
     lane = at + tl.arange(0, BLOCK)
     mask = None if WHOLE else lane < length
     other = None if WHOLE else 0.0
-    g = tl.load(grad + lane, mask=mask, other=other, eviction_policy="evict_first").to(tl.float32) * factor
+    g = (
+        tl.load(grad + lane, mask=mask, other=other, eviction_policy="evict_first").to(tl.float32)
+        * factor
+    )
     m = tl.load(mean + lane, mask=mask, other=other, eviction_policy="evict_first")
     w = tl.load(master + lane, mask=mask, other=other, eviction_policy="evict_first")
     if ADAM:
@@ -91,12 +106,14 @@ def _update_block(
         tl.store(out + lane, w.to(out.dtype.element_ty), mask=mask)
 
 
-# Grid: one program a tile of TILE elements at most, BLOCK of them in registers at a time (4 a thread, 48 to 61 registers with Adam, 32 with Lion).
-# A tile that is whole and aligned goes in 16-byte accesses without masks; those at the ends of segments are masked.
+# Grid: one program a tile of TILE elements at most, BLOCK of them in registers at a time (4 a
+# thread, 48 to 61 registers with Adam, 32 with Lion). A tile that is whole and aligned goes in
+# 16-byte accesses without masks; those at the ends of segments are masked.
 @triton.jit
 def update_kernel(
     master, grad, mean, square, out, table, coefficients, divisor, found_inf,
-    ADAM: tl.constexpr, HAS_OUT: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_FOUND: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ADAM: tl.constexpr, HAS_OUT: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_FOUND: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     entry = table + tl.program_id(0).to(tl.int64) * _COLUMNS
@@ -132,14 +149,18 @@ def update_kernel(
         out_at = out_at // _LANE * _LANE
         for at in tl.range(0, TILE, BLOCK, num_stages=STAGES):
             _update_block(
-                master + master_at, grad + grad_at, mean + moment_at, square + moment_at, out + out_at, at, length,
-                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM, HAS_OUT, True, BLOCK,
+                master + master_at, grad + grad_at, mean + moment_at, square + moment_at,
+                out + out_at, at, length,
+                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM,
+                HAS_OUT, True, BLOCK,
             )  # fmt: skip
     else:
         for at in range(0, length, BLOCK):
             _update_block(
-                master + master_at, grad + grad_at, mean + moment_at, square + moment_at, out + out_at, at, length,
-                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM, HAS_OUT, False, BLOCK,
+                master + master_at, grad + grad_at, mean + moment_at, square + moment_at,
+                out + out_at, at, length,
+                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM,
+                HAS_OUT, False, BLOCK,
             )  # fmt: skip
 
 
@@ -148,28 +169,36 @@ def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tenso
     out = torch.zeros(rows, COEFFICIENTS, dtype=torch.float32, device=steps.device)
     if rows:
         advance_kernel[(1,)](
-            steps, settings, steps if found_inf is None else found_inf, out, rows, found_inf is not None, triton.next_power_of_2(rows),
+            steps, settings, steps if found_inf is None else found_inf, out, rows,
+            found_inf is not None, triton.next_power_of_2(rows),
             num_warps=1,
         )  # fmt: skip
     return out
 
 
 def adam_(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, table: Tensor, coefficients: Tensor,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None,
+    table: Tensor, coefficients: Tensor,
     divisor: Tensor | None, found_inf: Tensor | None, tile: int,
 ) -> None:  # fmt: skip
-    _update(True, master, grad, exp_avg, exp_avg_sq, out, table, coefficients, divisor, found_inf, tile)
+    _update(
+        True, master, grad, exp_avg, exp_avg_sq, out, table, coefficients, divisor, found_inf, tile
+    )
 
 
 def lion_(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, out: Tensor | None, table: Tensor, coefficients: Tensor,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, out: Tensor | None, table: Tensor,
+    coefficients: Tensor,
     divisor: Tensor | None, found_inf: Tensor | None, tile: int,
 ) -> None:  # fmt: skip
-    _update(False, master, grad, exp_avg, exp_avg, out, table, coefficients, divisor, found_inf, tile)
+    _update(
+        False, master, grad, exp_avg, exp_avg, out, table, coefficients, divisor, found_inf, tile
+    )
 
 
 def _update(
-    adam: bool, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, out: Tensor | None, table: Tensor, coefficients: Tensor,
+    adam: bool, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, out: Tensor | None,
+    table: Tensor, coefficients: Tensor,
     divisor: Tensor | None, found_inf: Tensor | None, tile: int,
 ) -> None:  # fmt: skip
     if table.shape[0] == 0:

@@ -1,15 +1,20 @@
-"""RMSNorm and LayerNorm over the last dimension, with the sum and the dropout that go before them; forward and backward.
+"""RMSNorm and LayerNorm over the last dimension, with the sum and the dropout that go before them;
+forward and backward.
 
-All kernels work on rows [rows, WIDTH] in tiles of ROWS × BLOCK, BLOCK the next power of two; arithmetic is fp32, results are rounded once.
+All kernels work on rows [rows, WIDTH] in tiles of ROWS × BLOCK, BLOCK the next power of two;
+arithmetic is fp32, results are rounded once.
 
 | kernel | grid | bytes moved per element (bf16) | FLOPs per element |
 | --- | --- | --- | --- |
-| _norm_forward | rows / ROWS | read x 2 (+ residual 2), write y 2 (+ sum 2) | RMS 4, layer 7; dropout 25 integer operations more |
-| _norm_backward | SMs × k programs, each loops over tiles | read dy 2, x (or y) 2 (+ d_sum 2), write dx 2 (+ 2 with dropout) | 10 to 14 |
+| _norm_forward | rows / ROWS | read x 2 (+ residual 2), write y 2 (+ sum 2) | RMS 4, layer 7;
+dropout 25 integer operations more |
+| _norm_backward | SMs × k programs, each loops over tiles | read dy 2, x (or y) 2 (+ d_sum 2),
+write dx 2 (+ 2 with dropout) | 10 to 14 |
 | _norm_add_partials | 2 × WIDTH / 32 | read 4 × programs per column, write 2 to 4 | 1 per partial |
 
-So an H200's 4.2 TB/s bound everything but dropout. _norm_backward adds up d_weight and d_bias of the rows it saw in registers, writes
-them once at its end, and _norm_add_partials adds them up in a fixed order: no atomics, the same bits every time.
+So an H200's 4.2 TB/s bound everything but dropout. _norm_backward adds up d_weight and d_bias of
+the rows it saw in registers, writes them once at its end, and _norm_add_partials adds them up in a
+fixed order: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -27,13 +32,22 @@ PROGRAMS_WHERE_INTERPRETED = 3
 
 @triton.jit
 def _kept(seed, row, columns, rate, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of a tile dropout keeps: [ROWS, BLOCK]. One draw of Philox serves four rows (hf_zero/ops/philox.py: kept_rows)."""
+    """Which elements of a tile dropout keeps: [ROWS, BLOCK].
+
+    One draw of Philox serves four rows (hf_zero/ops/philox.py: kept_rows).
+    """
     fours = (row // 4 + tl.arange(0, ROWS // 4)).to(tl.int64)
-    first, second, third, fourth = tl.randint4x(tl.load(seed), fours[:, None] * WIDTH + columns[None, :])  # each [ROWS // 4, BLOCK]
-    # [ROWS // 4, BLOCK, 2, 2]: the last axes are the row's bits, the low one last. All four rows of a column are one thread's: nothing moves.
+    # each [ROWS // 4, BLOCK]
+    first, second, third, fourth = tl.randint4x(
+        tl.load(seed), fours[:, None] * WIDTH + columns[None, :]
+    )
+    # [ROWS // 4, BLOCK, 2, 2]: the last axes are the row's bits, the low one last. All four rows of
+    # a column are one thread's: nothing moves.
     words = tl.join(tl.join(first, third), tl.join(second, fourth))
     words = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (ROWS, BLOCK))
-    return words.to(tl.uint32, bitcast=True) >= (tl.full((1, 1), rate, tl.float32) * 4294967296.0).to(tl.uint32)
+    return words.to(tl.uint32, bitcast=True) >= (
+        tl.full((1, 1), rate, tl.float32) * 4294967296.0
+    ).to(tl.uint32)
 
 
 @triton.jit
@@ -66,13 +80,18 @@ def _norm_forward(
     row = (first + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
     columns = tl.arange(0, BLOCK)  # [BLOCK]
     inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
-    values = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if DROPOUT:
         kept = _kept(seed, first, columns, rate, ROWS, BLOCK, WIDTH)
         values = tl.where(kept, values * (1.0 / (1.0 - rate)), 0.0)
     if HAS_RESIDUAL:
-        values += tl.load(residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    # The norm is of the sum as it is kept, so that the backward, which reads that, is the derivative of what was computed.
+        values += tl.load(
+            residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
+    # The norm is of the sum as it is kept, so that the backward, which reads that, is the
+    # derivative of what was computed.
     at = row[:, None] * WIDTH + columns[None, :]
     values = values.to(y.dtype.element_ty)
     if KEEP_TOTAL:
@@ -133,18 +152,28 @@ def _norm_backward(
     else:
         d_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         d_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    for first in tl.range(
+        tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES
+    ):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
         inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
         at = row[:, None] * WIDTH + columns[None, :]
-        normed = tl.load(saved + row[:, None] * saved_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        incoming = tl.load(dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(
+            saved + row[:, None] * saved_stride + columns[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
+        incoming = tl.load(
+            dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)  # [ROWS]
         if RELOAD:
-            weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32) + OFFSET
+            weights = (
+                tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32) + OFFSET
+            )
         if INVERTED:
             if HAS_BIAS:
-                normed -= tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+                normed -= tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[
+                    None, :
+                ]
             there = tl.abs(weights) >= tiny
             normed *= tl.where(there, 1.0 / tl.where(there, weights, 1.0), 0.0)[None, :]
         else:
@@ -167,7 +196,11 @@ def _norm_backward(
             result -= (tl.sum(incoming, axis=1) / WIDTH)[:, None]
         result *= scale[:, None]
         if HAS_D_TOTAL:
-            result += tl.load(d_total_in + row[:, None] * d_total_in_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            result += tl.load(
+                d_total_in + row[:, None] * d_total_in_stride + columns[None, :],
+                mask=inside,
+                other=0.0,
+            ).to(tl.float32)
         tl.store(d_total + at, result.to(d_total.dtype.element_ty), mask=inside)
         if DROPOUT:
             kept = _kept(seed, first, columns, rate, ROWS, BLOCK, WIDTH)
@@ -184,7 +217,15 @@ def _norm_backward(
 
 
 @triton.jit
-def _norm_add_partials(partials, d_weight, d_bias, programs, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
+def _norm_add_partials(
+    partials,
+    d_weight,
+    d_bias,
+    programs,
+    WIDTH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(1)
     source = partials + which.to(tl.int64) * programs * WIDTH
@@ -192,7 +233,9 @@ def _norm_add_partials(partials, d_weight, d_bias, programs, WIDTH: tl.constexpr
     for first in range(0, programs, PROGRAMS):
         program = first + tl.arange(0, PROGRAMS)
         inside = (program < programs)[:, None] & (columns < WIDTH)[None, :]
-        added += tl.load(source + program[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+        added += tl.load(
+            source + program[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0
+        )
     result = tl.sum(added, axis=0)
     if which == 0:
         tl.store(d_weight + columns, result.to(d_weight.dtype.element_ty), mask=columns < WIDTH)
@@ -201,7 +244,9 @@ def _norm_add_partials(partials, d_weight, d_bias, programs, WIDTH: tl.constexpr
 
 
 def tile(width: int, *, dropout: bool) -> tuple[int, int, int]:
-    """ROWS, BLOCK and warps for rows of ``width``: 16 elements a thread, or 32 with dropout, which draws for four rows at a time."""
+    """ROWS, BLOCK and warps for rows of ``width``: 16 elements a thread, or 32 with dropout,
+    which draws for four rows at a time.
+    """
     block = max(triton.next_power_of_2(width), 16)
     if dropout:
         return max(4, 4096 // block), block, max(4, block // 256)
@@ -210,9 +255,11 @@ def tile(width: int, *, dropout: bool) -> tuple[int, int, int]:
 
 
 def shaped(block: int, warps: int, *, dropout: bool) -> dict[str, bool | int]:
-    """How a backward goes through its tiles. ``COLUMNS_APART``: each thread has all rows of its 8 columns and adds them up itself.
-    ``RELOAD``: weights are read again for each tile, because registers would not hold them. ``STAGES``: tiles under way, one of them
-    computed on and the next on its way into shared memory."""
+    """How a backward goes through its tiles. ``COLUMNS_APART``: each thread has all rows of its 8
+    columns and adds them up itself. ``RELOAD``: weights are read again for each tile, because
+    registers would not hold them. ``STAGES``: tiles under way, one of them computed on and the next
+    on its way into shared memory.
+    """
     wide = block > (2048 if dropout else 8192)
     return {"COLUMNS_APART": block >= 8 * 32 * warps, "RELOAD": wide, "STAGES": 1 if wide else 2}
 
@@ -223,7 +270,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def programs_for(device: torch.device, tiles: int, warps: int, *, dropout: bool) -> int:
-    """How many programs share the tiles of a backward: as many as are resident at once (kernels/README.md), so that none waits for a turn."""
+    """How many programs share the tiles of a backward: as many as are resident at once
+    (kernels/README.md), so that none waits for a turn.
+    """
     on_one = max(1, (8 if dropout else 16) // warps)
     return max(1, min(tiles, on_one * _multiprocessors(device) or PROGRAMS_WHERE_INTERPRETED))
 
@@ -298,21 +347,39 @@ def backward(
     weight_grad: bool,
     tiny: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/norms_reference.py tells what of what."""
+    """Launches ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/norms_reference.py
+    tells what of what.
+    """
     width = saved.shape[-1]
     rows = saved.numel() // width if width else 0
     made = torch.empty(saved.shape, dtype=dy.dtype, device=dy.device)
-    dropped = torch.empty(saved.shape if seed is not None else (0,), dtype=dy.dtype, device=dy.device)
-    d_weight = torch.empty(weight.shape if weight_grad else (0,), dtype=weight.dtype, device=dy.device)
+    dropped = torch.empty(
+        saved.shape if seed is not None else (0,), dtype=dy.dtype, device=dy.device
+    )
+    d_weight = torch.empty(
+        weight.shape if weight_grad else (0,), dtype=weight.dtype, device=dy.device
+    )
     d_bias = torch.empty(
-        bias.shape if weight_grad and bias is not None else (0,), dtype=(weight if bias is None else bias).dtype, device=dy.device
+        bias.shape if weight_grad and bias is not None else (0,),
+        dtype=(weight if bias is None else bias).dtype,
+        device=dy.device,
     )
     if not rows:
         return made, dropped, d_weight.zero_(), d_bias.zero_()
-    incoming, kept, outer = as_rows(dy), as_rows(saved), as_rows(d_total) if d_total is not None else as_rows(dy)
+    incoming, kept, outer = (
+        as_rows(dy),
+        as_rows(saved),
+        as_rows(d_total) if d_total is not None else as_rows(dy),
+    )
     per_tile, block, warps = tile(width, dropout=seed is not None)
     programs = programs_for(dy.device, triton.cdiv(rows, per_tile), warps, dropout=seed is not None)
-    partials = torch.empty(1 if bias is None else 2, programs, width, dtype=torch.float32, device=dy.device) if weight_grad else rstd
+    partials = (
+        torch.empty(
+            1 if bias is None else 2, programs, width, dtype=torch.float32, device=dy.device
+        )
+        if weight_grad
+        else rstd
+    )
     _norm_backward[(programs,)](
         incoming,
         outer,
@@ -352,6 +419,8 @@ def backward(
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as [rows, width] with neighbours in a row side by side; a view wherever there is one."""
+    """``x`` as [rows, width] with neighbours in a row side by side; a view wherever there is
+    one.
+    """
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -1,14 +1,16 @@
 """Bias + dropout + residual, forward and backward.
 
-Bound by memory, and close to being bound by instructions: the mask is drawn from the seed in both directions. One run of Philox gives
-four words, which go to four rows that lie one above the other (hf_zero/ops/philox.py): on sm_90 drawing and dropping cost 20
-instructions per element so, and 59 of them with ``tl.rand`` for each element, where 42 are all there is time for at 4.2 TB/s and 6
+Bound by memory, and close to being bound by instructions: the mask is drawn from the seed in both
+directions. One run of Philox gives four words, which go to four rows that lie one above the other
+(hf_zero/ops/philox.py): on sm_90 drawing and dropping cost 20 instructions per element so, and 59
+of them with ``tl.rand`` for each element, where 42 are all there is time for at 4.2 TB/s and 6
 bytes. A program therefore holds four rows; what is dropped does not depend on its tile.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
 | dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 3, and 15 of integers | 64 |
-| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2, and 15 of integers | 80 |
+| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2, and
+15 of integers | 80 |
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ TILE = {"BLOCK": 1024, "num_warps": 4}
 
 @triton.jit
 def kept_fours(seed_ptr, four, width, column, dropout):
-    """What dropout keeps of four rows, as ``philox.kept_rows`` has it. ``four`` and ``column`` [BLOCK] in int64.
+    """What dropout keeps of four rows, as ``philox.kept_rows`` has it. ``four`` and ``column``
+    [BLOCK] in int64.
 
-    The words of ``tl.randint4x(seed, four * width + column)``, by products of 64 bits: one multiplication where Triton has two.
+    The words of ``tl.randint4x(seed, four * width + column)``, by products of 64 bits: one
+    multiplication where Triton has two.
     """
     seed = tl.load(seed_ptr)
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -47,11 +51,27 @@ def kept_fours(seed_ptr, four, width, column, dropout):
 
 @triton.jit
 def _add_row(
-    x_ptr, residual_ptr, out_ptr, row, rows, x_stride, residual_stride, out_stride, column, width, bias, kept, scale, DROP: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    out_ptr,
+    row,
+    rows,
+    x_stride,
+    residual_stride,
+    out_stride,
+    column,
+    width,
+    bias,
+    kept,
+    scale,
+    DROP: tl.constexpr,
 ):
     inside = (row < rows) & (column < width)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32) + bias  # [BLOCK]
-    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0).to(tl.float32)
+    # [BLOCK]
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32) + bias
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0).to(
+        tl.float32
+    )
     if DROP:
         x = tl.where(kept, x * scale, 0.0)
     tl.store(out_ptr + row * out_stride + column, residual + x, mask=inside)
@@ -86,14 +106,87 @@ def _dropout_add(
     if DROP:
         a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
     row = four * 4 + tl.arange(0, 1)  # [1]
-    _add_row(x_ptr, residual_ptr, out_ptr, row, rows, x_stride, residual_stride, out_stride, column, width, bias, a, scale, DROP)
-    _add_row(x_ptr, residual_ptr, out_ptr, row + 1, rows, x_stride, residual_stride, out_stride, column, width, bias, b, scale, DROP)
-    _add_row(x_ptr, residual_ptr, out_ptr, row + 2, rows, x_stride, residual_stride, out_stride, column, width, bias, c, scale, DROP)
-    _add_row(x_ptr, residual_ptr, out_ptr, row + 3, rows, x_stride, residual_stride, out_stride, column, width, bias, d, scale, DROP)
+    _add_row(
+        x_ptr,
+        residual_ptr,
+        out_ptr,
+        row,
+        rows,
+        x_stride,
+        residual_stride,
+        out_stride,
+        column,
+        width,
+        bias,
+        a,
+        scale,
+        DROP,
+    )
+    _add_row(
+        x_ptr,
+        residual_ptr,
+        out_ptr,
+        row + 1,
+        rows,
+        x_stride,
+        residual_stride,
+        out_stride,
+        column,
+        width,
+        bias,
+        b,
+        scale,
+        DROP,
+    )
+    _add_row(
+        x_ptr,
+        residual_ptr,
+        out_ptr,
+        row + 2,
+        rows,
+        x_stride,
+        residual_stride,
+        out_stride,
+        column,
+        width,
+        bias,
+        c,
+        scale,
+        DROP,
+    )
+    _add_row(
+        x_ptr,
+        residual_ptr,
+        out_ptr,
+        row + 3,
+        rows,
+        x_stride,
+        residual_stride,
+        out_stride,
+        column,
+        width,
+        bias,
+        d,
+        scale,
+        DROP,
+    )
 
 
 @triton.jit
-def _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, kept, scale, DROP: tl.constexpr, WRITE: tl.constexpr):
+def _drop_row(
+    dy_ptr,
+    dx_ptr,
+    row,
+    rows,
+    dy_stride,
+    dx_stride,
+    column,
+    width,
+    kept,
+    scale,
+    DROP: tl.constexpr,
+    WRITE: tl.constexpr,
+):
     inside = (row < rows) & (column < width)
     dx = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0).to(tl.float32)  # [BLOCK]
     if DROP:
@@ -121,7 +214,9 @@ def _dropout_add_backward(
     SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program walks over ``strip`` fours of rows; what it sums goes to its own row of ``sums``, so the order is always the same."""
+    """A program walks over ``strip`` fours of rows; what it sums goes to its own row of
+    ``sums``, so the order is always the same.
+    """
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -132,17 +227,67 @@ def _dropout_add_backward(
         if DROP:
             a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
         row = four * 4 + tl.arange(0, 1)  # [1]
-        first = _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, a, scale, DROP, WRITE)
-        second = _drop_row(dy_ptr, dx_ptr, row + 1, rows, dy_stride, dx_stride, column, width, b, scale, DROP, WRITE)
-        third = _drop_row(dy_ptr, dx_ptr, row + 2, rows, dy_stride, dx_stride, column, width, c, scale, DROP, WRITE)
-        fourth = _drop_row(dy_ptr, dx_ptr, row + 3, rows, dy_stride, dx_stride, column, width, d, scale, DROP, WRITE)
+        first = _drop_row(
+            dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, a, scale, DROP, WRITE
+        )
+        second = _drop_row(
+            dy_ptr,
+            dx_ptr,
+            row + 1,
+            rows,
+            dy_stride,
+            dx_stride,
+            column,
+            width,
+            b,
+            scale,
+            DROP,
+            WRITE,
+        )
+        third = _drop_row(
+            dy_ptr,
+            dx_ptr,
+            row + 2,
+            rows,
+            dy_stride,
+            dx_stride,
+            column,
+            width,
+            c,
+            scale,
+            DROP,
+            WRITE,
+        )
+        fourth = _drop_row(
+            dy_ptr,
+            dx_ptr,
+            row + 3,
+            rows,
+            dy_stride,
+            dx_stride,
+            column,
+            width,
+            d,
+            scale,
+            DROP,
+            WRITE,
+        )
         if SUM:
             total += (first + second) + (third + fourth)  # 0 outside
     if SUM:
-        tl.store(sums_ptr + (pid // blocks).to(tl.int64) * width + column, total, mask=column < width)
+        tl.store(
+            sums_ptr + (pid // blocks).to(tl.int64) * width + column, total, mask=column < width
+        )
 
 
-def dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float, out: Tensor) -> None:
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    out: Tensor,
+) -> None:
     rows, width = x.shape
     grid = (triton.cdiv(rows, 4) * triton.cdiv(width, TILE["BLOCK"]),)
     _dropout_add[grid](
@@ -163,10 +308,14 @@ def dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor |
     )
 
 
-def dropout_add_backward(dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None) -> None:
+def dropout_add_backward(
+    dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None
+) -> None:
     rows, width = dy.shape
     blocks, strips, strip = strips_of(rows, width, {**TILE, "ROWS": 4}, summed=dbias is not None)
-    sums = None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=dy.device)
+    sums = (
+        None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=dy.device)
+    )
     _dropout_add_backward[(strips * blocks,)](
         dy,
         seed,

@@ -1,8 +1,9 @@
 """Rotary position embedding of q and k, and of v's way through, in one launch.
 
-Bound by memory: each element is read and written once, cos and sin of a token once for all its heads. A program takes one token with
-all heads of q, k and v, whose rows of [heads, half of the rotary width] lie next to each other in a projection's output. Few warps,
-so that a thread holds several heads and has enough loads under way.
+Bound by memory: each element is read and written once, cos and sin of a token once for all its
+heads. A program takes one token with all heads of q, k and v, whose rows of [heads, half of the
+rotary width] lie next to each other in a projection's output. Few warps, so that a thread holds
+several heads and has enough loads under way.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
@@ -36,11 +37,15 @@ def _rotate(
     REST_TILE: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """One token's heads; x and out point at it. Where the tile is no larger than what it covers, nothing is masked."""
+    """One token's heads; x and out point at it.
+
+    Where the tile is no larger than what it covers, nothing is masked.
+    """
     head = tl.arange(0, HEAD_TILE)[:, None]
     column = tl.arange(0, HALF_TILE)[None, :]
     inside = (head < HEADS) & (column < HALF)
-    first = tl.load(x_ptr + head * x_head + column, mask=inside, other=0).to(tl.float32)  # [HEAD_TILE, HALF_TILE]
+    # [HEAD_TILE, HALF_TILE]
+    first = tl.load(x_ptr + head * x_head + column, mask=inside, other=0).to(tl.float32)
     second = tl.load(x_ptr + head * x_head + HALF + column, mask=inside, other=0).to(tl.float32)
     if BACKWARD:
         new_first = first * cos_1 + second * sin_2
@@ -51,15 +56,34 @@ def _rotate(
     tl.store(out_ptr + head * out_head + column, new_first, mask=inside)
     tl.store(out_ptr + head * out_head + HALF + column, new_second, mask=inside)
     if 2 * HALF < WIDTH:
-        _copy(x_ptr + 2 * HALF, out_ptr + 2 * HALF, x_head, out_head, WIDTH - 2 * HALF, HEADS, HEAD_TILE, REST_TILE)
+        _copy(
+            x_ptr + 2 * HALF,
+            out_ptr + 2 * HALF,
+            x_head,
+            out_head,
+            WIDTH - 2 * HALF,
+            HEADS,
+            HEAD_TILE,
+            REST_TILE,
+        )
 
 
 @triton.jit
-def _copy(x_ptr, out_ptr, x_head, out_head, WIDTH: tl.constexpr, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH_TILE: tl.constexpr):
+def _copy(
+    x_ptr,
+    out_ptr,
+    x_head,
+    out_head,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+):
     head = tl.arange(0, HEAD_TILE)[:, None]
     column = tl.arange(0, WIDTH_TILE)[None, :]
     inside = (head < HEADS) & (column < WIDTH)
-    values = tl.load(x_ptr + head * x_head + column, mask=inside, other=0)  # [HEAD_TILE, WIDTH_TILE]
+    # [HEAD_TILE, WIDTH_TILE]
+    values = tl.load(x_ptr + head * x_head + column, mask=inside, other=0)
     tl.store(out_ptr + head * out_head + column, values, mask=inside)
 
 
@@ -121,7 +145,23 @@ def _rotary(
     k_ptr += batch * k_batch + token * k_token
     q_out_ptr += batch * q_out_batch + token * q_out_token
     k_out_ptr += batch * k_out_batch + token * k_out_token
-    _rotate(q_ptr, q_out_ptr, cos_1, sin_1, cos_2, sin_2, q_head, q_out_head, WIDTH, HALF, HEADS, HEAD_TILE, HALF_TILE, REST_TILE, BACKWARD)
+    _rotate(
+        q_ptr,
+        q_out_ptr,
+        cos_1,
+        sin_1,
+        cos_2,
+        sin_2,
+        q_head,
+        q_out_head,
+        WIDTH,
+        HALF,
+        HEADS,
+        HEAD_TILE,
+        HALF_TILE,
+        REST_TILE,
+        BACKWARD,
+    )
     _rotate(
         k_ptr,
         k_out_ptr,
@@ -146,15 +186,27 @@ def _rotary(
 
 
 def rotary(
-    q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, backward: bool, q_out: Tensor, k_out: Tensor, v_out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    q_out: Tensor,
+    k_out: Tensor,
+    v_out: Tensor | None,
 ) -> None:
     batch, heads, sequence, width = q.shape
     half = cos.shape[2] // 2
     q, k, v = (None if x is None else _near(x) for x in (q, k, v))
     strides = [
-        stride for x in (q, k, v, q_out, k_out, v_out) for stride in ((0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2)))
+        stride
+        for x in (q, k, v, q_out, k_out, v_out)
+        for stride in ((0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2)))
     ]
-    angles = [stride for x in (cos, sin) for stride in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
+    angles = [
+        stride for x in (cos, sin) for stride in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))
+    ]
     _rotary[(batch * sequence,)](
         q,
         k,
@@ -178,7 +230,9 @@ def rotary(
 
 
 def _near(x: Tensor) -> Tensor:
-    """``x`` [batch, heads, sequence, width] with all heads of a token within the 32 bits of the kernel's offsets; else a copy."""
+    """``x`` [batch, heads, sequence, width] with all heads of a token within the 32 bits of the
+    kernel's offsets; else a copy.
+    """
     return x if x.shape[1] * x.stride(1) < 2**31 else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

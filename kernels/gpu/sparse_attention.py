@@ -20,10 +20,12 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 )
 
 
-# Grid: programs of the plan × (sequences × heads), in one axis, for a second ends at 65,535; longest lists first. Tile 64 queries × 64 keys.
-# Per tile of the list: 4 · 64 · 64 · D FLOPs, 2 · 64 · D elements read (from L2 where neighbouring rows share keys): 64 FLOPs a byte in
-# bf16, so tensor cores are fed as long as three programs or more share a multiprocessor. Per row of tiles: 64 · D read, 64 · D + 64 · 4
-# bytes written. Registers at D = 64: 32 accumulator + 32 scores + 16 probabilities, below 128.
+# Grid: programs of the plan × (sequences × heads), in one axis, for a second ends at 65,535;
+# longest lists first. Tile 64 queries × 64 keys. Per tile of the list: 4 · 64 · 64 · D FLOPs, 2 ·
+# 64 · D elements read (from L2 where neighbouring rows share keys): 64 FLOPs a byte in bf16, so
+# tensor cores are fed as long as three programs or more share a multiprocessor. Per row of tiles:
+# 64 · D read, 64 · D + 64 · 4 bytes written. Registers at D = 64: 32 accumulator + 32 scores + 16
+# probabilities, below 128.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_forward(
     q,
@@ -70,7 +72,12 @@ def sparse_attention_forward(
 ):
     item = items + tl.program_id(0) % programs * 8
     lane = tl.program_id(0) // programs
-    tile, start, count, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    tile, start, count, slot = (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+    )
     batch, head = row_lane(tl.load(item + 4), lane, heads, PER_HEAD)
     kv_head = head // group
     local = tl.arange(0, TILE)
@@ -98,17 +105,45 @@ def sparse_attention_forward(
         if WIDTH != D:
             there = there & (d < D)[None, :]
         if RAGGED or WIDTH != D:
-            keys = tl.load(k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :], mask=there, other=0.0)
-            values = tl.load(v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :], mask=there, other=0.0)
+            keys = tl.load(
+                k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :],
+                mask=there,
+                other=0.0,
+            )
+            values = tl.load(
+                v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :],
+                mask=there,
+                other=0.0,
+            )
         else:
-            keys = tl.load(k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :])
-            values = tl.load(v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :])
+            keys = tl.load(
+                k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :]
+            )
+            values = tl.load(
+                v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :]
+            )
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         if MASKED:
-            pad = tl.load(padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0)[None, :] if PADDED else 0
+            pad = (
+                tl.load(
+                    padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0
+                )[None, :]
+                if PADDED
+                else 0
+            )
             entry_bits = tl.load(bits + start + turn) if PARTS > 1 else 0
             keep = exists(
-                rows[:, None], columns[None, :], local[:, None], local[None, :], entry_bits, pad, length, PARTS, CAUSAL, PADDED, RAGGED
+                rows[:, None],
+                columns[None, :],
+                local[:, None],
+                local[None, :],
+                entry_bits,
+                pad,
+                length,
+                PARTS,
+                CAUSAL,
+                PADDED,
+                RAGGED,
             )
             scores = tl.where(keep, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -127,7 +162,9 @@ def sparse_attention_forward(
         acc = acc * keep_scale
     log_total = (top + tl.log2(tl.where(empty, 1.0, total))) * LN2
     if slot < 0:
-        o_tile = o + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + tile.to(tl.int64) * TILE * os
+        o_tile = (
+            o + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + tile.to(tl.int64) * TILE * os
+        )
         tl.store(o_tile + local[:, None] * os + d[None, :], acc.to(o.dtype.element_ty), mask=inside)
         row = (batch * heads + head).to(tl.int64) * length + rows
         tl.store(lse + row, tl.where(empty, float("inf"), log_total), mask=rows < length)
@@ -137,7 +174,8 @@ def sparse_attention_forward(
         tl.store(parts_lse + part, tl.where(empty, float("-inf"), log_total))
 
 
-# Grid: rows of tiles that were cut × 4 quarters, sequences × heads. Reads each part once in fp32, writes the row: memory-bound, a few MB.
+# Grid: rows of tiles that were cut × 4 quarters, sequences × heads. Reads each part once in fp32,
+# writes the row: memory-bound, a few MB.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_combine(
     parts_o,
@@ -172,15 +210,24 @@ def sparse_attention_combine(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade, weight = tl.exp(top - base), tl.exp(log_total - base)
         total = total * fade + weight
-        acc = acc * fade[:, None] + tl.load(parts_o + part[:, None] * WIDTH + d[None, :]) * weight[:, None]
+        acc = (
+            acc * fade[:, None]
+            + tl.load(parts_o + part[:, None] * WIDTH + d[None, :]) * weight[:, None]
+        )
         top = higher
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     rows = tile * TILE + local
     o_tile = o + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + tile.to(tl.int64) * TILE * os
-    tl.store(o_tile + local[:, None] * os + d[None, :], acc.to(o.dtype.element_ty), mask=(rows < length)[:, None] & (d < D)[None, :])
+    tl.store(
+        o_tile + local[:, None] * os + d[None, :],
+        acc.to(o.dtype.element_ty),
+        mask=(rows < length)[:, None] & (d < D)[None, :],
+    )
     log_total = tl.where(empty, float("inf"), top + tl.log(tl.where(empty, 1.0, total)))
-    tl.store(lse + (batch * heads + head).to(tl.int64) * length + rows, log_total, mask=rows < length)
+    tl.store(
+        lse + (batch * heads + head).to(tl.int64) * length + rows, log_total, mask=rows < length
+    )
 
 
 def forward(q, k, v, plan, padding, seed, causal, scale, dropout):
@@ -191,7 +238,9 @@ def forward(q, k, v, plan, padding, seed, causal, scale, dropout):
     padded_width = max(16, triton.next_power_of_2(width))
     rows = plan.rows
     lanes = batch if plan.per_head else batch * heads
-    parts_o = torch.empty((lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
+    parts_o = torch.empty(
+        (lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device
+    )
     parts_lse = torch.empty((lanes * rows.slots, TILE.value), dtype=torch.float32, device=q.device)
     chosen = settings(FORWARD, padded_width, q.dtype, seed is not None)
     sparse_attention_forward[(len(rows.items) * lanes,)](

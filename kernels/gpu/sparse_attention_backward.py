@@ -1,4 +1,6 @@
-"""Block-sparse attention, backward: probabilities are computed again from the log-sum-exp, as in FlashAttention-2 (arXiv:2307.08691)."""
+"""Block-sparse attention, backward: probabilities are computed again from the log-sum-exp, as in
+FlashAttention-2 (arXiv:2307.08691).
+"""
 
 import torch
 import triton
@@ -21,10 +23,11 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 )
 
 
-# dq, and for dk and dv the statistics of each row side by side: its log-sum-exp to the base 2, and delta = rowsum(do · o), which costs
-# this kernel one more tile of reads.
-# Grid and lists as in the forward. Per tile of the list: 6 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers at D = 64: 32
-# accumulator + 32 scores + 32 gradients of probabilities, below 168: three programs a multiprocessor.
+# dq, and for dk and dv the statistics of each row side by side: its log-sum-exp to the base 2, and
+# delta = rowsum(do · o), which costs this kernel one more tile of reads. Grid and lists as in the
+# forward. Per tile of the list: 6 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers at D =
+# 64: 32 accumulator + 32 scores + 32 gradients of probabilities, below 168: three programs a
+# multiprocessor.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_dq(
     grad,
@@ -79,7 +82,13 @@ def sparse_attention_dq(
 ):
     item = items + tl.program_id(0) % programs * 8
     lane = tl.program_id(0) // programs
-    tile, start, count, slot, part = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 5)
+    tile, start, count, slot, part = (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+        tl.load(item + 5),
+    )
     batch, head = row_lane(tl.load(item + 4), lane, heads, PER_HEAD)
     kv_head = head // group
     local = tl.arange(0, TILE)
@@ -92,13 +101,34 @@ def sparse_attention_dq(
         inside = inside & (d < D)[None, :]
     row = tile.to(tl.int64) * TILE
     queries = tl.load(
-        q + batch.to(tl.int64) * qb + head.to(tl.int64) * qh + row * qs + local[:, None] * qs + d[None, :], mask=inside, other=0.0
+        q
+        + batch.to(tl.int64) * qb
+        + head.to(tl.int64) * qh
+        + row * qs
+        + local[:, None] * qs
+        + d[None, :],
+        mask=inside,
+        other=0.0,
     )
     grads = tl.load(
-        grad + batch.to(tl.int64) * gb + head.to(tl.int64) * gh + row * gs + local[:, None] * gs + d[None, :], mask=inside, other=0.0
+        grad
+        + batch.to(tl.int64) * gb
+        + head.to(tl.int64) * gh
+        + row * gs
+        + local[:, None] * gs
+        + d[None, :],
+        mask=inside,
+        other=0.0,
     )
     outs = tl.load(
-        o + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + row * os + local[:, None] * os + d[None, :], mask=inside, other=0.0
+        o
+        + batch.to(tl.int64) * ob
+        + head.to(tl.int64) * oh
+        + row * os
+        + local[:, None] * os
+        + d[None, :],
+        mask=inside,
+        other=0.0,
     )
     turned = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     place = (batch * heads + head).to(tl.int64) * length + rows
@@ -119,36 +149,69 @@ def sparse_attention_dq(
         if WIDTH != D:
             there = there & (d < D)[None, :]
         if RAGGED or WIDTH != D:
-            keys = tl.load(k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :], mask=there, other=0.0)
-            values = tl.load(v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :], mask=there, other=0.0)
+            keys = tl.load(
+                k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :],
+                mask=there,
+                other=0.0,
+            )
+            values = tl.load(
+                v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :],
+                mask=there,
+                other=0.0,
+            )
         else:
-            keys = tl.load(k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :])
-            values = tl.load(v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :])
+            keys = tl.load(
+                k_head + column.to(tl.int64) * TILE * ks + local[:, None] * ks + d[None, :]
+            )
+            values = tl.load(
+                v_head + column.to(tl.int64) * TILE * vs + local[:, None] * vs + d[None, :]
+            )
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         p = tl.exp2(scores - log_total[:, None])
         if MASKED:
-            pad = tl.load(padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0)[None, :] if PADDED else 0
+            pad = (
+                tl.load(
+                    padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0
+                )[None, :]
+                if PADDED
+                else 0
+            )
             entry_bits = tl.load(bits + start + turn) if PARTS > 1 else 0
             keep = exists(
-                rows[:, None], columns[None, :], local[:, None], local[None, :], entry_bits, pad, length, PARTS, CAUSAL, PADDED, RAGGED
+                rows[:, None],
+                columns[None, :],
+                local[:, None],
+                local[None, :],
+                entry_bits,
+                pad,
+                length,
+                PARTS,
+                CAUSAL,
+                PADDED,
+                RAGGED,
             )
             p = tl.where(keep, p, 0.0)
         dp = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         if DROPOUT:
-            dp = tl.where(kept(key, batch * heads + head, tile, column, threshold), dp * keep_scale, 0.0)
+            dp = tl.where(
+                kept(key, batch * heads + head, tile, column, threshold), dp * keep_scale, 0.0
+            )
         ds = p * (dp - turned[:, None])
         acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
 
     acc = acc * scale
     if slot < 0:
         dq_tile = dq + batch.to(tl.int64) * dqb + head.to(tl.int64) * dqh + row * dqs
-        tl.store(dq_tile + local[:, None] * dqs + d[None, :], acc.to(dq.dtype.element_ty), mask=inside)
+        tl.store(
+            dq_tile + local[:, None] * dqs + d[None, :], acc.to(dq.dtype.element_ty), mask=inside
+        )
     else:
         place = (lane * slots + slot).to(tl.int64) * TILE + local
         tl.store(parts_q + place[:, None] * WIDTH + d[None, :], acc)
 
 
-# Sums the parts of a cut list in their order, so that a gradient is the same bits every time. Grid: lists cut × 4 quarters, lanes.
+# Sums the parts of a cut list in their order, so that a gradient is the same bits every time. Grid:
+# lists cut × 4 quarters, lanes.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_sum(
     parts,
@@ -175,7 +238,9 @@ def sparse_attention_sum(
     for turn in range(count):
         part = (lane * slots + slot + turn).to(tl.int64) * TILE + local
         acc += tl.load(parts + part[:, None] * WIDTH + d[None, :])
-    out_tile = out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + tile.to(tl.int64) * TILE * os
+    out_tile = (
+        out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh + tile.to(tl.int64) * TILE * os
+    )
     inside = (tile * TILE + local < length)[:, None] & (d < D)[None, :]
     tl.store(out_tile + local[:, None] * os + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
@@ -185,8 +250,12 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
     batch, heads, length, width = q.shape
     kv_heads = k.shape[1]
     dq = torch.empty((batch, length, heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
-    dk = torch.empty((batch, length, kv_heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
-    dv = torch.empty((batch, length, kv_heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
+    dk = torch.empty((batch, length, kv_heads, width), dtype=q.dtype, device=q.device).transpose(
+        1, 2
+    )
+    dv = torch.empty((batch, length, kv_heads, width), dtype=q.dtype, device=q.device).transpose(
+        1, 2
+    )
     statistics = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device)
     padded_width = max(16, triton.next_power_of_2(width))
     flags = {
@@ -206,7 +275,9 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
     numbers = scale, int(dropout * 2**31), 1 / (1 - dropout)
 
     rows, row_lanes = plan.rows, batch if plan.per_head else batch * heads
-    parts_q = torch.empty((row_lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
+    parts_q = torch.empty(
+        (row_lanes * rows.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device
+    )
     chosen = settings(QUERIES, padded_width, q.dtype, seed is not None)
     sparse_attention_dq[(len(rows.items) * row_lanes,)](
         grad,
@@ -241,7 +312,11 @@ def backward(grad, q, k, v, o, lse, plan, padding, seed, causal, scale, dropout)
     )
 
     columns, column_lanes = plan.columns, batch if plan.per_head else batch * kv_heads
-    parts_k = torch.empty((column_lanes * columns.slots, TILE.value, padded_width), dtype=torch.float32, device=q.device)
+    parts_k = torch.empty(
+        (column_lanes * columns.slots, TILE.value, padded_width),
+        dtype=torch.float32,
+        device=q.device,
+    )
     parts_v = torch.empty_like(parts_k)
     chosen = settings(KEYS, padded_width, q.dtype, seed is not None)
     sparse_attention_dkdv[(len(columns.items) * column_lanes,)](

@@ -1,14 +1,24 @@
-"""Block-sparse attention, backward of keys and values: one program for each column of tiles, or part of one."""
+"""Block-sparse attention, backward of keys and values: one program for each column of tiles, or
+part of one.
+"""
 
 import triton
 import triton.language as tl
 
-from hf_zero.ops.triton_kernels.sparse_attention_tiles import LOG2E, PLANNED, TILE, exists, kept, row_lane
+from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
+    LOG2E,
+    PLANNED,
+    TILE,
+    exists,
+    kept,
+    row_lane,
+)
 
 
-# dk and dv. Grid: programs over columns × (sequences × heads of keys); a list holds all queries of all heads that share the keys.
-# Scores are computed transposed, so that probabilities go to the next product from registers. Per tile: 8 · 64 · 64 · D FLOPs, 2 · 64 · D
-# elements read. Registers at D = 64: 64 accumulators + 32 scores + 32 gradients, below 255: two programs a multiprocessor.
+# dk and dv. Grid: programs over columns × (sequences × heads of keys); a list holds all queries of
+# all heads that share the keys. Scores are computed transposed, so that probabilities go to the
+# next product from registers. Per tile: 8 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers
+# at D = 64: 64 accumulators + 32 scores + 32 gradients, below 255: two programs a multiprocessor.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_dkdv(
     grad,
@@ -61,7 +71,12 @@ def sparse_attention_dkdv(
 ):
     item = items + tl.program_id(0) % programs * 8
     lane = tl.program_id(0) // programs
-    tile, start, count, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    tile, start, count, slot = (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+    )
     batch, kv_head = row_lane(tl.load(item + 4), lane, kv_heads, PER_HEAD)
     first_head = kv_head * (heads // kv_heads)
     local = tl.arange(0, TILE)
@@ -74,12 +89,32 @@ def sparse_attention_dkdv(
         inside = inside & (d < D)[None, :]
     at = tile.to(tl.int64) * TILE
     keys = tl.load(
-        k + batch.to(tl.int64) * kb + kv_head.to(tl.int64) * kh + at * ks + local[:, None] * ks + d[None, :], mask=inside, other=0.0
+        k
+        + batch.to(tl.int64) * kb
+        + kv_head.to(tl.int64) * kh
+        + at * ks
+        + local[:, None] * ks
+        + d[None, :],
+        mask=inside,
+        other=0.0,
     )
     values = tl.load(
-        v + batch.to(tl.int64) * vb + kv_head.to(tl.int64) * vh + at * vs + local[:, None] * vs + d[None, :], mask=inside, other=0.0
+        v
+        + batch.to(tl.int64) * vb
+        + kv_head.to(tl.int64) * vh
+        + at * vs
+        + local[:, None] * vs
+        + d[None, :],
+        mask=inside,
+        other=0.0,
     )
-    pad = tl.load(padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0)[:, None] if PADDED else 0
+    pad = (
+        tl.load(padding + batch.to(tl.int64) * length + columns, mask=columns < length, other=0)[
+            :, None
+        ]
+        if PADDED
+        else 0
+    )
     if DROPOUT:
         key = tl.load(seed)
 
@@ -93,8 +128,14 @@ def sparse_attention_dkdv(
         row = query_tile.to(tl.int64) * TILE
         q_tile = q + batch.to(tl.int64) * qb + head.to(tl.int64) * qh + row * qs
         g_tile = grad + batch.to(tl.int64) * gb + head.to(tl.int64) * gh + row * gs
-        # One load of 128 numbers goes through shared memory; two of 64 would be repeated by every thread that needs them.
-        pairs = statistics + ((batch * heads + head).to(tl.int64) * length + row) * 2 + local[:, None] * 2 + tl.arange(0, 2)[None, :]
+        # One load of 128 numbers goes through shared memory; two of 64 would be repeated by every
+        # thread that needs them.
+        pairs = (
+            statistics
+            + ((batch * heads + head).to(tl.int64) * length + row) * 2
+            + local[:, None] * 2
+            + tl.arange(0, 2)[None, :]
+        )
         if RAGGED or WIDTH != D:
             there = rows[:, None] < length if RAGGED else rows[:, None] >= 0
             if WIDTH != D:
@@ -105,7 +146,9 @@ def sparse_attention_dkdv(
             queries = tl.load(q_tile + local[:, None] * qs + d[None, :])
             grads = tl.load(g_tile + local[:, None] * gs + d[None, :])
         if RAGGED:
-            log_total, turned = tl.split(tl.load(pairs, mask=rows[:, None] < length, other=float("inf")))
+            log_total, turned = tl.split(
+                tl.load(pairs, mask=rows[:, None] < length, other=float("inf"))
+            )
             turned = tl.where(rows < length, turned, 0.0)
         else:
             log_total, turned = tl.split(tl.load(pairs))
@@ -114,7 +157,17 @@ def sparse_attention_dkdv(
         if MASKED:
             entry_bits = tl.load(bits + start + turn) if PARTS > 1 else 0
             keep = exists(
-                rows[None, :], columns[:, None], local[None, :], local[:, None], entry_bits, pad, length, PARTS, CAUSAL, PADDED, RAGGED
+                rows[None, :],
+                columns[:, None],
+                local[None, :],
+                local[:, None],
+                entry_bits,
+                pad,
+                length,
+                PARTS,
+                CAUSAL,
+                PADDED,
+                RAGGED,
             )
             p = tl.where(keep, p, 0.0)
         dp = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
@@ -130,7 +183,13 @@ def sparse_attention_dkdv(
 
     acc_k = acc_k * scale
     if slot < 0:
-        place = batch.to(tl.int64) * dkb + kv_head.to(tl.int64) * dkh + at * dks + local[:, None] * dks + d[None, :]
+        place = (
+            batch.to(tl.int64) * dkb
+            + kv_head.to(tl.int64) * dkh
+            + at * dks
+            + local[:, None] * dks
+            + d[None, :]
+        )
         tl.store(dk + place, acc_k.to(dk.dtype.element_ty), mask=inside)
         tl.store(dv + place, acc_v.to(dv.dtype.element_ty), mask=inside)
     else:

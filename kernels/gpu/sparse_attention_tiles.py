@@ -1,7 +1,9 @@
-"""What the kernels of block-sparse attention share: which scores of a tile exist, which probabilities dropout keeps, and tile settings.
+"""What the kernels of block-sparse attention share: which scores of a tile exist, which
+probabilities dropout keeps, and tile settings.
 
-A tile is TILE queries by TILE keys, always 64 × 64: one warpgroup's wgmma is 64 rows, so blocks of 64 waste nothing, and four warps with
-a small tile leave three to five programs on a multiprocessor, which hide each other's softmax and loads better than one large tile does.
+A tile is TILE queries by TILE keys, always 64 × 64: one warpgroup's wgmma is 64 rows, so blocks of
+64 waste nothing, and four warps with a small tile leave three to five programs on a multiprocessor,
+which hide each other's softmax and loads better than one large tile does.
 """
 
 from dataclasses import dataclass
@@ -13,9 +15,12 @@ import triton.language as tl
 TILE = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
+# of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
+ROUNDS = tl.constexpr(7)
 SUM_ROWS = tl.constexpr(16)  # rows of a tile that one program of a sum takes
-PLANNED = ("programs", "slots")  # they differ from length to length, and must not make a compilation each where one is a multiple of 16
+# they differ from length to length, and must not make a compilation each where one is a multiple of
+# 16
+PLANNED = ("programs", "slots")
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,31 @@ class Settings:
     num_stages: int
 
 
-# Head width (a power of two) -> settings. In the backward of keys and values two accumulators of 64 × width live in registers.
-FORWARD = {16: Settings(4, 3), 32: Settings(4, 3), 64: Settings(4, 3), 128: Settings(4, 2), 256: Settings(8, 2)}
-QUERIES = {16: Settings(4, 3), 32: Settings(4, 3), 64: Settings(4, 3), 128: Settings(4, 2), 256: Settings(8, 1)}
-KEYS = {16: Settings(4, 2), 32: Settings(4, 2), 64: Settings(4, 2), 128: Settings(8, 2), 256: Settings(8, 1)}
-WITH_DROPOUT = Settings(8, 1)  # keys alone: Philox needs the registers that two tiles in flight would take
+# Head width (a power of two) -> settings. In the backward of keys and values two accumulators of 64
+# × width live in registers.
+FORWARD = {
+    16: Settings(4, 3),
+    32: Settings(4, 3),
+    64: Settings(4, 3),
+    128: Settings(4, 2),
+    256: Settings(8, 2),
+}
+QUERIES = {
+    16: Settings(4, 3),
+    32: Settings(4, 3),
+    64: Settings(4, 3),
+    128: Settings(4, 2),
+    256: Settings(8, 1),
+}
+KEYS = {
+    16: Settings(4, 2),
+    32: Settings(4, 2),
+    64: Settings(4, 2),
+    128: Settings(8, 2),
+    256: Settings(8, 1),
+}
+# keys alone: Philox needs the registers that two tiles in flight would take
+WITH_DROPOUT = Settings(8, 1)
 
 
 def settings(table, width, dtype, dropout):
@@ -38,11 +63,17 @@ def settings(table, width, dtype, dropout):
 
 
 def precision(dtype):
-    """fp32 scores come from three TF32 products, about as exact as fp32, unless TF32 is allowed for matmuls.
+    """fp32 scores come from three TF32 products, about as exact as fp32, unless TF32 is allowed for
+    matmuls.
 
-    ``allow_tf32`` cannot be asked: torch raises once somebody has set ``fp32_precision``, as transformers' Trainer does.
+    ``allow_tf32`` cannot be asked: torch raises once somebody has set ``fp32_precision``, as
+    transformers' Trainer does.
     """
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    return (
+        "tf32"
+        if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+        else "tf32x3"
+    )
 
 
 def flat(x):
@@ -64,7 +95,10 @@ def exists(
     PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Which scores exist. Rows and columns are broadcast against each other, so that either may be the first dimension."""
+    """Which scores exist.
+
+    Rows and columns are broadcast against each other, so that either may be the first dimension.
+    """
     keep = (rows >= 0) & (columns >= 0)
     if RAGGED:
         keep = keep & (columns < length)
@@ -80,21 +114,26 @@ def exists(
 
 @triton.jit
 def kept(seed, lane, query_tile, key_tile, threshold):
-    """Which probabilities of a tile dropout keeps, [TILE queries, TILE keys]; the numbers are those of reference.dropout_words.
+    """Which probabilities of a tile dropout keeps, [TILE queries, TILE keys]; the numbers are those
+    of reference.dropout_words.
 
     One call of Philox gives the words of four neighbouring columns.
     """
     rows = query_tile * TILE + tl.arange(0, TILE)
     fours = key_tile * (TILE // 4) + tl.arange(0, TILE // 4)
     zero = tl.zeros((TILE, TILE // 4), tl.int32)
-    w0, w1, w2, w3 = tl.philox(seed, zero + rows[:, None], zero + fours[None, :], zero + lane, zero, ROUNDS)
+    w0, w1, w2, w3 = tl.philox(
+        seed, zero + rows[:, None], zero + fours[None, :], zero + lane, zero, ROUNDS
+    )
     words = tl.reshape(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (TILE, TILE))
     return (words >> 1).to(tl.int32) >= threshold
 
 
 @triton.jit
 def row_lane(item_head, lane, heads, PER_HEAD: tl.constexpr):
-    """Sequence and head of a program: lanes are sequences where items name heads, else sequences × heads."""
+    """Sequence and head of a program: lanes are sequences where items name heads, else sequences
+    × heads.
+    """
     if PER_HEAD:
         return lane, item_head
     else:

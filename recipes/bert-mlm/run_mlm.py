@@ -1,10 +1,12 @@
 """Train a small BERT for masked language modelling, from scratch, with Accelerate.
 
-Nothing here knows how the model is partitioned: the configuration given to ``accelerate launch`` decides.
+Nothing here knows how the model is partitioned: the configuration given to ``accelerate launch``
+decides.
 
     accelerate launch --config zero3.yaml run_mlm.py
     accelerate launch --config zero3.yaml run_mlm.py --resume_from_checkpoint latest
-    accelerate launch --config zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1
+    accelerate launch --config zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext
+    --dataset_config_name wikitext-2-raw-v1
 """
 
 from __future__ import annotations
@@ -47,15 +49,24 @@ RUN = "trainer_state.json"  # the name and the `log_history` that transformers' 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     data = parser.add_argument_group("text")
-    data.add_argument("--dataset_name", help="a data set on the hub with a `text` column; without it, Python's own language reference")
+    data.add_argument(
+        "--dataset_name",
+        help="a data set on the hub with a `text` column; without it, Python's "
+        "own language reference",
+    )
     data.add_argument("--dataset_config_name")
     data.add_argument("--validation_fraction", type=float, default=0.05)
     data.add_argument("--max_seq_length", type=int, default=32)
     data.add_argument("--mlm_probability", type=float, default=0.2)
     model = parser.add_argument_group("model")
-    model.add_argument("--model_name_or_path", help="continue from this model and its tokenizer instead of starting from nothing")
+    model.add_argument(
+        "--model_name_or_path",
+        help="continue from this model and its tokenizer instead of starting from nothing",
+    )
     model.add_argument("--vocab_size", type=int, default=2048)
     model.add_argument("--hidden_size", type=int, default=128)
     model.add_argument("--num_layers", type=int, default=2)
@@ -72,14 +83,20 @@ def parse_args() -> argparse.Namespace:
     output = parser.add_argument_group("output")
     output.add_argument("--output_dir", type=Path, default=Path("runs/bert-mlm"))
     output.add_argument("--checkpointing_steps", type=int, default=200)
-    output.add_argument("--resume_from_checkpoint", help="a folder `step_N`, or `latest` for the newest complete one in --output_dir")
+    output.add_argument(
+        "--resume_from_checkpoint",
+        help="a folder `step_N`, or `latest` for the newest complete one in --output_dir",
+    )
     output.add_argument("--logging_steps", type=int, default=50)
     return parser.parse_args()
 
 
 @dataclass
 class Run:
-    """What is known about this run so far. Its file in a checkpoint, written last, is what makes the checkpoint complete."""
+    """What is known about this run so far.
+
+    Its file in a checkpoint, written last, is what makes the checkpoint complete.
+    """
 
     text: str
     sharding: str
@@ -101,7 +118,9 @@ class Run:
 
     def save(self, folder: Path) -> None:
         partial = folder / f"{RUN}.partial"
-        partial.write_text(json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second}, indent=1))
+        partial.write_text(
+            json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second}, indent=1)
+        )
         partial.rename(folder / RUN)
 
     def resume(self, folder: Path) -> None:
@@ -111,7 +130,9 @@ class Run:
 
 
 class PositionSeededCollator(DataCollatorForLanguageModeling):
-    """Masks depend on a batch's position in the run, so that a resumed run masks what the uninterrupted one would have."""
+    """Masks depend on a batch's position in the run, so that a resumed run masks what the
+    uninterrupted one would have.
+    """
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,12 +150,15 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
     """A data set with one column `text`, and its name."""
     if args.dataset_name:
         try:
-            return datasets.load_dataset(args.dataset_name, args.dataset_config_name, split="train"), args.dataset_name
+            return datasets.load_dataset(
+                args.dataset_name, args.dataset_config_name, split="train"
+            ), args.dataset_name
         except (ConnectionError, FileNotFoundError) as error:
             remedy = f"correct the name, or leave --dataset_name out to train on {BUILT_IN}"
             raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     paragraphs = [paragraph for topic in topics.values() for paragraph in topic.split("\n\n")]
-    # Indented paragraphs are code and grammar, those with a ruled line are headings: what is left is English.
+    # Indented paragraphs are code and grammar, those with a ruled line are headings: what is left
+    # is English.
     prose = [
         " ".join(paragraph.split())
         for paragraph in paragraphs
@@ -144,9 +168,17 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, length: int, folder: Path) -> None:
-    """A lower-case byte-level BPE, saved where AutoTokenizer finds it. (Training a WordPiece does not give the same twice.)"""
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    mask = tokenizers.AddedToken("[MASK]", lstrip=True, special=True)  # it stands for a word with the space before it
+    """A lower-case byte-level BPE, saved where AutoTokenizer finds it. (Training a WordPiece
+    does not give the same twice.)
+    """
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
+    # it stands for a word with the space before it
+    mask = tokenizers.AddedToken("[MASK]", lstrip=True, special=True)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.normalizer = tokenizers.normalizers.Lowercase()
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -159,28 +191,57 @@ def train_tokenizer(texts: list[str], vocab_size: int, length: int, folder: Path
     )
     model.train_from_iterator(texts, trainer)
     ends = [(token, model.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    model.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    PreTrainedTokenizerFast(tokenizer_object=model, model_max_length=length, mask_token=mask, **special).save_pretrained(folder)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ends
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=model, model_max_length=length, mask_token=mask, **special
+    ).save_pretrained(folder)
 
 
 def cut_into_blocks(texts: datasets.Dataset, tokenizer: Any, length: int) -> datasets.Dataset:
-    """All texts as one stream of tokens, cut into blocks of exactly `length` with [CLS] and [SEP] at their ends."""
+    """All texts as one stream of tokens, cut into blocks of exactly `length` with [CLS] and
+    [SEP] at their ends.
+    """
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        stream = [token for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"] for token in ids]
+        stream = [
+            token
+            for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)[
+                "input_ids"
+            ]
+            for token in ids
+        ]
         inner = length - 2
         starts = range(0, len(stream) - inner + 1, inner)
-        return {"input_ids": [[tokenizer.cls_token_id, *stream[a : a + inner], tokenizer.sep_token_id] for a in starts]}
+        return {
+            "input_ids": [
+                [tokenizer.cls_token_id, *stream[a : a + inner], tokenizer.sep_token_id]
+                for a in starts
+            ]
+        }
 
-    return texts.map(cut, batched=True, batch_size=1000, remove_columns=texts.column_names, desc="Cutting into blocks")
+    return texts.map(
+        cut,
+        batched=True,
+        batch_size=1000,
+        remove_columns=texts.column_names,
+        desc="Cutting into blocks",
+    )
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensors alive in this process, storages counted once: between two steps, the state of training."""
+    """Bytes of all tensors alive in this process, storages counted once: between two steps, the
+    state of training.
+    """
     storages = {}
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and not thing.is_meta:
+            if (
+                issubclass(type(thing), torch.Tensor)
+                and thing.layout == torch.strided
+                and not thing.is_meta
+            ):
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -191,7 +252,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         (plain if name.endswith("bias") or "LayerNorm" in name else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
 
 
 def describe_sharding(accelerator: Accelerator) -> str:
@@ -200,24 +264,40 @@ def describe_sharding(accelerator: Accelerator) -> str:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader: DataLoader, collator: PositionSeededCollator, accelerator: Accelerator) -> float:
+def evaluate(
+    model: torch.nn.Module,
+    loader: DataLoader,
+    collator: PositionSeededCollator,
+    accelerator: Accelerator,
+) -> float:
     """Mean loss over the validation blocks, with the same masks every time."""
     collator.position = 0
     model.eval()
-    losses = [accelerator.gather_for_metrics(model(**batch).loss.repeat(len(batch["input_ids"]))) for batch in loader]
+    losses = [
+        accelerator.gather_for_metrics(model(**batch).loss.repeat(len(batch["input_ids"])))
+        for batch in loader
+    ]
     model.train()
     return torch.cat(losses).mean().item()
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held: on its GPU, else resident in RAM, libraries included."""
+    """The most memory this process has held: on its GPU, else resident in RAM, libraries
+    included.
+    """
     if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
         return torch.get_device_module().max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
-def save_checkpoint(folder: Path, accelerator: Accelerator, tokenizer: Any, card: ModelCard, run: Run) -> None:
-    """The sharded state, and beside it what belongs to a converted model: tokenizer, model card, the losses."""
+def save_checkpoint(
+    folder: Path, accelerator: Accelerator, tokenizer: Any, card: ModelCard, run: Run
+) -> None:
+    """The sharded state, and beside it what belongs to a converted model: tokenizer, model card,
+    the losses.
+    """
     accelerator.save_state(str(folder))
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
@@ -239,11 +319,19 @@ def model_card(text: str, base_model: str | None) -> ModelCard:
 def find_checkpoint(wanted: str, output_dir: Path) -> Path:
     if wanted != "latest":
         if not (Path(wanted) / RUN).exists():
-            raise SystemExit(f"{wanted} holds no {RUN}: not a complete checkpoint of this script; name another one, or `latest`")
+            raise SystemExit(
+                f"{wanted} holds no {RUN}: not a complete checkpoint of this script; name "
+                "another one, or `latest`"
+            )
         return Path(wanted)
-    complete = {int(path.parent.name.removeprefix("step_")): path.parent for path in output_dir.glob(f"step_*/{RUN}")}
+    complete = {
+        int(path.parent.name.removeprefix("step_")): path.parent
+        for path in output_dir.glob(f"step_*/{RUN}")
+    }
     if not complete:
-        raise SystemExit(f"no complete checkpoint in {output_dir}; run once without --resume_from_checkpoint")
+        raise SystemExit(
+            f"no complete checkpoint in {output_dir}; run once without --resume_from_checkpoint"
+        )
     return complete[max(complete)]
 
 
@@ -251,10 +339,16 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger(__name__).setLevel(logging.INFO)
-    # The order of the examples is a function of seed and epoch: a resumed run finds its place in it.
+    # The order of the examples is a function of seed and epoch: a resumed run finds its place in
+    # it.
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
-    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=order)
-    logger.info(f"{accelerator.num_processes} processes on {accelerator.device.type}, {describe_sharding(accelerator)}")
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=order
+    )
+    logger.info(
+        f"{accelerator.num_processes} processes on {accelerator.device.type}, "
+        f"{describe_sharding(accelerator)}"
+    )
     datasets.utils.logging.disable_progress_bar()
     set_seed(args.seed)
 
@@ -264,7 +358,9 @@ def main() -> None:
         if not args.model_name_or_path and accelerator.is_main_process:
             train_tokenizer(texts["text"], args.vocab_size, args.max_seq_length, source)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    blocks = cut_into_blocks(texts, tokenizer, args.max_seq_length).train_test_split(args.validation_fraction, seed=args.seed)
+    blocks = cut_into_blocks(texts, tokenizer, args.max_seq_length).train_test_split(
+        args.validation_fraction, seed=args.seed
+    )
 
     if args.model_name_or_path:
         config = AutoConfig.from_pretrained(args.model_name_or_path)
@@ -277,8 +373,9 @@ def main() -> None:
             num_attention_heads=args.num_heads,
             intermediate_size=4 * args.hidden_size,
             max_position_embeddings=args.max_seq_length,
-            # A few passes over little text: such a model underfits, and dropout would only slow it. Narrow layers need
-            # larger initial weights than BERT's 0.02 to leave the loss of plain word frequencies soon.
+            # A few passes over little text: such a model underfits, and dropout would only slow it.
+            # Narrow layers need larger initial weights than BERT's 0.02 to leave the loss of plain
+            # word frequencies soon.
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             initializer_range=0.06,
@@ -287,9 +384,17 @@ def main() -> None:
 
     # Ranks draw different masks in training, so that no two see the same ones twice.
     masks = {"tokenizer": tokenizer, "mlm_probability": args.mlm_probability}
-    collator = PositionSeededCollator(**masks, seed=args.seed + 1_000_000_007 * (1 + accelerator.process_index))
+    collator = PositionSeededCollator(
+        **masks, seed=args.seed + 1_000_000_007 * (1 + accelerator.process_index)
+    )
     eval_collator = PositionSeededCollator(**masks, seed=args.seed)
-    train_loader = DataLoader(blocks["train"], args.per_device_batch_size, shuffle=True, collate_fn=collator, drop_last=True)
+    train_loader = DataLoader(
+        blocks["train"],
+        args.per_device_batch_size,
+        shuffle=True,
+        collate_fn=collator,
+        drop_last=True,
+    )
     eval_loader = DataLoader(blocks["test"], args.per_device_batch_size, collate_fn=eval_collator)
 
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -301,10 +406,18 @@ def main() -> None:
         num_warmup_steps=args.num_warmup_steps * accelerator.num_processes,
         num_training_steps=args.max_train_steps * accelerator.num_processes,
     )
-    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
+    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, scheduler
+    )
 
     card = model_card(text_name, args.model_name_or_path)
-    run = Run(text_name, describe_sharding(accelerator), accelerator.num_processes, parameters, args.max_seq_length)
+    run = Run(
+        text_name,
+        describe_sharding(accelerator),
+        accelerator.num_processes,
+        parameters,
+        args.max_seq_length,
+    )
     if args.resume_from_checkpoint:
         folder = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
         accelerator.load_state(str(folder))
@@ -317,7 +430,9 @@ def main() -> None:
     batch_examples = args.per_device_batch_size * accelerator.num_processes
     # The bar belongs to a terminal; elsewhere the losses are logged.
     hidden = None if accelerator.is_main_process else True
-    bar = tqdm(total=args.max_train_steps, initial=run.completed_steps, disable=hidden, desc="training")
+    bar = tqdm(
+        total=args.max_train_steps, initial=run.completed_steps, disable=hidden, desc="training"
+    )
     window: list[torch.Tensor] = []
     state_bytes = 0
     model.train()
@@ -358,18 +473,29 @@ def main() -> None:
                 if last:
                     break
                 if saving:
-                    save_checkpoint(args.output_dir / f"step_{run.completed_steps}", accelerator, tokenizer, card, run)
+                    save_checkpoint(
+                        args.output_dir / f"step_{run.completed_steps}",
+                        accelerator,
+                        tokenizer,
+                        card,
+                        run,
+                    )
                 started = time.perf_counter()
         else:
             run.seconds += time.perf_counter() - started
     bar.close()
 
     run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
-    run.memory = gather_object([{"rank": accelerator.process_index, "state": state_bytes, "peak": peak_bytes()}])
+    run.memory = gather_object(
+        [{"rank": accelerator.process_index, "state": state_bytes, "peak": peak_bytes()}]
+    )
     final = args.output_dir / f"step_{run.completed_steps}"
     save_checkpoint(final, accelerator, tokenizer, card, run)
     before, after = (run.log_history[place]["eval_loss"] for place in (0, -1))
-    logger.info(f"evaluation loss {before:.4f} -> {after:.4f}, {run.tokens_per_second:,.0f} tokens/s; sharded state in {final}")
+    logger.info(
+        f"evaluation loss {before:.4f} -> {after:.4f}, {run.tokens_per_second:,.0f} tokens/s; "
+        f"sharded state in {final}"
+    )
     accelerator.end_training()
 
 

@@ -1,4 +1,5 @@
-"""Train a deep, narrow BERT at a learning rate that a post-LN model does not learn at: `pre_layer_norm` in the JSON file decides.
+"""Train a deep, narrow BERT at a learning rate that a post-LN model does not learn at:
+`pre_layer_norm` in the JSON file decides.
 
 torchrun --nproc_per_node 2 run_pre_layer_norm.py --deepspeed_config pre.json
 torchrun --nproc_per_node 2 run_pre_layer_norm.py --deepspeed_config post.json
@@ -23,11 +24,22 @@ MASK = WORDS
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, help="a JSON file; the micro-batch is --batch_size")
-    parser.add_argument("--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--deepspeed_config",
+        type=Path,
+        required=True,
+        help="a JSON file; the micro-batch is --batch_size",
+    )
+    parser.add_argument(
+        "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
+    )
     parser.add_argument("--num_iterations", type=int, default=240)
-    parser.add_argument("--batch_size", type=int, default=8, help="sentences of one iteration on one rank")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="sentences of one iteration on one rank"
+    )
     parser.add_argument("--sentence", type=int, default=16, help="words of a sentence")
     parser.add_argument("--num_layers", type=int, default=12)
     parser.add_argument("--h_dim", type=int, default=32)
@@ -38,14 +50,19 @@ def parse_args() -> argparse.Namespace:
 
 
 def sentences(count: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """A batch of a language in which each word names the next; one in five is masked, and to be told from its neighbours."""
+    """A batch of a language in which each word names the next; one in five is masked, and to be
+    told from its neighbours.
+    """
     following = torch.randperm(WORDS, generator=torch.Generator().manual_seed(7))
     random = torch.Generator().manual_seed(seed)
     words = torch.randint(WORDS, (count, 1), generator=random)
     for _ in range(length - 1):
         words = torch.cat([words, following[words[:, -1:]]], dim=1)
     chosen = torch.rand(words.shape, generator=random) < 0.2
-    return {"input_ids": words.masked_fill(chosen, MASK), "labels": words.masked_fill(~chosen, IGNORED)}
+    return {
+        "input_ids": words.masked_fill(chosen, MASK),
+        "labels": words.masked_fill(~chosen, IGNORED),
+    }
 
 
 def main() -> None:
@@ -63,12 +80,15 @@ def main() -> None:
             pad_token_id=None,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            initializer_range=args.h_dim**-0.5,  # BERT's 0.02 is for a hidden size of 768; here it would leave hardly any layers
+            # BERT's 0.02 is for a hidden size of 768; here it would leave hardly any layers
+            initializer_range=args.h_dim**-0.5,
         )
     )
     config = json.loads(args.deepspeed_config.read_text())
     config["train_micro_batch_size_per_gpu"] = args.batch_size
-    model, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    model, _, _, _ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=config
+    )
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 
     history: list[dict[str, float]] = []
@@ -89,7 +109,9 @@ def main() -> None:
     model.save_checkpoint(save_dir=str(args.checkpoint_dir), tag=tag)
     if rank == 0:
         shutil.copy(CARD, args.checkpoint_dir / tag / CARD.name)
-        (args.checkpoint_dir / tag / "trainer_state.json").write_text(json.dumps({"log_history": history}, indent=1))
+        (args.checkpoint_dir / tag / "trainer_state.json").write_text(
+            json.dumps({"log_history": history}, indent=1)
+        )
     deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()
 

@@ -1,6 +1,8 @@
-"""English phrases and their German, made by two small grammars: numbers in words, prices, times of the day, dates, sums.
+"""English phrases and their German, made by two small grammars: numbers in words, prices, times of
+the day, dates, sums.
 
-Small, but a translation: German says the ones before the tens, half of the coming hour, and a date with other endings.
+Small, but a translation: German says the ones before the tens, half of the coming hour, and a date
+with other endings.
 """
 
 from __future__ import annotations
@@ -52,7 +54,20 @@ _EN_ORDINALS = [
     "nineteenth",
     "twentieth",
 ]
-_EN_MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+_EN_MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 _DE = [
     "null",
     "eins",
@@ -76,8 +91,30 @@ _DE = [
     "neunzehn",
 ]
 _DE_TENS = ["zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig"]
-_DE_ORDINALS = ["ersten", "zweiten", "dritten", "vierten", "fünften", "sechsten", "siebten", "achten"]
-_DE_MONTHS = ["Januar", "Februar", "März", "April", "Mai", "Juni", "Juli", "August", "September", "Oktober", "November", "Dezember"]
+_DE_ORDINALS = [
+    "ersten",
+    "zweiten",
+    "dritten",
+    "vierten",
+    "fünften",
+    "sechsten",
+    "siebten",
+    "achten",
+]
+_DE_MONTHS = [
+    "Januar",
+    "Februar",
+    "März",
+    "April",
+    "Mai",
+    "Juni",
+    "Juli",
+    "August",
+    "September",
+    "Oktober",
+    "November",
+    "Dezember",
+]
 
 
 def english(number: int) -> str:
@@ -118,7 +155,10 @@ def _number(draw: random.Random) -> tuple[str, str]:
 
 def _price(draw: random.Random) -> tuple[str, str]:
     euros, cents = draw.randrange(2, 1000), draw.randrange(2, 100)
-    return f"it costs {english(euros)} euros and {english(cents)} cents", f"es kostet {german(euros)} Euro und {german(cents)} Cent"
+    return (
+        f"it costs {english(euros)} euros and {english(cents)} cents",
+        f"es kostet {german(euros)} Euro und {german(cents)} Cent",
+    )
 
 
 def _time(draw: random.Random) -> tuple[str, str]:
@@ -127,9 +167,15 @@ def _time(draw: random.Random) -> tuple[str, str]:
         return f"at half past {english(hour)}", f"um halb {german(hour + 1)}"
     minutes = draw.choice((5, 10, 20))
     if kind == 1:
-        return f"at {english(minutes)} past {english(hour)}", f"um {german(minutes)} nach {german(hour)}"
+        return (
+            f"at {english(minutes)} past {english(hour)}",
+            f"um {german(minutes)} nach {german(hour)}",
+        )
     if kind == 2:
-        return f"at {english(minutes)} to {english(hour)}", f"um {german(minutes)} vor {german(hour)}"
+        return (
+            f"at {english(minutes)} to {english(hour)}",
+            f"um {german(minutes)} vor {german(hour)}",
+        )
     return f"at {english(hour)} o'clock", f"um {german(hour)} Uhr"
 
 

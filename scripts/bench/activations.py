@@ -1,11 +1,15 @@
-"""Memory and time of a training step with activations kept, recomputed, or in host memory; each way in a fresh process.
+"""Memory and time of a training step with activations kept, recomputed, or in host memory; each way
+in a fresh process.
 
-    python scripts/bench/activations.py [--rounds 3] [--ways none,blocks] [--compile] [--out scripts/bench/results]
+    python scripts/bench/activations.py [--rounds 3] [--ways none,blocks] [--compile] [--out
+    scripts/bench/results]
 
-The work is a Llama of transformers in bf16 with AdamW at stage 2 on one rank: on a GPU of 1.2B parameters with 4 x 2048 tokens, on the CPU
-of 38M with 8 x 128. Gradients of every way are compared with those of "none" before anything is measured. ``peak`` is the most memory
-of tensors during forward and backward, above what lies there before: the allocator's count on a GPU, on the CPU the sum of the
-profiler's allocations. ``step`` is the median of the best round. On the CPU nothing can leave the device, and those ways are left out.
+The work is a Llama of transformers in bf16 with AdamW at stage 2 on one rank: on a GPU of 1.2B
+parameters with 4 x 2048 tokens, on the CPU of 38M with 8 x 128. Gradients of every way are compared
+with those of "none" before anything is measured. ``peak`` is the most memory of tensors during
+forward and backward, above what lies there before: the allocator's count on a GPU, on the CPU the
+sum of the profiler's allocations. ``step`` is the median of the best round. On the CPU nothing can
+leave the device, and those ways are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ SMALL = {
     "vocab_size": 8192,
 }
 LARGE = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 BATCH = {"cpu": (8, 128), "cuda": (4, 2048)}
 CHECKED = 2  # layers of the model whose gradients are compared
@@ -52,7 +57,12 @@ def config_of(way: str, layers: int, rows: int) -> dict[str, Any]:
     config = json.loads(json.dumps(WAYS[way]))
     if config.get(CHECKPOINTING, {}).get("blocks") == "half":
         config[CHECKPOINTING]["blocks"] = layers // 2
-    return {"train_micro_batch_size_per_gpu": rows, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **config}
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        **config,
+    }
 
 
 def engine_of(way: str, shape: dict[str, int], rows: int, length: int) -> Any:
@@ -65,7 +75,9 @@ def engine_of(way: str, shape: dict[str, int], rows: int, length: int) -> Any:
     config = transformers.LlamaConfig(**shape, max_position_embeddings=length, use_cache=False)
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(way, shape["num_hidden_layers"], rows))[0]
+    return hf_zero.initialize(
+        model=model, optimizer=optimizer, config=config_of(way, shape["num_hidden_layers"], rows)
+    )[0]
 
 
 def gradients(way: str, shape: dict[str, int], device: str) -> list[Any]:
@@ -83,17 +95,23 @@ def gradients(way: str, shape: dict[str, int], device: str) -> list[Any]:
 
 
 def apart(got: list[Any], want: list[Any]) -> float:
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-20)) for a, b in zip(got, want, strict=True))
+    return max(
+        float((a - b).norm() / b.norm().clamp(min=1e-20)) for a, b in zip(got, want, strict=True)
+    )
 
 
 def profiled_peak(run: Any) -> int:
     """The most bytes of tensors that ``run`` holds at once on the CPU."""
     import torch
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     held = most = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
@@ -147,7 +165,9 @@ def measure(way: str, steps: int, compiled: bool) -> dict[str, Any]:
         "peak": peak,
         "host": offload.slabs.nbytes if offload is not None else 0,
         "gradient_error": error,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "tokens": rows * length,
         "shape": shape,
@@ -158,10 +178,16 @@ def measure(way: str, steps: int, compiled: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="separated by commas; a comma in a name is written as ;")
+    parser.add_argument(
+        "--ways",
+        default=",".join(WAYS).replace(", ", "; "),
+        help="separated by commas; a comma in a name is written as ;",
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -190,21 +216,29 @@ def main() -> None:
                 str(arguments.steps),
                 *(["--compile"] if arguments.compile else []),
             ]
-            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_ZERO_LOG_LEVEL": "WARNING"})
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env=os.environ | {"HF_ZERO_LOG_LEVEL": "WARNING"},
+            )
             if done.returncode:
-                print(f"{way}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no output'}")
+                print(f"{way}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
                 continue
             row = json.loads(done.stdout.strip().splitlines()[-1])
             if way not in best or row["step"] < best[way]["step"]:
                 best[way] = row
     for way, row in best.items():
-        print(f"{way:26}  step {row['step'] * 1e3:9.1f} ms   peak {row['peak'] / 2**20:9.1f} MiB   host {row['host'] / 2**20:9.1f} MiB")
+        print(
+            f"{way:26}  step {row['step'] * 1e3:9.1f} ms   peak {row['peak'] / 2**20:9.1f} MiB   "
+            f"host {row['host'] / 2**20:9.1f} MiB"
+        )
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         kind = "gpu" if torch.cuda.is_available() else "cpu"
-        (arguments.out / f"activations_{kind}{'_compiled' if arguments.compile else ''}.json").write_text(
-            json.dumps(list(best.values()), indent=1) + "\n"
-        )
+        (
+            arguments.out / f"activations_{kind}{'_compiled' if arguments.compile else ''}.json"
+        ).write_text(json.dumps(list(best.values()), indent=1) + "\n")
 
 
 if __name__ == "__main__":

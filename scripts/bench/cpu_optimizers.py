@@ -1,12 +1,16 @@
-"""One step of CPU Adam: torch fused and foreach, DeepSpeedCPUAdam (where it builds) and hf-zero, beside the memory's own speed.
+"""One step of CPU Adam: torch fused and foreach, DeepSpeedCPUAdam (where it builds) and hf-zero,
+beside the memory's own speed.
 
-    python scripts/bench/cpu_optimizers.py [--numel 1e8] [--rounds 15] [--threads N] [--deepspeed FOLDER] [--out scripts/bench/results]
+    python scripts/bench/cpu_optimizers.py [--numel 1e8] [--rounds 15] [--threads N] [--deepspeed
+    FOLDER] [--out scripts/bench/results]
 
-Every round runs every contender once untimed and once timed, one after the other, after a pause in which the threads of the
-one before go to sleep; a contender's figure is its best round. Before anything is timed, one step of each is compared with
-the same step in float64. GB/s counts the bytes a step must move: of a gradient, master and moments read and written, and a
-copy written. The triad (a = b + s * c) is torch's own, 12 bytes an element. FOLDER is what `pip install --target FOLDER
-deepspeed` made; its kernel is compiled at first use. Raw rows with versions go to OUT as JSON lines.
+Every round runs every contender once untimed and once timed, one after the other, after a pause in
+which the threads of the one before go to sleep; a contender's figure is its best round. Before
+anything is timed, one step of each is compared with the same step in float64. GB/s counts the bytes
+a step must move: of a gradient, master and moments read and written, and a copy written. The triad
+(a = b + s * c) is torch's own, 12 bytes an element. FOLDER is what `pip install --target FOLDER
+deepspeed` made; its kernel is compiled at first use. Raw rows with versions go to OUT as JSON
+lines.
 """
 
 from __future__ import annotations
@@ -43,10 +47,17 @@ class Memory:
         chunk = torch.randn(min(numel, 1 << 20), generator=generator)
         self.master, self.grad = (_filled(numel, chunk, torch.float32) for _ in range(2))
         self.mean, self.square = torch.zeros(numel), torch.zeros(numel)
-        self.wide = torch.zeros(numel)  # the fp32 gradient that torch's kernels need of a bf16 one; the triad's result
-        self.grad16, self.copy16 = _filled(numel, chunk, torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+        # the fp32 gradient that torch's kernels need of a bf16 one; the triad's result
+        self.wide = torch.zeros(numel)
+        self.grad16, self.copy16 = (
+            _filled(numel, chunk, torch.bfloat16),
+            torch.zeros(numel, dtype=torch.bfloat16),
+        )
         self.mean16, self.square16 = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
-        self.mean8, self.square8 = Blocks.zeros(numel, signed=True), Blocks.zeros(numel, signed=False)
+        self.mean8, self.square8 = (
+            Blocks.zeros(numel, signed=True),
+            Blocks.zeros(numel, signed=False),
+        )
         self.step = 0
 
     def clear(self) -> None:
@@ -76,12 +87,28 @@ class Contender:
 
 def contenders(m: Memory) -> dict[str, Contender]:
     counter = torch.tensor(0.0)
-    settings: dict[str, Any] = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": DECAY}
+    settings: dict[str, Any] = {
+        "lr": LR,
+        "beta1": BETA1,
+        "beta2": BETA2,
+        "eps": EPS,
+        "weight_decay": DECAY,
+    }
 
     def fused(step: int, grad: Tensor | None = None) -> None:
         counter.fill_(step)
         grads = [m.grad if grad is None else grad]
-        torch._fused_adamw_([m.master], grads, [m.mean], [m.square], [], [counter], amsgrad=False, maximize=False, **settings)
+        torch._fused_adamw_(
+            [m.master],
+            grads,
+            [m.mean],
+            [m.square],
+            [],
+            [counter],
+            amsgrad=False,
+            maximize=False,
+            **settings,
+        )
 
     def fused_with_casts(step: int) -> None:
         m.wide.copy_(m.grad16)
@@ -89,24 +116,36 @@ def contenders(m: Memory) -> dict[str, Contender]:
         m.copy16.copy_(m.master)
 
     parameter = torch.nn.Parameter(m.master, requires_grad=False)
-    foreach = torch.optim.AdamW([parameter], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, foreach=True)
+    foreach = torch.optim.AdamW(
+        [parameter], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, foreach=True
+    )
 
     def run_foreach(step: int) -> None:
         parameter.grad = m.grad
-        foreach.state[parameter] = {"step": torch.tensor(float(step - 1)), "exp_avg": m.mean, "exp_avg_sq": m.square}
+        foreach.state[parameter] = {
+            "step": torch.tensor(float(step - 1)),
+            "exp_avg": m.mean,
+            "exp_avg_sq": m.square,
+        }
         foreach.step()
 
     def ours(mean: Any, square: Any, narrow: bool) -> Callable[[int], None]:
         grad, out = (m.grad16, m.copy16) if narrow else (m.grad, None)
-        return lambda step: adam(m.master, grad, mean, square, step=step, decoupled=True, out=out, **settings)
+        return lambda step: adam(
+            m.master, grad, mean, square, step=step, decoupled=True, out=out, **settings
+        )
 
     return {
         "torch fused fp32": Contender(fused, 28),
         "hf-zero fp32": Contender(ours(m.mean, m.square, False), 28),
         "torch fused + casts": Contender(fused_with_casts, 40, narrow=True),
         "hf-zero bf16 in and out": Contender(ours(m.mean, m.square, True), 28, narrow=True),
-        "hf-zero bf16 in and out, bf16 moments": Contender(ours(m.mean16, m.square16, True), 20, narrow=True, tolerance=1e-4),
-        "hf-zero bf16 in and out, 8-bit moments": Contender(ours(m.mean8, m.square8, True), 16 + 16 / 256, narrow=True, tolerance=1e-3),
+        "hf-zero bf16 in and out, bf16 moments": Contender(
+            ours(m.mean16, m.square16, True), 20, narrow=True, tolerance=1e-4
+        ),
+        "hf-zero bf16 in and out, 8-bit moments": Contender(
+            ours(m.mean8, m.square8, True), 16 + 16 / 256, narrow=True, tolerance=1e-3
+        ),
         "torch foreach fp32": Contender(run_foreach, 28),
     }
 
@@ -118,18 +157,28 @@ def deepspeed_contender(folder: str, m: Memory) -> Contender:
 
     kernel = CPUAdamBuilder().load()
     kernel.create_adam(0, LR, BETA1, BETA2, EPS, DECAY, True, False)
-    return Contender(lambda step: kernel.adam_update(0, step, LR, BETA1, BETA2, EPS, DECAY, True, m.master, m.grad, m.mean, m.square), 28)
+    return Contender(
+        lambda step: kernel.adam_update(
+            0, step, LR, BETA1, BETA2, EPS, DECAY, True, m.master, m.grad, m.mean, m.square
+        ),
+        28,
+    )
 
 
 def verify(name: str, contender: Contender, m: Memory) -> None:
     """Two steps of the first elements against float64, before anything is timed."""
     m.clear()
-    weight, grad = m.master[:SAMPLE].double(), (m.grad16 if contender.narrow else m.grad)[:SAMPLE].double()
+    weight, grad = (
+        m.master[:SAMPLE].double(),
+        (m.grad16 if contender.narrow else m.grad)[:SAMPLE].double(),
+    )
     mean, square = torch.zeros_like(grad), torch.zeros_like(grad)
     for step in (1, 2):
         contender.run(step)
         mean, square = mean.lerp(grad, 1 - BETA1), square * BETA2 + (1 - BETA2) * grad * grad
-        weight = weight * (1 - LR * DECAY) - LR / (1 - BETA1**step) * mean / ((square / (1 - BETA2**step)).sqrt() + EPS)
+        weight = weight * (1 - LR * DECAY) - LR / (1 - BETA1**step) * mean / (
+            (square / (1 - BETA2**step)).sqrt() + EPS
+        )
     off = float((m.master[:SAMPLE].double() - weight).abs().max())
     if off > contender.tolerance:
         raise SystemExit(f"{name}: off by {off:.2e} after two steps; not timed")
@@ -161,33 +210,48 @@ def measure(numel: int, rounds: int, deepspeed: str | None) -> tuple[list[dict[s
                 seconds = time.perf_counter() - begin
                 if timed:
                     times[name].append(seconds)
-                    rows.append({"numel": numel, "round": turn, "contender": name, "seconds": seconds})
+                    rows.append(
+                        {"numel": numel, "round": turn, "contender": name, "seconds": seconds}
+                    )
     best = {name: min(values) for name, values in times.items()}
-    print(f"\n{numel:.3g} parameters, {native.threads()} threads, {native.instruction_set()}, best of {rounds} rounds (median)")
+    print(
+        f"\n{numel:.3g} parameters, {native.threads()} threads, {native.instruction_set()}, best "
+        f"of {rounds} rounds (median)"
+    )
     for name, seconds in best.items():
         speed = known[name].bytes * numel / seconds / 1e9
-        print(f"  {name:40} {seconds * 1e3:9.2f} ms ({statistics.median(times[name]) * 1e3:9.2f})  {speed:6.1f} GB/s")
+        print(
+            f"  {name:40} {seconds * 1e3:9.2f} ms "
+            f"({statistics.median(times[name]) * 1e3:9.2f})  {speed:6.1f} GB/s"
+        )
     triad = known["triad"].bytes / best["triad"]
     bars = {
         "fp32 / torch fused (<= 1.00)": best["hf-zero fp32"] / best["torch fused fp32"],
-        "bf16 in and out / torch fused + casts (<= 0.70)": best["hf-zero bf16 in and out"] / best["torch fused + casts"],
+        "bf16 in and out / torch fused + casts (<= 0.70)": best["hf-zero bf16 in and out"]
+        / best["torch fused + casts"],
         "fp32 bandwidth / triad (>= 0.85)": 28 / best["hf-zero fp32"] / triad,
         "bf16 in and out bandwidth / triad (>= 0.85)": 28 / best["hf-zero bf16 in and out"] / triad,
     }
     if "DeepSpeedCPUAdam fp32" in best:
-        bars["fp32 / DeepSpeedCPUAdam (<= 1.00)"] = best["hf-zero fp32"] / best["DeepSpeedCPUAdam fp32"]
+        bars["fp32 / DeepSpeedCPUAdam (<= 1.00)"] = (
+            best["hf-zero fp32"] / best["DeepSpeedCPUAdam fp32"]
+        )
     else:
         print(f"  DeepSpeedCPUAdam: {why_no_deepspeed}")
     for name, ratio in bars.items():
         print(f"  {name:50} {ratio:.3f}")
-    rows.append({"numel": numel, "best": best, "bars": bars, "deepspeed": why_no_deepspeed or "built"})
+    rows.append(
+        {"numel": numel, "best": best, "bars": bars, "deepspeed": why_no_deepspeed or "built"}
+    )
     return rows, why_no_deepspeed
 
 
 def versions(folder: str | None) -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in ("torch", "hf-zero")}
     if folder is not None:  # what lies there, not what answers to the name here
-        found["deepspeed"] = next(iter(importlib.metadata.distributions(name="deepspeed", path=[folder]))).version
+        found["deepspeed"] = next(
+            iter(importlib.metadata.distributions(name="deepspeed", path=[folder]))
+        ).version
     return found
 
 
@@ -196,14 +260,26 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=float, nargs="+", default=[1e8], help="parameters; 40 bytes of memory each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--numel", type=float, nargs="+", default=[1e8], help="parameters; 40 bytes of memory each"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=None, help="of every contender; all cores of this process where it is left out")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        help="of every contender; all cores of this process where it is left out",
+    )
     parser.add_argument("--deepspeed", help="a folder with an installed deepspeed")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -219,7 +295,9 @@ def main() -> None:
         "cores": os.cpu_count(),
         "threads": threads,
     }
-    rows: list[dict[str, Any]] = [{**head, "instruction_set": native.instruction_set(), "load": os.getloadavg()}]
+    rows: list[dict[str, Any]] = [
+        {**head, "instruction_set": native.instruction_set(), "load": os.getloadavg()}
+    ]
     with torch.no_grad():
         for numel in arguments.numel:
             rows += measure(int(numel), arguments.rounds, arguments.deepspeed)[0]

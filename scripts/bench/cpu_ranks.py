@@ -1,11 +1,14 @@
-"""Step time of DDP, FSDP2, DeepSpeed (where a folder with it is given) and hf-zero on CPU ranks, interleaved in one run.
+"""Step time of DDP, FSDP2, DeepSpeed (where a folder with it is given) and hf-zero on CPU ranks,
+interleaved in one run.
 
-    python scripts/bench/cpu_ranks.py --rounds 7 [--deepspeed FOLDER] [--ranks 2] [--out scripts/bench/results]
+    python scripts/bench/cpu_ranks.py --rounds 7 [--deepspeed FOLDER] [--ranks 2] [--out
+    scripts/bench/results]
 
-Every round runs a few steps of every contender, one after the other; a contender's figure is the best round's median
-step. The work is an 8-layer BERT (hidden 512, 8 x 128 tokens a rank) in fp32 with fused AdamW and clipping 1.0.
-FOLDER is what `pip install --target FOLDER deepspeed` made: installed beside hf-zero it would answer in its place, so
-it runs in processes of its own. Raw rows with versions go to OUT as JSON lines.
+Every round runs a few steps of every contender, one after the other; a contender's figure is the
+best round's median step. The work is an 8-layer BERT (hidden 512, 8 x 128 tokens a rank) in fp32
+with fused AdamW and clipping 1.0. FOLDER is what `pip install --target FOLDER deepspeed` made:
+installed beside hf-zero it would answer in its place, so it runs in processes of its own. Raw rows
+with versions go to OUT as JSON lines.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ def build_model() -> Any:
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048, vocab_size=VOCABULARY,
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048,
+        vocab_size=VOCABULARY,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config).train()
@@ -93,7 +97,9 @@ def contender(kind: str) -> Any:
 
 
 def work(kinds: list[str]) -> None:
-    """A rank: builds its contenders, then runs what standard input asks for and answers on standard output."""
+    """A rank: builds its contenders, then runs what standard input asks for and answers on
+    standard output.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -118,7 +124,10 @@ def work(kinds: list[str]) -> None:
             loss = steps[kind](batches[done[kind] % 4])
             times.append(time.perf_counter() - started)
             done[kind] += 1
-        print("@" + json.dumps({"times": times, "loss": float(loss.detach()), "steps": done[kind]}), flush=True)
+        print(
+            "@" + json.dumps({"times": times, "loss": float(loss.detach()), "steps": done[kind]}),
+            flush=True,
+        )
 
 
 class Job:
@@ -132,11 +141,15 @@ class Job:
         self.processes = []
         for rank in range(ranks):
             env = dict(
-                os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
+                os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+                HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
             )  # fmt: skip
             if path is not None:
-                env.update(PYTHONPATH=path, HF_ZERO_AUTOLOAD="0", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+                env.update(
+                    PYTHONPATH=path, HF_ZERO_AUTOLOAD="0", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0"
+                )
             command = [sys.executable, __file__, "--work", ",".join(kinds)]
             self.processes.append(
                 subprocess.Popen(
@@ -155,7 +168,9 @@ class Job:
         for line in process.stdout:
             if line.startswith("@"):
                 return line[1:]
-        raise SystemExit(f"a rank of {self.kinds} ended with code {process.wait()}; its error stands above")
+        raise SystemExit(
+            f"a rank of {self.kinds} ended with code {process.wait()}; its error stands above"
+        )
 
     def run(self, kind: str, count: int) -> dict[str, Any]:
         for process in self.processes:
@@ -174,14 +189,20 @@ class Job:
 
 
 def versions(folder: str | None) -> dict[str, str]:
-    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "hf-zero")}
+    found = {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers", "hf-zero")
+    }
     if folder is not None:
-        found["deepspeed"] = next(iter(importlib.metadata.distributions(name="deepspeed", path=[folder]))).version
+        found["deepspeed"] = next(
+            iter(importlib.metadata.distributions(name="deepspeed", path=[folder]))
+        ).version
     return {**found, "python": platform.python_version()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
     parser.add_argument("--ranks", type=int, default=2)
@@ -204,22 +225,43 @@ def main() -> None:
                 kind = job.kinds[(place + number) % len(job.kinds)]
                 answer = job.run(kind, options.steps)
                 if number:
-                    rows.append({"round": number, "kind": kind, "median": statistics.median(answer["times"]), **answer})
+                    rows.append(
+                        {
+                            "round": number,
+                            "kind": kind,
+                            "median": statistics.median(answer["times"]),
+                            **answer,
+                        }
+                    )
         print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
     for job in jobs:
         job.close()
 
-    best = {kind: min(row["median"] for row in rows if row["kind"] == kind) for kind in dict.fromkeys(row["kind"] for row in rows)}
-    middle = {kind: statistics.median(row["median"] for row in rows if row["kind"] == kind) for kind in best}
+    best = {
+        kind: min(row["median"] for row in rows if row["kind"] == kind)
+        for kind in dict.fromkeys(row["kind"] for row in rows)
+    }
+    middle = {
+        kind: statistics.median(row["median"] for row in rows if row["kind"] == kind)
+        for kind in best
+    }
     print(f"{'kind':8}{'best s/step':>12}{'median':>9}{'vs ddp':>8}{'vs fsdp2':>9}{'loss':>10}")
     for kind, seconds in best.items():
         loss = [row["loss"] for row in rows if row["kind"] == kind][-1]
         against = [f"{seconds / best[peer]:.3f}" if peer in best else "-" for peer in PEERS]
-        print(f"{kind:8}{seconds:12.4f}{middle[kind]:9.4f}{against[0]:>8}{against[1]:>9}{loss:10.4f}")
+        print(
+            f"{kind:8}{seconds:12.4f}{middle[kind]:9.4f}{against[0]:>8}{against[1]:>9}{loss:10.4f}"
+        )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         name = options.out / f"cpu_ranks-{datetime.date.today()}.jsonl"
-        facts = {"versions": versions(options.deepspeed), "cores": os.cpu_count(), "ranks": options.ranks, "best": best, "median": middle}
+        facts = {
+            "versions": versions(options.deepspeed),
+            "cores": os.cpu_count(),
+            "ranks": options.ranks,
+            "best": best,
+            "median": middle,
+        }
         with name.open("w") as file:
             for row in [facts, *rows]:
                 file.write(json.dumps(row) + "\n")

@@ -1,10 +1,13 @@
-"""FileQueue beside plain loops in C++ over the same file: O_DIRECT, sequential, the same block size and depth, in one run.
+"""FileQueue beside plain loops in C++ over the same file: O_DIRECT, sequential, the same block size
+and depth, in one run.
 
-    python scripts/bench/files.py --folder /mnt/nvme [--rounds 9] [--gigabytes 1] [--block-size 1048576] [--depth 32] [--out scripts/bench/results]
+    python scripts/bench/files.py --folder /mnt/nvme [--rounds 9] [--gigabytes 1] [--block-size
+    1048576] [--depth 32] [--out scripts/bench/results]
 
-Each round reads a file from end to end, writes another, and does both at once, by every contender in turn. The file is allocated
-and written before. The loops (`raw_files.cpp`, compiled here) have no queue, no priorities and no tickets: what they reach, on
-io_uring or on threads, is what the disk gives. A contender's figure is its best round.
+Each round reads a file from end to end, writes another, and does both at once, by every contender
+in turn. The file is allocated and written before. The loops (`raw_files.cpp`, compiled here) have
+no queue, no priorities and no tickets: what they reach, on io_uring or on threads, is what the disk
+gives. A contender's figure is its best round.
 """
 
 from __future__ import annotations
@@ -40,11 +43,27 @@ def build(folder: str) -> Any:
     ring = HERE.parents[1] / "kernels" / "cpu" / "ring.cpp"
     compiler = os.environ.get("CXX", "c++")
     subprocess.run(
-        [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", str(HERE / "raw_files.cpp"), str(ring), "-o", str(library)],
+        [
+            compiler,
+            "-std=c++17",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            str(HERE / "raw_files.cpp"),
+            str(ring),
+            "-o",
+            str(library),
+        ],
         check=True,
     )
     raw = ctypes.CDLL(str(library)).raw
-    raw.argtypes = [ctypes.c_int] * 3 + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    raw.argtypes = [ctypes.c_int] * 3 + [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+    ]
     return raw
 
 
@@ -69,7 +88,15 @@ class Files:
 
 def plain(raw: Any, io_uring: bool, files: Files, block: int, depth: int) -> Callable[[str], None]:
     def one(write: bool, depth: int) -> None:
-        error = raw(io_uring, write, files.descriptors[write], files.memory[write].data_ptr(), files.nbytes, block, depth)
+        error = raw(
+            io_uring,
+            write,
+            files.descriptors[write],
+            files.memory[write].data_ptr(),
+            files.nbytes,
+            block,
+            depth,
+        )
         if error:
             raise OSError(error, os.strerror(error), files.names[write])
 
@@ -100,10 +127,14 @@ def queued(queue: FileQueue, files: Files) -> Callable[[str], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of each of the two files")
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0, help="size of each of the two files"
+    )
     parser.add_argument("--block-size", type=int, default=1 << 20)
     parser.add_argument("--depth", type=int, default=32)
     parser.add_argument("--out", type=Path)
@@ -114,9 +145,15 @@ def main() -> None:
         contenders = {
             "loop io_uring": plain(raw, True, files, options.block_size, options.depth),
             "loop threads": plain(raw, False, files, options.block_size, options.depth),
-            "queue io_uring": queued(FileQueue(options.block_size, options.depth, backend="io_uring"), files),
-            "queue threads": queued(FileQueue(options.block_size, options.depth, options.depth, "threads"), files),
-            "queue python": queued(FileQueue(options.block_size, options.depth, options.depth, "python"), files),
+            "queue io_uring": queued(
+                FileQueue(options.block_size, options.depth, backend="io_uring"), files
+            ),
+            "queue threads": queued(
+                FileQueue(options.block_size, options.depth, options.depth, "threads"), files
+            ),
+            "queue python": queued(
+                FileQueue(options.block_size, options.depth, options.depth, "python"), files
+            ),
         }
         rows: list[dict[str, Any]] = []
         names = list(contenders)
@@ -130,18 +167,33 @@ def main() -> None:
                     moved = nbytes * (2 if work == "both" else 1)
                     if number:
                         rows.append(
-                            {"round": number, "contender": name, "work": work, "seconds": seconds, "gb_per_second": moved / seconds / 1e9}
+                            {
+                                "round": number,
+                                "contender": name,
+                                "work": work,
+                                "seconds": seconds,
+                                "gb_per_second": moved / seconds / 1e9,
+                            }
                         )
             print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
 
     best = {
-        work: {name: max(row["gb_per_second"] for row in rows if row["contender"] == name and row["work"] == work) for name in names}
+        work: {
+            name: max(
+                row["gb_per_second"]
+                for row in rows
+                if row["contender"] == name and row["work"] == work
+            )
+            for name in names
+        }
         for work in WORK
     }
     ceiling = {work: max(best[work]["loop io_uring"], best[work]["loop threads"]) for work in WORK}
     print(f"{'GB/s':16}" + "".join(f"{work:>16}" for work in WORK))
     for name in names:
-        cells = [f"{best[work][name]:9.2f} ({best[work][name] / ceiling[work]:.2f})" for work in WORK]
+        cells = [
+            f"{best[work][name]:9.2f} ({best[work][name] / ceiling[work]:.2f})" for work in WORK
+        ]
         print(f"{name:16}" + "".join(f"{cell:>16}" for cell in cells))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

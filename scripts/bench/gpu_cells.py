@@ -1,11 +1,12 @@
-"""The cells of scripts/gpu, the most telling first: one piece of work by one contender each, in a process of its own.
+"""The cells of scripts/gpu, the most telling first: one piece of work by one contender each, in a
+process of its own.
 
-    python scripts/bench/gpu_cells.py "llama-1b,4,4096 hfz1+all"     # one cell: its rows, as lines that begin with ROW
-    python scripts/bench/gpu_cells.py --list
-    python scripts/bench/gpu_cells.py --tiny NAME                    # on the CPU and tiny: does it run?
+    python scripts/bench/gpu_cells.py "llama-1b,4,4096 hfz1+all"     # one cell: its rows, as lines
+    that begin with ROW python scripts/bench/gpu_cells.py --list python scripts/bench/gpu_cells.py
+    --tiny NAME                    # on the CPU and tiny: does it run?
 
-A row names its ``work`` and whose it is (``of``), the figures, the versions and the device. hf-zero's name in cells that compare
-kernels is "hf-zero".
+A row names its ``work`` and whose it is (``of``), the figures, the versions and the device.
+hf-zero's name in cells that compare kernels is "hf-zero".
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Rows = Iterator[dict[str, Any]]
 class Cell:
     """``work`` by contender ``of``, or by several of them, which the rows name.
 
-    ``seconds`` is what it is expected to take on one H200: it is not begun with less time left. ``needs`` is a package of a peer.
+    ``seconds`` is what it is expected to take on one H200: it is not begun with less time left.
+    ``needs`` is a package of a peer.
     """
 
     work: str
@@ -57,8 +59,12 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         what, device = kind, "cuda"
         if tiny:  # inductor takes a minute to compile for a CPU
             shape, rows, length, device = f"tiny-{shape.split('-')[0]}", "2", "32", "cpu"
-            extras = [extra for extra in what.split("+") if extra not in ("flash", "cudnn", "activations")]
-            what = "+".join("kernels" if extra == "all" else extra for extra in extras).replace("hf-compile", "hf")
+            extras = [
+                extra for extra in what.split("+") if extra not in ("flash", "cudnn", "activations")
+            ]
+            what = "+".join("kernels" if extra == "all" else extra for extra in extras).replace(
+                "hf-compile", "hf"
+            )
         measured = train_gpu.measure(what, shape, int(rows), int(length), device, profile=False)
         yield {**measured, "work": work, "of": kind}
 
@@ -86,12 +92,22 @@ def gpu_adam(tiny: bool) -> Rows:
     for of, (name, tensors) in chosen.items():
         with torch.no_grad():
             gpu_optimizer.verify(name, known[name], flat)
-            ms = statistics.median(gpu_optimizer.milliseconds(known[name].step, flat.device, 3 if tiny else 20))
-        yield {"work": "GPU AdamW, 1e9", "of": of, "ms": ms, "tensors": tensors, "GB/s": known[name].bytes * numel / ms / 1e6}
+            ms = statistics.median(
+                gpu_optimizer.milliseconds(known[name].step, flat.device, 3 if tiny else 20)
+            )
+        yield {
+            "work": "GPU AdamW, 1e9",
+            "of": of,
+            "ms": ms,
+            "tensors": tensors,
+            "GB/s": known[name].bytes * numel / ms / 1e6,
+        }
 
 
 def cpu_adam(tiny: bool) -> Rows:
-    """One AdamW step over 5e8 parameters on the host; ours takes bf16 gradients and writes bf16 parameters in the same pass."""
+    """One AdamW step over 5e8 parameters on the host; ours takes bf16 gradients and writes bf16
+    parameters in the same pass.
+    """
     import cpu_optimizers
     import torch
 
@@ -118,7 +134,12 @@ def cpu_adam(tiny: bool) -> Rows:
                 begun = time.perf_counter()
                 known[name].run(step)
                 times.append(time.perf_counter() - begun)
-        yield {"work": "CPU AdamW, 5e8", "of": of, "s": statistics.median(times[1:]), "threads": native.threads()}
+        yield {
+            "work": "CPU AdamW, 5e8",
+            "of": of,
+            "s": statistics.median(times[1:]),
+            "threads": native.threads(),
+        }
 
 
 def sparse(length: int, with_flex: bool) -> Callable[[bool], Rows]:
@@ -128,11 +149,17 @@ def sparse(length: int, with_flex: bool) -> Callable[[bool], Rows]:
         import sparse_attention
         import torch
 
-        args = argparse.Namespace(tokens=32768, heads=16, width=64, random=3, rounds=10, scratch=256 << 20, flex=with_flex)
+        args = argparse.Namespace(
+            tokens=32768, heads=16, width=64, random=3, rounds=10, scratch=256 << 20, flex=with_flex
+        )
         if tiny:
-            args = argparse.Namespace(tokens=512, heads=2, width=16, random=3, rounds=2, scratch=1024, flex=False)
+            args = argparse.Namespace(
+                tokens=512, heads=2, width=16, random=3, rounds=2, scratch=1024, flex=False
+            )
         torch.manual_seed(0)
-        rows = sparse_attention.measure(256 if tiny else length, args, torch.device("cpu" if tiny else "cuda"))
+        rows = sparse_attention.measure(
+            256 if tiny else length, args, torch.device("cpu" if tiny else "cuda")
+        )
         for row in rows:
             figures = {"ms": row["forward_backward_ms"], "tflops": row["tflops"]}
             if row["contender"] == "hf-zero":
@@ -218,7 +245,9 @@ CELLS = (
 
 
 def here(package: str) -> bool:
-    """Whether ``package`` itself is on the path: hf-zero's own answer to its name does not count."""
+    """Whether ``package`` itself is on the path: hf-zero's own answer to its name does not
+    count.
+    """
     return importlib.machinery.PathFinder.find_spec(package) is not None
 
 
@@ -231,7 +260,9 @@ def about(tiny: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--tiny", action="store_true")

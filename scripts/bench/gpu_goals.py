@@ -1,6 +1,7 @@
 """What scripts/gpu is to reach on one H200, and the table that says whether it did.
 
-A goal is about one figure of hf-zero, as it is or divided by another one; the peer in its line is the best of those measured in the same run.
+A goal is about one figure of hf-zero, as it is or divided by another one; the peer in its line is
+the best of those measured in the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ RUNS = math.inf  # a goal: that it runs at all
 
 @dataclass(frozen=True)
 class Goal:
-    """``bar`` is the most that ``figure`` of contender ``ours`` may be, or with ``least`` the least; None: it is measured alone.
+    """``bar`` is the most that ``figure`` of contender ``ours`` may be, or with ``least`` the
+    least; None: it is measured alone.
 
     With ``over``, another contender, the ratio of their figures is what counts.
     """
@@ -34,29 +36,151 @@ TRAINED = ("hf-compile", "hf", "fsdp2", "ds1")
 ATTENTION = ("flash", "cudnn", "flex")
 
 GOALS = (
-    Goal("bert-large,256,128", "BERT-large 256 x 128, s a step", "step_s", "hfz1+all", 0.142, TRAINED),
-    Goal("bert-large,64,512", "BERT-large 64 x 512, s a step", "step_s", "hfz1+all", 0.160, TRAINED),
-    Goal("llama-1b,4,4096", "Llama-1B 4 x 4096, s a step", "step_s", "hfz1+all", 0.260, ("liger", *TRAINED)),
-    Goal("llama-1b,4,4096", "the same, GiB at most", "peak_gib", "hfz1+all", 41.0, ("liger", *TRAINED)),
-    Goal("llama-1b,4,4096", "the same, stage 3 over stage 1", "step_s", "hfz3+all", 1.05, over="hfz1+all"),
-    Goal("llama-1b,4,4096", "the same at stage 3, s a step", "step_s", "hfz3+all", None, ("ds3", "fsdp2")),
-    Goal("llama-3b,4,2048", "Llama-3B, optimizer on the CPU, s a step", "step_s", "hfz2+all+offload", 1.05, ("ds2+offload",)),
-    Goal("llama-3b,4,2048", "the same, GiB at most", "peak_gib", "hfz2+all+offload", 47.0, ("ds2+offload",)),
-    Goal("llama-3b,4,2048", "the same, s to start", "start_s", "hfz2+all+offload", 15.0, ("ds2+offload",)),
-    Goal("llama-3b,4,2048", "four fifths of it on the CPU, s a step", "step_s", "hfz2+all+most", 0.85, ("ds2+offload",)),
-    Goal("llama-3b,4,2048", "the same, GiB at most", "peak_gib", "hfz2+all+most", 47.0, ("ds2+offload",)),
+    Goal(
+        "bert-large,256,128", "BERT-large 256 x 128, s a step", "step_s", "hfz1+all", 0.142, TRAINED
+    ),
+    Goal(
+        "bert-large,64,512", "BERT-large 64 x 512, s a step", "step_s", "hfz1+all", 0.160, TRAINED
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "Llama-1B 4 x 4096, s a step",
+        "step_s",
+        "hfz1+all",
+        0.260,
+        ("liger", *TRAINED),
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "the same, GiB at most",
+        "peak_gib",
+        "hfz1+all",
+        41.0,
+        ("liger", *TRAINED),
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "the same, stage 3 over stage 1",
+        "step_s",
+        "hfz3+all",
+        1.05,
+        over="hfz1+all",
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "the same at stage 3, s a step",
+        "step_s",
+        "hfz3+all",
+        None,
+        ("ds3", "fsdp2"),
+    ),
+    Goal(
+        "llama-3b,4,2048",
+        "Llama-3B, optimizer on the CPU, s a step",
+        "step_s",
+        "hfz2+all+offload",
+        1.05,
+        ("ds2+offload",),
+    ),
+    Goal(
+        "llama-3b,4,2048",
+        "the same, GiB at most",
+        "peak_gib",
+        "hfz2+all+offload",
+        47.0,
+        ("ds2+offload",),
+    ),
+    Goal(
+        "llama-3b,4,2048",
+        "the same, s to start",
+        "start_s",
+        "hfz2+all+offload",
+        15.0,
+        ("ds2+offload",),
+    ),
+    Goal(
+        "llama-3b,4,2048",
+        "four fifths of it on the CPU, s a step",
+        "step_s",
+        "hfz2+all+most",
+        0.85,
+        ("ds2+offload",),
+    ),
+    Goal(
+        "llama-3b,4,2048",
+        "the same, GiB at most",
+        "peak_gib",
+        "hfz2+all+most",
+        47.0,
+        ("ds2+offload",),
+    ),
     Goal("GPU AdamW, 1e9", "AdamW of 1e9 on the GPU, ms", "ms", "hf-zero", 7.6, ("torch fused",)),
-    Goal("GPU AdamW, 1e9", "the same in 400 tensors, ms", "ms", "hf-zero, 400 tensors", 7.6, ("torch fused, 400 tensors",)),
-    Goal("CPU AdamW, 5e8", "AdamW of 5e8 on the CPU, bf16 in and out, s", "s", "hf-zero", 0.107, ("torch fused + casts", "torch fused")),
-    Goal("BigBird attention, 4096", "BigBird 4k: times as fast as dense", "times_dense", "hf-zero", 1.5, least=True),
-    Goal("BigBird attention, 16384", "BigBird 16k: times as fast as dense", "times_dense", "hf-zero", 6.0, least=True),
+    Goal(
+        "GPU AdamW, 1e9",
+        "the same in 400 tensors, ms",
+        "ms",
+        "hf-zero, 400 tensors",
+        7.6,
+        ("torch fused, 400 tensors",),
+    ),
+    Goal(
+        "CPU AdamW, 5e8",
+        "AdamW of 5e8 on the CPU, bf16 in and out, s",
+        "s",
+        "hf-zero",
+        0.107,
+        ("torch fused + casts", "torch fused"),
+    ),
+    Goal(
+        "BigBird attention, 4096",
+        "BigBird 4k: times as fast as dense",
+        "times_dense",
+        "hf-zero",
+        1.5,
+        least=True,
+    ),
+    Goal(
+        "BigBird attention, 16384",
+        "BigBird 16k: times as fast as dense",
+        "times_dense",
+        "hf-zero",
+        6.0,
+        least=True,
+    ),
     Goal("BigBird attention, 16384", "the same, ms", "ms", "hf-zero", None, ATTENTION),
     Goal("BigBird attention, 32768", "BigBird 32k, ms", "ms", "hf-zero", None, ATTENTION),
     Goal("pinning 8 GiB", "pinning 8 GiB, s", "s", "hf-zero", 1.4, ("torch pin_memory",)),
-    Goal("pinning 8 GiB", "the same, bytes over those asked for", "over_asked", "hf-zero", 1.05, ("torch pin_memory",)),
-    Goal("llama-8b,4,2048", "Llama-8B, checkpointed, optimizer on the CPU, s a step", "step_s", "hfz2+all+ckpt+offload", RUNS),
-    Goal("llama-1b,4,4096", "attention: cuDNN over flash", "step_s", "hfz1+all+cudnn", None, over="hfz1+all+flash"),
-    Goal("llama-1b,4,4096", "activations in host memory over on the GPU", "step_s", "hfz1+all+activations", None, over="hfz1+all"),
+    Goal(
+        "pinning 8 GiB",
+        "the same, bytes over those asked for",
+        "over_asked",
+        "hf-zero",
+        1.05,
+        ("torch pin_memory",),
+    ),
+    Goal(
+        "llama-8b,4,2048",
+        "Llama-8B, checkpointed, optimizer on the CPU, s a step",
+        "step_s",
+        "hfz2+all+ckpt+offload",
+        RUNS,
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "attention: cuDNN over flash",
+        "step_s",
+        "hfz1+all+cudnn",
+        None,
+        over="hfz1+all+flash",
+    ),
+    Goal(
+        "llama-1b,4,4096",
+        "activations in host memory over on the GPU",
+        "step_s",
+        "hfz1+all+activations",
+        None,
+        over="hfz1+all",
+    ),
 )
 
 HEAD = ("work", "peer", "hf-zero", "ratio", "goal", "met")
@@ -64,7 +188,11 @@ HEAD = ("work", "peer", "hf-zero", "ratio", "goal", "met")
 
 def _figures(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """The last row of each contender at each work that has figures."""
-    return {(row["work"], row["of"]): row for row in rows if "work" in row and not {"failed", "missing", "skipped"} & {*row}}
+    return {
+        (row["work"], row["of"]): row
+        for row in rows
+        if "work" in row and not {"failed", "missing", "skipped"} & {*row}
+    }
 
 
 def judge(goal: Goal, measured: dict[tuple[str, str], dict[str, Any]]) -> tuple[str, ...]:
@@ -74,7 +202,10 @@ def judge(goal: Goal, measured: dict[tuple[str, str], dict[str, Any]]) -> tuple[
         value = measured.get((goal.work, of), {}).get(goal.figure)
         return None if value is None else float(value)
 
-    ours, peers = figure(goal.ours), {of: value for of in goal.peers if (value := figure(of)) is not None}
+    ours, peers = (
+        figure(goal.ours),
+        {of: value for of in goal.peers if (value := figure(of)) is not None},
+    )
     best = min(peers, key=lambda of: peers[of]) if peers else ""
     counted, beside, bar = ours, f"{best} {peers[best]:.4g}" if best else "–", goal.bar
     if goal.over:
@@ -88,7 +219,13 @@ def judge(goal: Goal, measured: dict[tuple[str, str], dict[str, Any]]) -> tuple[
         wanted, met = "–", "–" if counted is not None else "not measured"
     else:
         wanted = "runs" if bar == RUNS else f"{'≥' if goal.least else '≤'} {bar:g}"
-        met = "not measured" if counted is None else "yes" if (counted >= bar if goal.least else counted <= bar) else "no"
+        met = (
+            "not measured"
+            if counted is None
+            else "yes"
+            if (counted >= bar if goal.least else counted <= bar)
+            else "no"
+        )
     return goal.title, beside, "–" if ours is None else f"{ours:.4g}", ratio, wanted, met
 
 
@@ -97,13 +234,24 @@ def table(rows: Sequence[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
     measured = _figures(rows)
     lines = [HEAD, tuple("-" * 3 for _ in HEAD), *(judge(goal, measured) for goal in goals)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    drawn = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
+    drawn = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |"
+        for line in lines
+    ]
     return "\n".join([*drawn, *left_out(rows)])
 
 
 def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What has no figures, and why; and that those of a tiny run mean nothing."""
     why = {what: [row for row in rows if what in row] for what in ("failed", "missing", "skipped")}
-    lines = [f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}" for what, found in why.items() for row in found]
+    lines = [
+        f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}"
+        for what, found in why.items()
+        for row in found
+    ]
     tiny = any(str(row.get("device", "")).endswith("tiny") for row in rows)
-    return [*([""] if lines else []), *lines, *(["", "tiny, on the CPU: these figures mean nothing"] if tiny else [])]
+    return [
+        *([""] if lines else []),
+        *lines,
+        *(["", "tiny, on the CPU: these figures mean nothing"] if tiny else []),
+    ]

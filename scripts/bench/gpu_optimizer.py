@@ -1,12 +1,15 @@
-"""AdamW over a flat of a GPU: the flat kernel beside torch's fused step, as one tensor and as 400, and the norm; in ms and shares of a copy.
+"""AdamW over a flat of a GPU: the flat kernel beside torch's fused step, as one tensor and as 400,
+and the norm; in ms and shares of a copy.
 
-    python scripts/bench/gpu_optimizer.py                       # 1e9 parameters; about 60 GB of device memory
-    python scripts/bench/gpu_optimizer.py --sweep               # also other tiles, blocks, warps and stages of the kernel
-    python scripts/bench/gpu_optimizer.py --dry                 # the same lines on this CPU, tiny: shows that they run, not how fast
+    python scripts/bench/gpu_optimizer.py                       # 1e9 parameters; about 60 GB of
+    device memory python scripts/bench/gpu_optimizer.py --sweep               # also other tiles,
+    blocks, warps and stages of the kernel python scripts/bench/gpu_optimizer.py --dry
+    # the same lines on this CPU, tiny: shows that they run, not how fast
 
-Each contender is checked first, against fp64. Times are medians of CUDA events around single steps, behind
-work that keeps the device busy while the host launches them. Bytes are those that an
-update cannot do without: 28 an element in fp32, 2 more for a bf16 copy, 2 fewer for a bf16 gradient. One JSON row a contender goes to --out.
+Each contender is checked first, against fp64. Times are medians of CUDA events around single steps,
+behind work that keeps the device busy while the host launches them. Bytes are those that an update
+cannot do without: 28 an element in fp32, 2 more for a bf16 copy, 2 fewer for a bf16 gradient. One
+JSON row a contender goes to --out.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from hf_zero.ops.flat_tiles import TILE
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 SEGMENTS = 400
-SWEEP = list(itertools.product((4096, 8192, 16384), ((512, 4), (1024, 4), (1024, 8), (2048, 8)), (1, 3)))
+SWEEP = list(
+    itertools.product((4096, 8192, 16384), ((512, 4), (1024, 4), (1024, 8), (2048, 8)), (1, 3))
+)
 RUN = 1 << 14
 
 
@@ -56,9 +61,17 @@ class Flat:
         self.numel, self.device = numel, device
         self.master, self.mean, self.square = (torch.zeros(numel, device=device) for _ in range(3))
         self.grad = torch.randn(numel, device=device)
-        self.grad16, self.copy16 = self.grad.bfloat16(), torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        self.grad16, self.copy16 = (
+            self.grad.bfloat16(),
+            torch.zeros(numel, dtype=torch.bfloat16, device=device),
+        )
         self.counters: list[Tensor] = []  # of every contender: cleared with the moments
-        cuts = torch.randperm(numel - 1, generator=torch.Generator().manual_seed(0))[: SEGMENTS - 1].add(1).sort().values.tolist()
+        cuts = (
+            torch.randperm(numel - 1, generator=torch.Generator().manual_seed(0))[: SEGMENTS - 1]
+            .add(1)
+            .sort()
+            .values.tolist()
+        )
         self.sizes = [stop - start for start, stop in itertools.pairwise([0, *cuts, numel])]
 
     def clear(self) -> None:
@@ -73,18 +86,30 @@ class Flat:
         return self.counters[-1]
 
     def tiles(self, segments: int, tile: int = TILE) -> Tiles:
-        """One segment, or ``SEGMENTS`` of odd lengths, whose settings are told apart as those of two groups would be."""
+        """One segment, or ``SEGMENTS`` of odd lengths, whose settings are told apart as those of
+        two groups would be.
+        """
         if segments == 1:
             return Tiles.cut([Piece(self.numel, 0, 0, 0, 0)], self.device, tile)
         starts = itertools.accumulate(self.sizes, initial=0)
         return Tiles.cut(
-            [Piece(size, index % 2, at, at, at) for index, (at, size) in enumerate(zip(starts, self.sizes))], self.device, tile
+            [
+                Piece(size, index % 2, at, at, at)
+                for index, (at, size) in enumerate(zip(starts, self.sizes))
+            ],
+            self.device,
+            tile,
         )
 
 
-def ours(flat: Flat, segments: int, narrow: bool = False, copies: bool = False, tile: int = TILE) -> Contender:
+def ours(
+    flat: Flat, segments: int, narrow: bool = False, copies: bool = False, tile: int = TILE
+) -> Contender:
     tiles = flat.tiles(segments, tile)
-    steps, settings = flat.counted(tiles.rows), settings_table([Settings(LR, BETA1, BETA2, EPS, DECAY)] * tiles.rows, flat.device)
+    steps, settings = (
+        flat.counted(tiles.rows),
+        settings_table([Settings(LR, BETA1, BETA2, EPS, DECAY)] * tiles.rows, flat.device),
+    )
     grad, out = flat.grad16 if narrow else flat.grad, flat.copy16 if copies else None
 
     def step() -> None:
@@ -95,7 +120,9 @@ def ours(flat: Flat, segments: int, narrow: bool = False, copies: bool = False, 
 
 def torch_fused(flat: Flat, segments: int, copies: bool = False) -> Contender:
     sizes = [flat.numel] if segments == 1 else flat.sizes
-    masters, grads, means, squares = ([*each.split(sizes)] for each in (flat.master, flat.grad, flat.mean, flat.square))
+    masters, grads, means, squares = (
+        [*each.split(sizes)] for each in (flat.master, flat.grad, flat.mean, flat.square)
+    )
     counters = [*flat.counted(len(sizes))]
     told: dict[str, Any] = {
         "lr": LR,
@@ -157,7 +184,9 @@ def verify(name: str, contender: Contender, flat: Flat) -> None:
         mean, square = torch.zeros_like(grad), torch.zeros_like(grad)
         for step in (1, 2):
             mean, square = mean.lerp(grad, 1 - BETA1), square * BETA2 + (1 - BETA2) * grad * grad
-            weight = weight * (1 - LR * DECAY) - LR / (1 - BETA1**step) * mean / ((square / (1 - BETA2**step)).sqrt() + EPS)
+            weight = weight * (1 - LR * DECAY) - LR / (1 - BETA1**step) * mean / (
+                (square / (1 - BETA2**step)).sqrt() + EPS
+            )
         off = float((flat.master[part].double() - weight).abs().max())
         if not off < 2e-6:
             raise SystemExit(f"{name}: off by {off:.2e} after two steps; not timed")
@@ -208,25 +237,49 @@ def measure(flat: Flat, rounds: int, sweep: bool) -> list[dict[str, Any]]:
         ms = statistics.median(milliseconds(contender.step, flat.device, rounds))
         speed = contender.bytes * flat.numel / ms / 1e6
         copy_speed = copy_speed or speed
-        rows.append({"numel": flat.numel, "contender": name, "ms": ms, "GB/s": speed, "share of a copy": speed / copy_speed})
+        rows.append(
+            {
+                "numel": flat.numel,
+                "contender": name,
+                "ms": ms,
+                "GB/s": speed,
+                "share of a copy": speed / copy_speed,
+            }
+        )
         print(f"  {name:44} {ms:9.3f} ms {speed:8.0f} GB/s {speed / copy_speed:6.3f} of a copy")
 
     for name, contender in contenders(flat).items():
         row(name, contender)
     for tile, (block, warps), stages in SWEEP if sweep else []:
         with configured(block, warps, stages):
-            row(f"tile {tile}, block {block}, {warps} warps, {stages} stages", ours(flat, 1, tile=tile))
+            row(
+                f"tile {tile}, block {block}, {warps} warps, {stages} stages",
+                ours(flat, 1, tile=tile),
+            )
     if dispatch.broken():
         raise SystemExit(f"kernels that could not be compiled: {dispatch.broken()}")
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=float, default=1e9, help="parameters; 28 bytes of memory each, and 8 while they are checked")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--numel",
+        type=float,
+        default=1e9,
+        help="parameters; 28 bytes of memory each, and 8 while they are checked",
+    )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--sweep", action="store_true", help="also other tiles, blocks, warps and stages")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, 20,000 parameters, two rounds; writes no rows")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also other tiles, blocks, warps and stages"
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="on the CPU, 20,000 parameters, two rounds; writes no rows",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     if not arguments.dry and not torch.cuda.is_available():
@@ -240,7 +293,11 @@ def main() -> None:
     }
     print(json.dumps(head))
     with torch.no_grad():
-        rows = measure(Flat(20_000 if arguments.dry else int(arguments.numel), device), head["rounds"], arguments.sweep)
+        rows = measure(
+            Flat(20_000 if arguments.dry else int(arguments.numel), device),
+            head["rounds"],
+            arguments.sweep,
+        )
     if arguments.dry:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)

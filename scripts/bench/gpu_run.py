@@ -2,11 +2,13 @@
 
     python scripts/bench/gpu_run.py --minutes 9 [--out FOLDER] [--deepspeed FOLDER]
     python scripts/bench/gpu_run.py --tiny --only "pinning"          # on the CPU: does it run?
-    python scripts/bench/gpu_run.py --table FILE                     # the table of rows that are there
+    python scripts/bench/gpu_run.py --table FILE                     # the table of rows that are
+    there
 
-Cells run in the order of gpu_cells.py, each in a process of its own; one that is expected to take more than is left is passed over. Every row
-goes to a new file as soon as it is there; so does what failed, is not installed, or found no time. A run never goes on with another's
-file. SIGTERM ends the cell under way and prints the table.
+Cells run in the order of gpu_cells.py, each in a process of its own; one that is expected to take
+more than is left is passed over. Every row goes to a new file as soon as it is there; so does what
+failed, is not installed, or found no time. A run never goes on with another's file. SIGTERM ends
+the cell under way and prints the table.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ Execute = Callable[[Cell, float], Iterator[dict[str, Any]]]
 
 @dataclass
 class Run:
-    """``deadline`` is on ``clock``; ``execute(cell, limit)`` yields a cell's rows and raises CellFailed."""
+    """``deadline`` is on ``clock``; ``execute(cell, limit)`` yields a cell's rows and raises
+    CellFailed.
+    """
 
     path: Path
     execute: Execute
@@ -69,7 +73,10 @@ class Run:
             if cell.needs and not self.installed(cell.needs):
                 self._note(cell, missing=f"{cell.needs} is not installed")
             elif left < cell.seconds:
-                self._note(cell, skipped=f"expected to take {cell.seconds} s, {max(left, 0):.0f} s are left")
+                self._note(
+                    cell,
+                    skipped=f"expected to take {cell.seconds} s, {max(left, 0):.0f} s are left",
+                )
             else:
                 self._one(cell, left)
 
@@ -85,7 +92,9 @@ class Run:
 
     def _note(self, cell: Cell, **why: str) -> None:
         self.write({"work": cell.work, "of": cell.of, **why})
-        print(f"{cell.name}: {' '.join(f'{what}: {said}' for what, said in why.items())}", flush=True)
+        print(
+            f"{cell.name}: {' '.join(f'{what}: {said}' for what, said in why.items())}", flush=True
+        )
 
 
 def in_a_process(tiny: bool, deepspeed: str | None, script: Path = SCRIPT) -> Execute:
@@ -95,7 +104,14 @@ def in_a_process(tiny: bool, deepspeed: str | None, script: Path = SCRIPT) -> Ex
         command = [sys.executable, str(script), cell.name, *(["--tiny"] if tiny else [])]
         env = environment("ds" if cell.needs == "deepspeed" else "", deepspeed)
         with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                start_new_session=True,
+            )
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -119,7 +135,9 @@ def in_a_process(tiny: bool, deepspeed: str | None, script: Path = SCRIPT) -> Ex
             if code:
                 errors.seek(0)
                 said = [line.strip() for line in errors if line.strip()]
-                raise CellFailed(f"ended with {code}: {said[-1][-ERROR_LENGTH:] if said else 'nothing said'}")
+                raise CellFailed(
+                    f"ended with {code}: {said[-1][-ERROR_LENGTH:] if said else 'nothing said'}"
+                )
 
     return execute
 
@@ -129,14 +147,27 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="for the cells and the table")
-    parser.add_argument("--spent", type=float, default=0.0, help="seconds of them that are gone already")
+    parser.add_argument(
+        "--spent", type=float, default=0.0, help="seconds of them that are gone already"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
-    parser.add_argument("--deepspeed", metavar="FOLDER", help="what `pip install --target FOLDER --no-deps deepspeed hjson …` made")
+    parser.add_argument(
+        "--deepspeed",
+        metavar="FOLDER",
+        help="what `pip install --target FOLDER --no-deps deepspeed hjson …` made",
+    )
     parser.add_argument("--tiny", action="store_true", help="on the CPU, tiny: does it run?")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of these rows and measure nothing")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="print the table of these rows and measure nothing",
+    )
     chosen = parser.parse_args()
     if chosen.table:
         print(table(read(chosen.table)))
@@ -148,14 +179,26 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    path = chosen.out / f"gpu-{datetime.datetime.now():%Y-%m-%d-%H%M%S}{'-tiny' if chosen.tiny else ''}.jsonl"
+    path = (
+        chosen.out
+        / f"gpu-{datetime.datetime.now():%Y-%m-%d-%H%M%S}{'-tiny' if chosen.tiny else ''}.jsonl"
+    )
     run = Run(
         path,
         in_a_process(chosen.tiny, chosen.deepspeed),
         deadline,
-        lambda package: bool(chosen.deepspeed) or here(package) if package == "deepspeed" else here(package),
+        lambda package: (
+            bool(chosen.deepspeed) or here(package) if package == "deepspeed" else here(package)
+        ),
     )
-    run.write({"minutes": chosen.minutes, "spent": chosen.spent, "only": chosen.only, "cores": os.cpu_count()})
+    run.write(
+        {
+            "minutes": chosen.minutes,
+            "spent": chosen.spent,
+            "only": chosen.only,
+            "cores": os.cpu_count(),
+        }
+    )
     try:
         run.cells(cell for cell in CELLS if chosen.only in cell.name)
     except (Stopped, KeyboardInterrupt):

@@ -1,18 +1,21 @@
-"""A training step under offload beside the same on the device, DeepSpeed's offload and FSDP2's, each in fresh processes.
+"""A training step under offload beside the same on the device, DeepSpeed's offload and FSDP2's,
+each in fresh processes.
 
-    python scripts/bench/offload.py --rounds 3 [--ranks 1,2] [--deepspeed FOLDER] [--files FOLDER] [--out scripts/bench/results]
+    python scripts/bench/offload.py --rounds 3 [--ranks 1,2] [--deepspeed FOLDER] [--files FOLDER]
+    [--out scripts/bench/results]
 
 Contenders, one after the other in every round, in bf16 with AdamW and clipping 1.0:
 
     hf-zero device, cpu, cpu bf16, cpu int8 (moments), all cpu (stage 3), files, all files (stage 3)
-    ds cpu, ds cpu torch, ds all cpu, ds files   (FOLDER is what `pip install --target FOLDER deepspeed` made)
-    fsdp cpu                                     FSDP2 with CPUOffloadPolicy
+    ds cpu, ds cpu torch, ds all cpu, ds files   (FOLDER is what `pip install --target FOLDER
+    deepspeed` made) fsdp cpu                                     FSDP2 with CPUOffloadPolicy
 
-On the CPU the work is a Llama of 38M parameters, 8 x 128 tokens; on a GPU that of 3.2B, 4 x 2048 tokens, on one rank, beside the bars.
-``step`` is the best round's median, ``start`` from initialize until the first step ends, ``peak`` the highest RssAnon + RssFile over
-what it was before the model was made, ``kept`` the same at the end, ``state`` what the engine says it holds in memory, buffers included.
-``disk x`` is the step over max(the step on the device, bytes moved / bandwidth of the same files, measured in the same process).
-A contender that cannot run here shows its error.
+On the CPU the work is a Llama of 38M parameters, 8 x 128 tokens; on a GPU that of 3.2B, 4 x 2048
+tokens, on one rank, beside the bars. ``step`` is the best round's median, ``start`` from initialize
+until the first step ends, ``peak`` the highest RssAnon + RssFile over what it was before the model
+was made, ``kept`` the same at the end, ``state`` what the engine says it holds in memory, buffers
+included. ``disk x`` is the step over max(the step on the device, bytes moved / bandwidth of the
+same files, measured in the same process). A contender that cannot run here shows its error.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ SMALL = {
     "vocab_size": 8192,
 }
 LARGE = {
-    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256,
+    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 BATCH = {"cpu": (8, 128), "cuda": (4, 2048)}
 LEARNING_RATE = 1e-4
@@ -61,7 +65,11 @@ OURS: dict[str, dict[str, Any]] = {
     "cpu auto": {"stage": 2, "offload_optimizer": {**CPU, "ratio": "auto"}},
     "all cpu": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
     "files": {"stage": 2, "offload_optimizer": FILES},
-    "all files": {"stage": 3, "offload_optimizer": FILES, "offload_param": {**FILES, "max_in_cpu": 0}},
+    "all files": {
+        "stage": 3,
+        "offload_optimizer": FILES,
+        "offload_param": {**FILES, "max_in_cpu": 0},
+    },
 }
 DEEPSPEED: dict[str, dict[str, Any]] = {
     "ds cpu": {"stage": 2, "offload_optimizer": CPU},
@@ -70,7 +78,8 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "ds files": {"stage": 3, "offload_optimizer": FILES},
 }
 FSDP = ("fsdp cpu",)
-BARS = {"cpu": 1.05, "cpu bf16": 0.85, "cpu int8": 0.85, "cpu auto": 0.5}  # seconds a step on an H200
+# seconds a step on an H200
+BARS = {"cpu": 1.05, "cpu bf16": 0.85, "cpu int8": 0.85, "cpu auto": 0.5}
 GPU_BAR = 47.0  # GB, with the whole optimizer on the CPU
 DISK_BAR = 1.15
 SMALL_PIECES = 1 << 20  # elements: the small model has pieces to pipeline, too
@@ -88,7 +97,9 @@ def build(kind: str) -> Any:
 
     torch.manual_seed(0)
     shape = LARGE if kind == "cuda" else SMALL
-    config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, use_cache=False, bos_token_id=0, eos_token_id=1)
+    config = transformers.LlamaConfig(
+        **shape, tie_word_embeddings=True, use_cache=False, bos_token_id=0, eos_token_id=1
+    )
     with torch.device(kind):
         return transformers.LlamaForCausalLM(config).bfloat16().train()
 
@@ -167,7 +178,9 @@ def contender(name: str, folder: str) -> tuple[Any, Any]:
 
 
 def bandwidth(folder: str) -> dict[str, float]:
-    """Bytes a second of sequential writes and reads of files in ``folder``, in the engine's pieces."""
+    """Bytes a second of sequential writes and reads of files in ``folder``, in the engine's
+    pieces.
+    """
     import torch
 
     from hf_zero.core.tier import FileTier
@@ -182,7 +195,9 @@ def bandwidth(folder: str) -> dict[str, float]:
         times = []
         for _ in range(3):
             started = time.perf_counter()
-            for ticket in [move(offset, memory, Priority.NEEDED) for offset in range(0, MEASURED, piece)]:
+            for ticket in [
+                move(offset, memory, Priority.NEEDED) for offset in range(0, MEASURED, piece)
+            ]:
                 ticket.wait()
             times.append(time.perf_counter() - started)
         found[what] = MEASURED / min(times)
@@ -226,7 +241,12 @@ def work(name: str, folder: str, steps: int) -> None:
 
     batch, length = BATCH[kind]
     torch.manual_seed(100 + rank)
-    batches = [torch.randint(5, (LARGE if kind == "cuda" else SMALL)["vocab_size"], (batch, length), device=kind) for _ in range(4)]
+    batches = [
+        torch.randint(
+            5, (LARGE if kind == "cuda" else SMALL)["vocab_size"], (batch, length), device=kind
+        )
+        for _ in range(4)
+    ]
 
     def finish() -> None:
         if kind == "cuda":
@@ -244,7 +264,12 @@ def work(name: str, folder: str, steps: int) -> None:
             loss = step(batches[number % 4])
             finish()
             times.append(time.perf_counter() - started)
-    row = {"times": times[2:], "start": start, "loss": float(loss.detach()), "peak_mb": peak.highest - before}
+    row = {
+        "times": times[2:],
+        "start": start,
+        "loss": float(loss.detach()),
+        "peak_mb": peak.highest - before,
+    }
     del loss
     if engine is not None:
         engine.zero_grad()
@@ -262,14 +287,17 @@ def work(name: str, folder: str, steps: int) -> None:
     os._exit(0)  # some contenders' threads abort the process on the way out
 
 
-def run(name: str, ranks: int, steps: int, installed: str | None, files: str | None) -> list[dict[str, Any]]:
+def run(
+    name: str, ranks: int, steps: int, installed: str | None, files: str | None
+) -> list[dict[str, Any]]:
     """The rows of all ranks, or one with ``error``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     env = dict(
-        os.environ, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+        os.environ, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS=str(cores), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
     )  # fmt: skip
     if name in DEEPSPEED:
@@ -278,16 +306,33 @@ def run(name: str, ranks: int, steps: int, installed: str | None, files: str | N
             env["DS_ACCELERATOR"] = "cpu"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=files) as folder, tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, __file__, "--work", name, "--files", folder, "--steps", str(steps)]
+        command = [
+            sys.executable,
+            __file__,
+            "--work",
+            name,
+            "--files",
+            folder,
+            "--steps",
+            str(steps),
+        ]
         processes = [
             subprocess.Popen(
-                command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=errors, text=True
+                command,
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
             for rank in range(ranks)
         ]
         for process in processes:
             try:
-                said = [line for line in process.communicate(timeout=LIMIT)[0].splitlines() if line.startswith("@")]
+                said = [
+                    line
+                    for line in process.communicate(timeout=LIMIT)[0].splitlines()
+                    if line.startswith("@")
+                ]
             except subprocess.TimeoutExpired:
                 said = []
             if said:
@@ -308,20 +353,30 @@ def summary(rows: list[dict[str, Any]], name: str, ranks: int) -> dict[str, Any]
     if not ran:
         return {"error": mine[0]["error"]}
     rounds = sorted({row["round"] for row in ran})
-    best = min(max(statistics.median(row["times"]) for row in ran if row["round"] == number) for number in rounds)
+    best = min(
+        max(statistics.median(row["times"]) for row in ran if row["round"] == number)
+        for number in rounds
+    )
     found = {"step": best, "start": min(row["start"] for row in ran), "loss": ran[-1]["loss"]}
     for column in ("peak_mb", "kept_mb", "state_mb", "disk_mb", "gpu_gb"):
         if any(column in row for row in ran):
             found[column] = max(row.get(column, 0.0) for row in ran)
     measured = [row for row in ran if "bandwidth" in row]
     if measured:  # the bytes of all ranks go to one disk
-        fastest = {what: max(row["bandwidth"][what] for row in measured) for what in ("read", "write")}
-        found["moving"] = ranks * (measured[0]["read_bytes"] / fastest["read"] + measured[0]["written_bytes"] / fastest["write"])
+        fastest = {
+            what: max(row["bandwidth"][what] for row in measured) for what in ("read", "write")
+        }
+        found["moving"] = ranks * (
+            measured[0]["read_bytes"] / fastest["read"]
+            + measured[0]["written_bytes"] / fastest["write"]
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", default="1" if device() == "cuda" else "1,2")
@@ -334,14 +389,23 @@ def main() -> None:
     if options.work:
         return work(options.work, options.files, options.steps)
 
-    names = options.only.split(",") if options.only else [*OURS, *FSDP, *(DEEPSPEED if options.deepspeed else ())]
+    names = (
+        options.only.split(",")
+        if options.only
+        else [*OURS, *FSDP, *(DEEPSPEED if options.deepspeed else ())]
+    )
     cases = [(name, int(ranks)) for ranks in options.ranks.split(",") for name in names]
     rows: list[dict[str, Any]] = []
     for number in range(1, options.rounds + 1):
-        for place in range(len(cases)):  # the order turns, so that no contender always follows the same one
+        # the order turns, so that no contender always follows the same one
+        for place in range(len(cases)):
             name, ranks = cases[(place + number) % len(cases)]
-            for rank, row in enumerate(run(name, ranks, options.steps, options.deepspeed, options.files)):
-                rows.append({"round": number, "contender": name, "ranks": ranks, "rank": rank, **row})
+            for rank, row in enumerate(
+                run(name, ranks, options.steps, options.deepspeed, options.files)
+            ):
+                rows.append(
+                    {"round": number, "contender": name, "ranks": ranks, "rank": rank, **row}
+                )
         print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
 
     columns = ("peak_mb", "kept_mb", "state_mb", "disk_mb", "gpu_gb")
@@ -355,19 +419,37 @@ def main() -> None:
         if "error" in found:
             print(f"{name:14}{ranks:6}  {found['error']}")
             continue
-        cells = "".join(f"{found[column]:10.1f}" if column in found else f"{'-':>10}" for column in columns)
+        cells = "".join(
+            f"{found[column]:10.1f}" if column in found else f"{'-':>10}" for column in columns
+        )
         bar = f"{BARS[name]:.2f}" if device() == "cuda" and name in BARS else "-"
         times = "-"
         if "moving" in found and "device" in names:
-            times = f"{found['step'] / max(found['moving'], summary(rows, 'device', ranks).get('step', 0.0)):.2f}"
-        print(f"{name:14}{ranks:6}{found['step']:9.4f}{bar:>6}{found['start']:9.2f}{cells}{times:>8}{found['loss']:9.4f}")
-    print(f"bars: disk x <= {DISK_BAR}; on an H200 {BARS} s a step and {GPU_BAR} GB of the GPU where all of the optimizer is on the CPU")
+            on_device = summary(rows, "device", ranks).get("step", 0.0)
+            times = f"{found['step'] / max(found['moving'], on_device):.2f}"
+        print(
+            f"{name:14}{ranks:6}{found['step']:9.4f}{bar:>6}{found['start']:9.2f}{cells}{times:>8}{found['loss']:9.4f}"
+        )
+    print(
+        f"bars: disk x <= {DISK_BAR}; on an H200 {BARS} s a step and {GPU_BAR} GB of the GPU where "
+        "all of the optimizer is on the CPU"
+    )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers", "hf-zero")}
+        versions = {
+            package: importlib.metadata.version(package)
+            for package in ("torch", "transformers", "hf-zero")
+        }
         if options.deepspeed:
-            versions["deepspeed"] = next(iter(importlib.metadata.distributions(name="deepspeed", path=[options.deepspeed]))).version
-        facts = {"versions": versions, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "device": device()}
+            versions["deepspeed"] = next(
+                iter(importlib.metadata.distributions(name="deepspeed", path=[options.deepspeed]))
+            ).version
+        facts = {
+            "versions": versions,
+            "python": platform.python_version(),
+            "cores": len(os.sched_getaffinity(0)),
+            "device": device(),
+        }
         path = options.out / f"offload-{datetime.date.today()}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [facts, *rows]))
         print(f"rows: {path}")

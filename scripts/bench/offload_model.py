@@ -1,15 +1,19 @@
-"""Predicted training steps under offload on one GPU: the engine's recorded schedule replayed on measured ceilings.
+"""Predicted training steps under offload on one GPU: the engine's recorded schedule replayed on
+measured ceilings.
 
-    python scripts/bench/offload_model.py [--only NAME;...] [--timeline] [--gpu-gb 47] [--out scripts/bench/results]
+    python scripts/bench/offload_model.py [--only NAME;...] [--timeline] [--gpu-gb 47] [--out
+    scripts/bench/results]
 
-For each way of offloading, the engine trains a Llama of the real number of blocks and 1/64 of the real width on the CPU, with
-streams that write down what it does (``offload_schedule.py``). A block then has 1/4096 of the real elements, pieces of 4096 elements
-stand for pieces of 16 Mi, and every order, wait and piece is that of the real shape. The replay (``offload_replay.py``) gives the
+For each way of offloading, the engine trains a Llama of the real number of blocks and 1/64 of the
+real width on the CPU, with streams that write down what it does (``offload_schedule.py``). A block
+then has 1/4096 of the real elements, pieces of 4096 elements stand for pieces of 16 Mi, and every
+order, wait and piece is that of the real shape. The replay (``offload_replay.py``) gives the
 recorded ops the bytes and operations of the real shape and the ceilings of :data:`H200`.
 
-Beside the step stand seconds in which each resource was busy; the bound ``max`` is that of the busiest resource, ``chain`` adds what cannot
-overlap where gradients are clipped: the update follows the backward, and the last block's forward follows the update. ``GPU GB`` is
-state from the preflight plus the activations that autograd keeps.
+Beside the step stand seconds in which each resource was busy; the bound ``max`` is that of the
+busiest resource, ``chain`` adds what cannot overlap where gradients are clipped: the update follows
+the backward, and the last block's forward follows the update. ``GPU GB`` is state from the
+preflight plus the activations that autograd keeps.
 """
 
 from __future__ import annotations
@@ -32,9 +36,21 @@ PIECE = 16_777_216  # elements that are updated at a time
 WARM_UP, RECORDED = 3, 5
 GIB = 2**30
 
-# One H200 machine of 16 cores, measured: the bus alone and in both directions, a triad over host memory, a copy in HBM, O_DIRECT files.
-H200 = Machine(h2d=55.5e9, d2h=55.4e9, both=102e9, host=120e9, hbm=4236e9, flops=0.0, disk_write=2.0e9, disk_read=2.4e9)
-ON_THE_GPU = 0.4052  # seconds of a step with everything on that GPU, measured: it gives the operations a second of the model's kernels
+# One H200 machine of 16 cores, measured: the bus alone and in both directions, a triad over host
+# memory, a copy in HBM, O_DIRECT files.
+H200 = Machine(
+    h2d=55.5e9,
+    d2h=55.4e9,
+    both=102e9,
+    host=120e9,
+    hbm=4236e9,
+    flops=0.0,
+    disk_write=2.0e9,
+    disk_read=2.4e9,
+)
+# seconds of a step with everything on that GPU, measured: it gives the operations a second of the
+# model's kernels
+ON_THE_GPU = 0.4052
 ADAM_ON_THE_GPU = 28 / 3380e9  # seconds an element, measured: part of that step
 GPU_BYTES = 139 * GIB
 
@@ -56,9 +72,12 @@ class Shape:
         import transformers
 
         return transformers.LlamaConfig(
-            hidden_size=self.hidden // shrink, num_hidden_layers=self.blocks, num_attention_heads=self.heads, num_key_value_heads=self.key_heads,
-            intermediate_size=self.inner // shrink, vocab_size=self.vocabulary // shrink, tie_word_embeddings=True, use_cache=False,
-            max_position_embeddings=self.length, bos_token_id=0, eos_token_id=1, attn_implementation="sdpa",
+            hidden_size=self.hidden // shrink, num_hidden_layers=self.blocks,
+            num_attention_heads=self.heads, num_key_value_heads=self.key_heads,
+            intermediate_size=self.inner // shrink, vocab_size=self.vocabulary // shrink,
+            tie_word_embeddings=True, use_cache=False,
+            max_position_embeddings=self.length, bos_token_id=0, eos_token_id=1,
+            attn_implementation="sdpa",
         )  # fmt: skip
 
     def build(self, shrink: int = 1, device: str = "cpu") -> Any:
@@ -73,17 +92,26 @@ class Shape:
         """Elements by unit name."""
         from hf_zero.core.wrap import cut
 
-        return {piece.name: sum(parameter.numel() for _, parameter in piece.parameters) for piece in cut(self.build(device="meta"))[0]}
+        return {
+            piece.name: sum(parameter.numel() for _, parameter in piece.parameters)
+            for piece in cut(self.build(device="meta"))[0]
+        }
 
     def flops(self) -> dict[str, float]:
         """Operations of a forward by module; a causal attention reads half of its square."""
         sizes, tokens = self.sizes(), self.batch * self.length
         attention = 2.0 * self.length * self.hidden * tokens
         blocks = {name: 2.0 * tokens * numel + attention for name, numel in sizes.items() if name}
-        return {"model.embed_tokens": 0.0, **blocks, "lm_head": 2.0 * tokens * self.vocabulary * self.hidden}
+        return {
+            "model.embed_tokens": 0.0,
+            **blocks,
+            "lm_head": 2.0 * tokens * self.vocabulary * self.hidden,
+        }
 
     def kept_for_backward(self) -> float:
-        """Bytes that autograd keeps of a forward in bf16, parameters not counted: found on one and two blocks of 1/64 of the width."""
+        """Bytes that autograd keeps of a forward in bf16, parameters not counted: found on one
+        and two blocks of 1/64 of the width.
+        """
         one, two = (replace(self, blocks=blocks)._kept() for blocks in (1, 2))
         return one + (self.blocks - 1) * (two - one)
 
@@ -92,14 +120,23 @@ class Shape:
 
         model = self.build(SHRINK).bfloat16()
         head = self.hidden // self.heads // SHRINK
-        widths = {self.hidden // SHRINK, self.inner // SHRINK, self.vocabulary // SHRINK, head, head * self.key_heads}
+        widths = {
+            self.hidden // SHRINK,
+            self.inner // SHRINK,
+            self.vocabulary // SHRINK,
+            head,
+            head * self.key_heads,
+        }
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         kept: dict[int, tuple[torch.Tensor, float]] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = tensor, storage.nbytes() * (SHRINK if widths & set(tensor.shape) else 1)
+                kept[storage.data_ptr()] = (
+                    tensor,
+                    storage.nbytes() * (SHRINK if widths & set(tensor.shape) else 1),
+                )
             return tensor
 
         ids = torch.zeros(self.batch, self.length, dtype=torch.long)
@@ -109,12 +146,23 @@ class Shape:
         return sum(nbytes for _, nbytes in kept.values())
 
 
-LLAMA_3B = Shape(hidden=3072, blocks=28, heads=24, key_heads=8, inner=8192, vocabulary=128256, batch=4, length=2048)
+LLAMA_3B = Shape(
+    hidden=3072,
+    blocks=28,
+    heads=24,
+    key_heads=8,
+    inner=8192,
+    vocabulary=128256,
+    batch=4,
+    length=2048,
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way of offloading: what the configuration says, and the most seconds a step may take (0: no bar)."""
+    """A way of offloading: what the configuration says, and the most seconds a step may take (0:
+    no bar).
+    """
 
     optimizer: Mapping[str, Any]
     param: str = "none"
@@ -125,9 +173,14 @@ class Case:
         optimizer = {"buffer_size": piece, **self.optimizer}
         if optimizer.get("device") == "nvme":
             optimizer["nvme_path"] = folder
-        zero: dict[str, Any] = {"stage": 3 if self.param != "none" else 2, "offload_optimizer": optimizer}
+        zero: dict[str, Any] = {
+            "stage": 3 if self.param != "none" else 2,
+            "offload_optimizer": optimizer,
+        }
         if self.param != "none":
-            zero["offload_param"] = {"device": self.param} | ({"nvme_path": folder, "max_in_cpu": 0} if self.param == "nvme" else {})
+            zero["offload_param"] = {"device": self.param} | (
+                {"nvme_path": folder, "max_in_cpu": 0} if self.param == "nvme" else {}
+            )
         return {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
@@ -166,14 +219,19 @@ def record(
     make: Callable[[Any], Any] = adamw,
     prepare: Callable[[Any], None] = lambda engine: None,
 ) -> Schedule:
-    """What the engine does in :data:`RECORDED` steps of ``case``. ``make`` makes the optimizer; ``prepare`` may change the engine."""
+    """What the engine does in :data:`RECORDED` steps of ``case``.
+
+    ``make`` makes the optimizer; ``prepare`` may change the engine.
+    """
     import torch
 
     import hf_zero
 
     with tempfile.TemporaryDirectory() as folder:
         model = shape.build(SHRINK)
-        engine = hf_zero.initialize(model=model, optimizer=make(model), config=case.config(folder, PIECE // SHRINK**2))[0]
+        engine = hf_zero.initialize(
+            model=model, optimizer=make(model), config=case.config(folder, PIECE // SHRINK**2)
+        )[0]
         prepare(engine)
         ids = torch.randint(2, shape.vocabulary // SHRINK, (1, 8))
 
@@ -193,7 +251,9 @@ def record(
 
 
 def machine_for(shape: Shape) -> Machine:
-    """:data:`H200` with the operations a second at which the step on the GPU takes what was measured."""
+    """:data:`H200` with the operations a second at which the step on the GPU takes what was
+    measured.
+    """
     seconds = ON_THE_GPU - ADAM_ON_THE_GPU * sum(shape.sizes().values())
     return replace(H200, flops=3 * sum(shape.flops().values()) / seconds)
 
@@ -210,7 +270,9 @@ def device_bytes(shape: Shape, case: Case, activations: float) -> float:
 
 
 def chain(result: Result, shape: Shape, machine: Machine) -> float:
-    """The shortest step with clipping: backward, the update, the forward of the last block and the head."""
+    """The shortest step with clipping: backward, the update, the forward of the last block and
+    the head.
+    """
     flops = shape.flops()
     last = flops["lm_head"] + list(flops.values())[-2]
     return 2 * sum(flops.values()) / machine.flops + result.busy(HOST) + last / machine.flops
@@ -221,20 +283,39 @@ def predict(shape: Shape, case: Case, machine: Machine) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names of cases, by semicolon; 'ratios' for the search of the best ratio")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="names of cases, by semicolon; 'ratios' for the search of the best ratio",
+    )
     parser.add_argument("--timeline", action="store_true")
-    parser.add_argument("--gpu-gb", type=float, default=47.0, help="what a step may take of the GPU where nothing else is said")
+    parser.add_argument(
+        "--gpu-gb",
+        type=float,
+        default=47.0,
+        help="what a step may take of the GPU where nothing else is said",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
     shape, rows = LLAMA_3B, []
     machine, activations = machine_for(shape), shape.kept_for_backward()
-    chosen = [name.strip() for name in options.only.split(";") if name.strip()] or [*CASES, "ratios"]
+    chosen = [name.strip() for name in options.only.split(";") if name.strip()] or [
+        *CASES,
+        "ratios",
+    ]
     print(
-        f"Llama of {sum(shape.sizes().values()) / 1e9:.2f}e9 parameters, {shape.batch} x {shape.length} tokens; {machine.flops / 1e12:.0f} TFLOP/s"
+        f"Llama of {sum(shape.sizes().values()) / 1e9:.2f}e9 parameters, {shape.batch} x "
+        f"{shape.length} tokens; {machine.flops / 1e12:.0f} TFLOP/s"
     )
-    print(f"{'case':28}{'step s':>8}{'bar':>6}{'max':>7}{'chain':>7}" + "".join(f"{name:>7}" for name in RESOURCES) + f"{'GPU GB':>8}")
+    print(
+        f"{'case':28}{'step s':>8}{'bar':>6}{'max':>7}{'chain':>7}"
+        + "".join(f"{name:>7}" for name in RESOURCES)
+        + f"{'GPU GB':>8}"
+    )
 
     def show(name: str, case: Case) -> dict[str, Any]:
         result = predict(shape, case, machine)
@@ -249,8 +330,14 @@ def main() -> None:
             "waited_s": {what: seconds / RECORDED for what, seconds in result.waited.items()},
         }
         cells = "".join(f"{seconds:7.3f}" for seconds in busy.values())
-        bar, bound = f"{case.bar:.2f}" if case.bar else "", f"{row['chain_s']:.3f}" if case.clip else ""
-        print(f"{name:28}{result.step:8.3f}{bar:>6}{max(busy.values()):7.3f}{bound:>7}{cells}{row['gpu_gb']:8.1f}", flush=True)
+        bar, bound = (
+            f"{case.bar:.2f}" if case.bar else "",
+            f"{row['chain_s']:.3f}" if case.clip else "",
+        )
+        print(
+            f"{name:28}{result.step:8.3f}{bar:>6}{max(busy.values()):7.3f}{bound:>7}{cells}{row['gpu_gb']:8.1f}",
+            flush=True,
+        )
         if options.timeline:
             print(timeline(result), flush=True)
         rows.append(row)
@@ -260,17 +347,34 @@ def main() -> None:
         if name != "ratios":
             show(name, CASES[name])
     if "ratios" in chosen:
-        tried = [show(f"cpu fp32, ratio {ratio}", Case({**CPU, "ratio": ratio})) for ratio in RATIOS]
-        for what, room in ((f"{options.gpu_gb:g} GB", options.gpu_gb * 1e9), ("the whole GPU", float(GPU_BYTES))):
+        tried = [
+            show(f"cpu fp32, ratio {ratio}", Case({**CPU, "ratio": ratio})) for ratio in RATIOS
+        ]
+        for what, room in (
+            (f"{options.gpu_gb:g} GB", options.gpu_gb * 1e9),
+            ("the whole GPU", float(GPU_BYTES)),
+        ):
             fitting = [row for row in tried if row["gpu_gb"] * 1e9 <= room]
             best = min(fitting, key=lambda row: row["step_s"], default=None)
-            found = f"{best['case']} at {best['step_s']:.3f} s (bar {BAR_AT_BEST_RATIO})" if best else "none of these ratios"
+            found = (
+                f"{best['case']} at {best['step_s']:.3f} s (bar {BAR_AT_BEST_RATIO})"
+                if best
+                else "none of these ratios"
+            )
             print(f"best within {what}: {found}")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         name = options.out / f"offload_model-{datetime.date.today()}.jsonl"
-        versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers", "hf-zero")}
-        facts = {"machine": asdict(machine), "shape": asdict(shape), "activations": activations, "versions": versions}
+        versions = {
+            package: importlib.metadata.version(package)
+            for package in ("torch", "transformers", "hf-zero")
+        }
+        facts = {
+            "machine": asdict(machine),
+            "shape": asdict(shape),
+            "activations": activations,
+            "versions": versions,
+        }
         name.write_text("".join(json.dumps(row) + "\n" for row in [facts, *rows]))
         print(f"rows: {name}")
 

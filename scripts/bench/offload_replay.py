@@ -1,8 +1,10 @@
-"""A discrete-event simulation of recorded schedules (``offload_schedule.py``) on a machine of given ceilings.
+"""A discrete-event simulation of recorded schedules (``offload_schedule.py``) on a machine of given
+ceilings.
 
-Threads do their ops in program order and streams theirs in the order of their launches. What takes time are kernels (one after
-the other on their stream), copies (the two directions of the bus slow each other down), passes over host memory, and transfers
-of the disk, one at a time and those first that somebody waits for.
+Threads do their ops in program order and streams theirs in the order of their launches. What takes
+time are kernels (one after the other on their stream), copies (the two directions of the bus slow
+each other down), passes over host memory, and transfers of the disk, one at a time and those first
+that somebody waits for.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ class Result:
     def busy(self, resource: str) -> float:
         """Seconds in which ``resource`` was busy within the last step."""
         start, end = self.marks[-2], self.marks[-1]
-        return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in self.spans if span.resource == resource)
+        return sum(
+            max(0.0, min(span.end, end) - max(span.start, start))
+            for span in self.spans
+            if span.resource == resource
+        )
 
 
 @dataclass(eq=False)
@@ -107,7 +113,11 @@ class Simulation:
             while self._progress():
                 pass
             if not self._tasks:
-                stuck = {name: thread.ops[thread.at] for name, thread in self._threads.items() if thread.at < len(thread.ops)}
+                stuck = {
+                    name: thread.ops[thread.at]
+                    for name, thread in self._threads.items()
+                    if thread.at < len(thread.ops)
+                }
                 if stuck:
                     raise RuntimeError(f"the schedule does not end: {stuck}")
                 return self._result
@@ -118,15 +128,25 @@ class Simulation:
     def _progress(self) -> bool:
         moved = False
         for name, thread in self._threads.items():
-            while thread.at < len(thread.ops) and not thread.busy and self._do(name, thread, thread.ops[thread.at]):
+            while (
+                thread.at < len(thread.ops)
+                and not thread.busy
+                and self._do(name, thread, thread.ops[thread.at])
+            ):
                 if thread.since is not None:
                     key = f"{name} {thread.waits}"
-                    self._result.waited[key] = self._result.waited.get(key, 0.0) + self._now - thread.since
+                    self._result.waited[key] = (
+                        self._result.waited.get(key, 0.0) + self._now - thread.since
+                    )
                     thread.since = None
                 thread.at += 1
                 moved = True
         for name in list(self._streams):
-            while name not in self._held and self._streams[name] and self._issue(name, self._streams[name][0]):
+            while (
+                name not in self._held
+                and self._streams[name]
+                and self._issue(name, self._streams[name][0])
+            ):
                 moved = True
         return self._next_transfer() or moved
 
@@ -152,7 +172,9 @@ class Simulation:
             self._disk.queue.append((PRIORITIES.index(op.stream), op.event, op))
         elif op.kind == "host":
             thread.busy = True
-            self._start(HOST, op.label, op.size, self._machine.host, lambda: setattr(thread, "busy", False))
+            self._start(
+                HOST, op.label, op.size, self._machine.host, lambda: setattr(thread, "busy", False)
+            )
         else:
             raise ValueError(f"a thread cannot do {op.kind!r}")
         return True
@@ -171,9 +193,17 @@ class Simulation:
                 self._held.discard(stream)
 
             if op.what == "kernel":
-                self._start(GPU, op.label, op.flops / self._machine.flops + op.size / self._machine.hbm, 1.0, done)
+                self._start(
+                    GPU,
+                    op.label,
+                    op.flops / self._machine.flops + op.size / self._machine.hbm,
+                    1.0,
+                    done,
+                )
             else:
-                resource, bandwidth = (H2D, self._machine.h2d) if op.what == "h2d" else (D2H, self._machine.d2h)
+                resource, bandwidth = (
+                    (H2D, self._machine.h2d) if op.what == "h2d" else (D2H, self._machine.d2h)
+                )
                 self._start(resource, op.label, op.size, bandwidth, done)
             return True
         self._streams[stream].popleft()
@@ -182,7 +212,11 @@ class Simulation:
     def _next_transfer(self) -> bool:
         if self._disk.busy or not self._disk.queue:
             return False
-        wanted = {thread.ops[thread.at].event for thread in self._threads.values() if thread.since is not None and thread.waits == "landed"}
+        wanted = {
+            thread.ops[thread.at].event
+            for thread in self._threads.values()
+            if thread.since is not None and thread.waits == "landed"
+        }
         first = min(self._disk.queue, key=lambda entry: (entry[1] not in wanted, entry[:2]))
         self._disk.queue.remove(first)
         op = first[2]
@@ -198,7 +232,9 @@ class Simulation:
 
     # ---- what does ----
 
-    def _start(self, resource: str, label: str, amount: float, bandwidth: float, done: Callable[[], None]) -> None:
+    def _start(
+        self, resource: str, label: str, amount: float, bandwidth: float, done: Callable[[], None]
+    ) -> None:
         self._tasks.append(_Task(resource, label, amount, done, self._now, bandwidth))
 
     def _rate(self, task: _Task) -> float:
@@ -229,7 +265,9 @@ def replay(schedule: Schedule, machine: Machine) -> Result:
 
 
 def timeline(result: Result, width: int = 100) -> str:
-    """The last step as text: a line a resource, a column a hundredth of the step, dark where it is busy."""
+    """The last step as text: a line a resource, a column a hundredth of the step, dark where it
+    is busy.
+    """
     start, cell = result.marks[-2], result.step / width
     lines = []
     for resource in RESOURCES:
@@ -237,7 +275,13 @@ def timeline(result: Result, width: int = 100) -> str:
         shares = []
         for column in range(width):
             begin, end = start + column * cell, start + (column + 1) * cell
-            shares.append(sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans) / cell)
+            shares.append(
+                sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans) / cell
+            )
         if any(shares):
-            lines.append(f"{resource:5}|" + "".join(" ░▒▓█"[min(4, round(4 * share))] for share in shares) + "|")
+            lines.append(
+                f"{resource:5}|"
+                + "".join(" ░▒▓█"[min(4, round(4 * share))] for share in shares)
+                + "|"
+            )
     return "\n".join(lines)

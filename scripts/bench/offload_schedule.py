@@ -1,9 +1,11 @@
-"""The schedule of a training step under offload, recorded from the engine itself: for ``offload_model.py``.
+"""The schedule of a training step under offload, recorded from the engine itself: for
+``offload_model.py``.
 
-The engine runs on the CPU over a scaled-down model, with streams and events that only write down what it does with them, so
-that it takes the paths it takes on a GPU: gradients cross on the stream of ``Homeward``, new parameters are staged by
-``Updater`` or copied by the storages, and whoever waits for whom is the engine's own doing. What is recorded is, for the
-training thread and for the thread that updates, the list of :class:`Op` in program order; sizes are those of the real model.
+The engine runs on the CPU over a scaled-down model, with streams and events that only write down
+what it does with them, so that it takes the paths it takes on a GPU: gradients cross on the stream
+of ``Homeward``, new parameters are staged by ``Updater`` or copied by the storages, and whoever
+waits for whom is the engine's own doing. What is recorded is, for the training thread and for the
+thread that updates, the list of :class:`Op` in program order; sizes are those of the real model.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ FORWARD, BACKWARD = "forward", "backward"
 class Op:
     """One thing a thread does.
 
-    ``launch``: put ``what`` (kernel, copy, record, wait) on ``stream``; ``sync``: wait for ``event``; ``submit``, ``begin``, ``end``
-    and ``join``: of a job of the update thread; ``host``: pass over ``size`` bytes of host memory; ``disk``: start a transfer;
-    ``landed``: wait for it; ``mark``: a step is over.
+    ``launch``: put ``what`` (kernel, copy, record, wait) on ``stream``; ``sync``: wait for
+    ``event``; ``submit``, ``begin``, ``end`` and ``join``: of a job of the update thread; ``host``:
+    pass over ``size`` bytes of host memory; ``disk``: start a transfer; ``landed``: wait for it;
+    ``mark``: a step is over.
     """
 
     kind: str
@@ -50,7 +53,13 @@ class Schedule:
     threads: dict[str, list[Op]] = field(default_factory=lambda: {TRAIN: [], UPDATE: []})
 
     def of(self, kind: str, thread: str | None = None) -> list[Op]:
-        return [op for name, ops in self.threads.items() if thread in (None, name) for op in ops if op.kind == kind]
+        return [
+            op
+            for name, ops in self.threads.items()
+            if thread in (None, name)
+            for op in ops
+            if op.kind == kind
+        ]
 
 
 class _Event:
@@ -113,9 +122,13 @@ class _Ticket:
 
 
 class _Region:
-    """A region of a file whose transfers are written down; ``real`` gives the bytes of the real one from an offset and a size."""
+    """A region of a file whose transfers are written down; ``real`` gives the bytes of the real
+    one from an offset and a size.
+    """
 
-    def __init__(self, recorder: Recorder, region: Any, label: str, real: Callable[[int, int], float]):
+    def __init__(
+        self, recorder: Recorder, region: Any, label: str, real: Callable[[int, int], float]
+    ):
         self._recorder, self._region, self._label, self._real = recorder, region, label, real
 
     def read(self, offset: int, out: torch.Tensor, priority: Any) -> _Ticket:
@@ -128,7 +141,9 @@ class _Region:
         number = self._recorder.number()
         size = self._real(offset, tensor.nbytes)
         self._recorder.add(Op("disk", what, str(priority.name), number, size, label=self._label))
-        return _Ticket(self._recorder, number, getattr(self._region, what)(offset, tensor, priority))
+        return _Ticket(
+            self._recorder, number, getattr(self._region, what)(offset, tensor, priority)
+        )
 
 
 class _Promise(Future[Any]):
@@ -200,7 +215,9 @@ class Recorder:
 
     def add(self, op: Op) -> None:
         if self._on:
-            self.schedule.threads[TRAIN if threading.current_thread() is self._trainer else UPDATE].append(op)
+            self.schedule.threads[
+                TRAIN if threading.current_thread() is self._trainer else UPDATE
+            ].append(op)
 
     def _factor(self, flat: Any) -> float:
         """Real elements for one of the scaled-down ``flat``."""
@@ -237,7 +254,15 @@ class Recorder:
     def copied(self, out: torch.Tensor, blocks: bool) -> None:
         direction, flat = self._here.moving
         stream = self._current()
-        self.add(Op("launch", direction, stream.name, size=out.nbytes * self._factor(flat), label=flat.unit.label))
+        self.add(
+            Op(
+                "launch",
+                direction,
+                stream.name,
+                size=out.nbytes * self._factor(flat),
+                label=flat.unit.label,
+            )
+        )
         if blocks:
             stream.synchronize()
 
@@ -317,8 +342,11 @@ class Recorder:
 
     def _send(self, send: Any) -> Any:
         def sent(flat: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
-            # Gradients have been taken into one buffer, copied and normed: five passes over the memory of the GPU.
-            self._kernel(f"gradient of {flat.unit.label}", size=5 * values.nbytes * self._factor(flat))
+            # Gradients have been taken into one buffer, copied and normed: five passes over the
+            # memory of the GPU.
+            self._kernel(
+                f"gradient of {flat.unit.label}", size=5 * values.nbytes * self._factor(flat)
+            )
             with self._moving("d2h", flat):
                 send(flat, values, accumulate, scale)
 
@@ -327,12 +355,26 @@ class Recorder:
     def _apply(self, apply: Any) -> Any:
         from hf_zero.ops.host import Blocks
 
-        def applied(update: Any, segment: Any, held: Mapping[str, Any], grad: torch.Tensor, out: torch.Tensor | None) -> None:
+        def applied(
+            update: Any,
+            segment: Any,
+            held: Mapping[str, Any],
+            grad: torch.Tensor,
+            out: torch.Tensor | None,
+        ) -> None:
             flat, numel = segment.parts[0].flat, segment.stop - segment.start
-            kept = sum(array.nbytes if isinstance(array, Blocks) else array.numel() * array.element_size() for array in held.values())
+            kept = sum(
+                array.nbytes if isinstance(array, Blocks) else array.numel() * array.element_size()
+                for array in held.values()
+            )
             size = 2 * kept + grad.nbytes + (out.nbytes if out is not None else 0)
             self.add(
-                Op("host", size=size * self._factor(flat), label=f"{flat.unit.label} {segment.piece}", flops=numel * self._factor(flat))
+                Op(
+                    "host",
+                    size=size * self._factor(flat),
+                    label=f"{flat.unit.label} {segment.piece}",
+                    flops=numel * self._factor(flat),
+                )
             )
             apply(update, segment, held, grad, out)
 
@@ -348,7 +390,11 @@ class Recorder:
 
     def _step(self, step: Any) -> Any:
         def stepped(divisor: Any, **more: Any) -> Any:
-            here = sum(self._sizes[flat.unit.name] for flat in self._engine._training if flat.states is None)
+            here = sum(
+                self._sizes[flat.unit.name]
+                for flat in self._engine._training
+                if flat.states is None
+            )
             if here:
                 # Norm 4, Adam 28 and the cast 6 bytes an element; fp32 gradients are kept.
                 self._kernel("update on the GPU", size=38.0 * here)
@@ -365,7 +411,9 @@ class Recorder:
             factor = self._factor(flat)
             if isinstance(flat.states, StatesInFiles):
 
-                def real_of(states: Any, name: str, factor: float = factor) -> Callable[[int, int], float]:
+                def real_of(
+                    states: Any, name: str, factor: float = factor
+                ) -> Callable[[int, int], float]:
                     form, ends = states._forms[name], [0]
                     for size in states._sizes(name):
                         ends.append(ends[-1] + size)
@@ -373,16 +421,29 @@ class Recorder:
                     def real(offset: int, nbytes: int) -> float:
                         start, stop = states.pieces[ends.index(offset)]
                         numel = math.ceil((stop - start) * factor)
-                        return paged(numel) + paged(4 * math.ceil(numel / BLOCK)) if form.blocks else paged(numel * form.dtype.itemsize)
+                        return (
+                            paged(numel) + paged(4 * math.ceil(numel / BLOCK))
+                            if form.blocks
+                            else paged(numel * form.dtype.itemsize)
+                        )
 
                     return real
 
                 regions = flat.states._regions
-                proxies = {name: _Region(self, region, flat.unit.label, real_of(flat.states, name)) for name, region in regions.items()}
+                proxies = {
+                    name: _Region(self, region, flat.unit.label, real_of(flat.states, name))
+                    for name, region in regions.items()
+                }
                 replace(flat.states, "_regions", proxies)
             if isinstance(flat._storage, StorageInFiles):
                 whole = flat.layout.numel * factor * flat.dtype.itemsize
-                replace(flat._storage, "_region", _Region(self, flat._storage._region, flat.unit.label, lambda *_, whole=whole: whole))
+                replace(
+                    flat._storage,
+                    "_region",
+                    _Region(
+                        self, flat._storage._region, flat.unit.label, lambda *_, whole=whole: whole
+                    ),
+                )
 
     # ---- compute ----
 
@@ -392,8 +453,11 @@ class Recorder:
     def _tell_of_compute(self, stack: ExitStack) -> None:
         for name, flops in self._flops.items():
             module = self._engine.module.get_submodule(name)
-            stack.enter_context(mock.patch.object(module, "forward", self._forward(module.forward, name, flops)))
-            # After the engine's own hooks: its hook on the output gathers the unit before the backward begins.
+            stack.enter_context(
+                mock.patch.object(module, "forward", self._forward(module.forward, name, flops))
+            )
+            # After the engine's own hooks: its hook on the output gathers the unit before the
+            # backward begins.
             handle = module.register_forward_hook(self._watch(name, 2 * flops))
             stack.callback(handle.remove)
 

@@ -1,15 +1,20 @@
-"""Saving and loading beside the raw speed of the same disk, in the same run: one JSON row a contender on stdout.
+"""Saving and loading beside the raw speed of the same disk, in the same run: one JSON row a
+contender on stdout.
 
-    python scripts/bench/saving.py                                  # 60M parameters with Adam's moments: 0.72 GB, one rank
-    python scripts/bench/saving.py --ranks 4 --parameters 1e9 --folder /mnt/disk --device cuda
+    python scripts/bench/saving.py                                  # 60M parameters with Adam's
+    moments: 0.72 GB, one rank python scripts/bench/saving.py --ranks 4 --parameters 1e9 --folder
+    /mnt/disk --device cuda
 
-Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRECT, 16 MiB at a time, with an fsync, and no hash;
-``save`` is ``engine.save_checkpoint``; ``stall`` is how long ``save_checkpoint(blocking=False)`` keeps training, the first time
-(staging memory is made) and later, and ``behind`` the time until the files are whole, with nothing else to do meanwhile. ``read`` is each rank
-reading its file once, ``load`` is ``engine.load_checkpoint``; before both the files are dropped from the page cache. ``hash`` is that of the
-rank's file alone. Seconds are those of the slowest rank, the best of the rounds; ``of_raw_speed`` compares the best with the best,
-``of_raw_paired`` is the median over the rounds of one beside the other. All rounds are in ``all_seconds``, and ``load_average``
-tells whether other programs took part in them. What was loaded is compared with what was saved before anything is reported.
+Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRECT, 16 MiB at a
+time, with an fsync, and no hash; ``save`` is ``engine.save_checkpoint``; ``stall`` is how long
+``save_checkpoint(blocking=False)`` keeps training, the first time (staging memory is made) and
+later, and ``behind`` the time until the files are whole, with nothing else to do meanwhile.
+``read`` is each rank reading its file once, ``load`` is ``engine.load_checkpoint``; before both the
+files are dropped from the page cache. ``hash`` is that of the rank's file alone. Seconds are those
+of the slowest rank, the best of the rounds; ``of_raw_speed`` compares the best with the best,
+``of_raw_paired`` is the median over the rounds of one beside the other. All rounds are in
+``all_seconds``, and ``load_average`` tells whether other programs took part in them. What was
+loaded is compared with what was saved before anything is reported.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ WIDTH = 1024
 class Stack(nn.Module):
     def __init__(self, parameters: float) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(parameters / WIDTH**2))))
+        self.blocks = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(parameters / WIDTH**2)))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -96,14 +103,25 @@ def read_raw(path: Path, into: memoryview) -> None:
 
 
 def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": options.ranks,
+        "LOCAL_WORLD_SIZE": options.ranks,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in place.items()},
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.manual_seed(0)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     model = Stack(options.parameters)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": options.stage}}
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
-    engine, *_ = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    engine, *_ = hf_zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )
 
     def step() -> None:
         engine.backward(engine(torch.randn(2, WIDTH, device=device)).square().mean())
@@ -125,9 +143,11 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
         clock.note("behind", time.perf_counter() - begun)
         saved = masters()
         step()
-        buffer = bytes_view(torch.zeros(size, dtype=torch.uint8))  # its pages are there before the clock runs
+        # its pages are there before the clock runs
+        buffer = bytes_view(torch.zeros(size, dtype=torch.uint8))
         clock.time("hash", partial(hash_of, buffer))
-        read_raw(run / "beside" / mine, buffer)  # what lies under a virtual disk may keep a file: then it does so for both
+        # what lies under a virtual disk may keep a file: then it does so for both
+        read_raw(run / "beside" / mine, buffer)
         readers: dict[str, Callable[[], Any]] = {
             "read": partial(read_raw, run / "beside" / mine, buffer),
             "load": lambda: engine.load_checkpoint(str(run), tag="beside"),
@@ -152,15 +172,24 @@ def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
     base = {"save": "write", "behind": "write", "load": "read"}
 
     def paired(name: str) -> float:
-        return round(statistics.median(raw / own for raw, own in zip(clock.seconds[base[name]], clock.seconds[name])), 3)
+        return round(
+            statistics.median(
+                raw / own for raw, own in zip(clock.seconds[base[name]], clock.seconds[name])
+            ),
+            3,
+        )
 
     for name, seconds in best.items():
         row = {
-            "bench": "saving", "contender": name, "ranks": options.ranks, "stage": options.stage, "device": options.device, "bytes": nbytes,
+            "bench": "saving", "contender": name, "ranks": options.ranks, "stage": options.stage,
+            "device": options.device, "bytes": nbytes,
             "seconds": round(seconds, 4), "gb_per_s": round(nbytes / seconds / 1e9, 3),
-            **({"of_raw_speed": round(best[base[name]] / seconds, 3), "of_raw_paired": paired(name)} if name in base else {}),
-            **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"], 3)} if name == "stall" else {}),
-            "all_seconds": [round(each, 4) for each in clock.seconds[name]], "cores": len(os.sched_getaffinity(0)),
+            **({"of_raw_speed": round(best[base[name]] / seconds, 3),
+            "of_raw_paired": paired(name)} if name in base else {}),
+            **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"],
+            3)} if name == "stall" else {}),
+            "all_seconds": [round(each, 4) for each in clock.seconds[name]],
+            "cores": len(os.sched_getaffinity(0)),
             "load_average": round(os.getloadavg()[0], 1),
             "machine": platform.machine(), "python": platform.python_version(),
             "versions": {"torch": torch.__version__, "hf-zero": hf_zero.__version__},
@@ -169,14 +198,18 @@ def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=60e6)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
-        "--folder", help="a folder on the disk to measure, with room for 36 bytes per parameter (default: the temporary one)"
+        "--folder",
+        help="a folder on the disk to measure, with room for 36 bytes per parameter "
+        "(default: the temporary one)",
     )
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hf-zero-bench-", dir=options.folder))

@@ -1,11 +1,13 @@
-"""Host time of a step of many blocks of almost no compute: plain PyTorch, DDP, FSDP2 and hf-zero on CPU ranks, interleaved in one run.
+"""Host time of a step of many blocks of almost no compute: plain PyTorch, DDP, FSDP2 and hf-zero on
+CPU ranks, interleaved in one run.
 
     python scripts/bench/small_blocks.py --rounds 7 [--ranks 2] [--out scripts/bench/results]
 
-Two cases. `all`: 64 residual blocks of width 32, all used. `one`: 300 blocks of which a step uses one, another one each time;
-DDP runs it with `find_unused_parameters`. A figure is CPU time of a process (all of its threads) for one step, the smallest
-median of a round: it does not grow with what else the machine does, as wall time does, which is in the rows as well. Ratios
-are of rounds, the median of them. Raw rows with versions go to OUT as JSON lines.
+Two cases. `all`: 64 residual blocks of width 32, all used. `one`: 300 blocks of which a step uses
+one, another one each time; DDP runs it with `find_unused_parameters`. A figure is CPU time of a
+process (all of its threads) for one step, the smallest median of a round: it does not grow with
+what else the machine does, as wall time does, which is in the rows as well. Ratios are of rounds,
+the median of them. Raw rows with versions go to OUT as JSON lines.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def build(blocks: int) -> Any:
 
         def forward(self, x: torch.Tensor, chosen: tuple[int, ...] | None) -> torch.Tensor:
             x = self.enter(x)
-            for block in self.blocks if chosen is None else [self.blocks[index] for index in chosen]:
+            for block in (
+                self.blocks if chosen is None else [self.blocks[index] for index in chosen]
+            ):
                 x = block(x)
             return x
 
@@ -82,7 +86,10 @@ def contender(kind: str, case: str) -> Step:
     if kind.startswith("hfz"):
         import hf_zero
 
-        config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": int(kind[-1])}}
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": int(kind[-1])},
+        }
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
         def engine_step(number: int) -> None:
@@ -91,7 +98,9 @@ def contender(kind: str, case: str) -> Step:
 
         return engine_step
     if kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=case == "one")
+        model = torch.nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=case == "one"
+        )
 
     def plain_step(number: int) -> None:
         model(batch, chosen(number)).square().mean().backward()
@@ -101,13 +110,26 @@ def contender(kind: str, case: str) -> Step:
     return plain_step
 
 
-def work(rank: int, ranks: int, cases: list[str], kinds: list[str], rounds: int, steps: int, folder: str, results: Any) -> None:
-    """One rank: every round runs a few steps of every contender, in an order that turns with the round."""
+def work(
+    rank: int,
+    ranks: int,
+    cases: list[str],
+    kinds: list[str],
+    rounds: int,
+    steps: int,
+    folder: str,
+    results: Any,
+) -> None:
+    """One rank: every round runs a few steps of every contender, in an order that turns with the
+    round.
+    """
     import torch
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
+    )
     for case in cases:
         chosen = [kind for kind in CASES[case][1] if kind in kinds]
         made = {kind: contender(kind, case) for kind in chosen}
@@ -124,7 +146,13 @@ def work(rank: int, ranks: int, cases: list[str], kinds: list[str], rounds: int,
                     cpu.append(time.process_time() - before[0])
                     wall.append(time.perf_counter() - before[1])
                 if number and rank == 0:
-                    row = {"case": case, "round": number, "kind": kind, "cpu": statistics.median(cpu), "wall": statistics.median(wall)}
+                    row = {
+                        "case": case,
+                        "round": number,
+                        "kind": kind,
+                        "cpu": statistics.median(cpu),
+                        "wall": statistics.median(wall),
+                    }
                     results.put(row)
         del made
     if rank == 0:
@@ -133,12 +161,17 @@ def work(rank: int, ranks: int, cases: list[str], kinds: list[str], rounds: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=7, help="steps of each contender in a round")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--only", default=",".join(dict.fromkeys(kind for _, kinds in CASES.values() for kind in kinds)))
+    parser.add_argument(
+        "--only",
+        default=",".join(dict.fromkeys(kind for _, kinds in CASES.values() for kind in kinds)),
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
@@ -148,32 +181,61 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         results = processes.get_context("spawn").SimpleQueue()
-        told = (options.ranks, options.cases.split(","), options.only.split(","), options.rounds, options.steps, folder, results)
+        told = (
+            options.ranks,
+            options.cases.split(","),
+            options.only.split(","),
+            options.rounds,
+            options.steps,
+            folder,
+            results,
+        )
         started = processes.spawn(work, told, nprocs=options.ranks, join=False)
         rows = list(iter(results.get, None))
         started.join()
 
     print(f"{'case':6}{'kind':8}{'cpu ms':>9}{'wall ms':>9}{'vs ddp':>8}{'vs fsdp2':>10}  goal")
     for case in options.cases.split(","):
-        of = {kind: [row for row in rows if (row["case"], row["kind"]) == (case, kind)] for kind in CASES[case][1]}
+        of = {
+            kind: [row for row in rows if (row["case"], row["kind"]) == (case, kind)]
+            for kind in CASES[case][1]
+        }
         for kind, own in of.items():
             if not own:
                 continue
 
-            def against(peer: str, own: list[dict[str, Any]] = own, of: dict[str, list[dict[str, Any]]] = of) -> float | None:
+            def against(
+                peer: str, own: list[dict[str, Any]] = own, of: dict[str, list[dict[str, Any]]] = of
+            ) -> float | None:
                 pairs = list(zip(own, of.get(peer, ())))
-                return statistics.median(mine["cpu"] / theirs["cpu"] for mine, theirs in pairs) if pairs else None
+                return (
+                    statistics.median(mine["cpu"] / theirs["cpu"] for mine, theirs in pairs)
+                    if pairs
+                    else None
+                )
 
-            ratios = [f"{ratio:.2f}" if (ratio := against(peer)) is not None else "-" for peer in ("ddp", "fsdp2")]
+            ratios = [
+                f"{ratio:.2f}" if (ratio := against(peer)) is not None else "-"
+                for peer in ("ddp", "fsdp2")
+            ]
             goal = ""
             if case == "all" and kind in GOALS and (ratio := against(GOALS[kind][0])) is not None:
-                goal = f"<= {GOALS[kind][1]} x {GOALS[kind][0]}: {'met' if ratio <= GOALS[kind][1] else 'not met'}"
+                goal = (
+                    f"<= {GOALS[kind][1]} x {GOALS[kind][0]}: "
+                    f"{'met' if ratio <= GOALS[kind][1] else 'not met'}"
+                )
             best = [1e3 * min(row[what] for row in own) for what in ("cpu", "wall")]
-            print(f"{case:6}{kind:8}{best[0]:9.2f}{best[1]:9.2f}{ratios[0]:>8}{ratios[1]:>10}  {goal}")
+            print(
+                f"{case:6}{kind:8}{best[0]:9.2f}{best[1]:9.2f}{ratios[0]:>8}{ratios[1]:>10}  {goal}"
+            )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         name = options.out / f"small_blocks-{datetime.date.today()}.jsonl"
-        facts = {"versions": versions("torch", "hf-zero"), "cores": os.cpu_count(), "ranks": options.ranks}
+        facts = {
+            "versions": versions("torch", "hf-zero"),
+            "cores": os.cpu_count(),
+            "ranks": options.ranks,
+        }
         name.write_text("".join(json.dumps(row) + "\n" for row in [facts, *rows]))
         print(f"rows: {name}")
 

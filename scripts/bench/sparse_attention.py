@@ -1,15 +1,19 @@
-"""Block-sparse attention beside dense flash attention: forward and backward, 4k to 32k tokens, a BigBird-like layout of blocks of 64.
+"""Block-sparse attention beside dense flash attention: forward and backward, 4k to 32k tokens, a
+BigBird-like layout of blocks of 64.
 
-    python scripts/bench/sparse_attention.py [--lengths 4096,8192,16384,32768] [--tokens 32768] [--flex] [--sweep] [--out scripts/bench/results]
-    python scripts/bench/sparse_attention.py --dry        # tiny, on the CPU, by the reference: is the script right?
+    python scripts/bench/sparse_attention.py [--lengths 4096,8192,16384,32768] [--tokens 32768]
+    [--flex] [--sweep] [--out scripts/bench/results] python scripts/bench/sparse_attention.py --dry
+    # tiny, on the CPU, by the reference: is the script right?
 
-Contenders: torch's flash and cuDNN attention over all tokens, FlexAttention compiled with the same layout (``--flex``), and hf-zero, eager as
-it is called. The batch is ``--tokens`` divided by the length. Each round times every contender once, with CUDA events around forward and
-backward together, after the L2 cache was written over; a figure is the median of the rounds. Before anything is timed, outputs and gradients
-are compared: hf-zero with torch's attention under the layout's mask, dense contenders with hf-zero's dense layout, FlexAttention with its
-sparse one. FLOPs count the tiles of the layout (forward 4,
-backward 10 times tile² · width). ``--sweep`` times hf-zero's kernels with other warps and stages, to choose kernels/gpu's table by.
-Raw rows with versions go to standard output, and to OUT as JSON lines.
+Contenders: torch's flash and cuDNN attention over all tokens, FlexAttention compiled with the same
+layout (``--flex``), and hf-zero, eager as it is called. The batch is ``--tokens`` divided by the
+length. Each round times every contender once, with CUDA events around forward and backward
+together, after the L2 cache was written over; a figure is the median of the rounds. Before anything
+is timed, outputs and gradients are compared: hf-zero with torch's attention under the layout's
+mask, dense contenders with hf-zero's dense layout, FlexAttention with its sparse one. FLOPs count
+the tiles of the layout (forward 4, backward 10 times tile² · width). ``--sweep`` times hf-zero's
+kernels with other warps and stages, to choose kernels/gpu's table by. Raw rows with versions go to
+standard output, and to OUT as JSON lines.
 """
 
 from __future__ import annotations
@@ -30,7 +34,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from hf_zero.ops import dispatch
-from hf_zero.ops.sparse_attention import BigBirdSparsityConfig, DenseSparsityConfig, SparsityConfig, sparse_attention
+from hf_zero.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    DenseSparsityConfig,
+    SparsityConfig,
+    sparse_attention,
+)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 TOLERANCE = 2e-2
@@ -60,7 +69,13 @@ def flex(config: SparsityConfig, length: int, device: torch.device) -> Attend:
         return blocks[row // config.block, column // config.block]
 
     mask = BlockMask.from_kv_blocks(
-        none, torch.zeros_like(indices), counts, indices, BLOCK_SIZE=config.block, mask_mod=inside, seq_lengths=(length, length)
+        none,
+        torch.zeros_like(indices),
+        counts,
+        indices,
+        BLOCK_SIZE=config.block,
+        mask_mod=inside,
+        seq_lengths=(length, length),
     )
     return functools.partial(torch.compile(flex_attention), block_mask=mask)
 
@@ -72,15 +87,28 @@ def both(attend: Attend, leaves: list[torch.Tensor], grad: torch.Tensor) -> list
 
 def compared(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest relative difference (norm over norm) of output and gradients."""
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(ours, theirs))
+    return max(
+        ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(ours, theirs)
+    )
 
 
-def masked(config: SparsityConfig, length: int, leaves: list[torch.Tensor], grad: torch.Tensor, ours: list[torch.Tensor]) -> float:
-    """The difference from torch's attention under the mask of the layout, in the first head of the first sequence."""
+def masked(
+    config: SparsityConfig,
+    length: int,
+    leaves: list[torch.Tensor],
+    grad: torch.Tensor,
+    ours: list[torch.Tensor],
+) -> float:
+    """The difference from torch's attention under the mask of the layout, in the first head of
+    the first sequence.
+    """
     mask = config.make_layout(length)[0].bool().to(grad.device)
     mask = mask.repeat_interleave(config.block, 0).repeat_interleave(config.block, 1)
     first = [x.detach()[:1, :1].requires_grad_() for x in leaves]
-    return compared([x[:1, :1] for x in ours], both(lambda q, k, v: sdpa(q, k, v, attn_mask=mask), first, grad[:1, :1]))
+    return compared(
+        [x[:1, :1] for x in ours],
+        both(lambda q, k, v: sdpa(q, k, v, attn_mask=mask), first, grad[:1, :1]),
+    )
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device, scratch: torch.Tensor) -> float:
@@ -98,10 +126,15 @@ def milliseconds(run: Callable[[], Any], device: torch.device, scratch: torch.Te
     return begin.elapsed_time(end)
 
 
-def contenders(config: SparsityConfig, length: int, device: torch.device, with_flex: bool) -> dict[str, Attend]:
+def contenders(
+    config: SparsityConfig, length: int, device: torch.device, with_flex: bool
+) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hf-zero": lambda q, k, v: sparse_attention(q, k, v, config)}
     if device.type == "cuda":
-        found |= {"flash": dense(SDPBackend.FLASH_ATTENTION), "cudnn": dense(SDPBackend.CUDNN_ATTENTION)}
+        found |= {
+            "flash": dense(SDPBackend.FLASH_ATTENTION),
+            "cudnn": dense(SDPBackend.CUDNN_ATTENTION),
+        }
         if with_flex:
             found["flex"] = flex(config, length, device)
     else:
@@ -112,31 +145,52 @@ def contenders(config: SparsityConfig, length: int, device: torch.device, with_f
 def measure(length: int, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     batch = max(1, args.tokens // length)
     config = BigBirdSparsityConfig(args.heads, 64, num_random_blocks=args.random)
-    q, k, v, grad = (torch.randn(batch, length, args.heads, args.width, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(batch, length, args.heads, args.width, device=device).bfloat16().transpose(1, 2)
+        for _ in range(4)
+    )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     scratch = torch.empty(args.scratch, dtype=torch.int8, device=device)
     found = contenders(config, length, device, args.flex)
 
     whole = DenseSparsityConfig(args.heads, 64)
-    checks = {"dense": both(lambda *x: sparse_attention(*x, whole), leaves, grad), "sparse": both(found["hf-zero"], leaves, grad)}
-    differences = {"hf-zero": masked(config, length, leaves, grad, checks["sparse"]) if length <= MASKED else None}
+    checks = {
+        "dense": both(lambda *x: sparse_attention(*x, whole), leaves, grad),
+        "sparse": both(found["hf-zero"], leaves, grad),
+    }
+    differences = {
+        "hf-zero": masked(config, length, leaves, grad, checks["sparse"])
+        if length <= MASKED
+        else None
+    }
     for name in list(found):
         try:
             if name != "hf-zero":
-                differences[name] = compared(both(found[name], leaves, grad), checks["sparse" if name == "flex" else "dense"])
+                differences[name] = compared(
+                    both(found[name], leaves, grad), checks["sparse" if name == "flex" else "dense"]
+                )
         except RuntimeError as error:
             print(f"{name} does not run here: {str(error).splitlines()[0]}", flush=True)
             del found[name]
     del checks
-    wrong = {name: value for name, value in differences.items() if value is not None and value > TOLERANCE}
+    wrong = {
+        name: value
+        for name, value in differences.items()
+        if value is not None and value > TOLERANCE
+    }
     if wrong or dispatch.broken():
-        raise SystemExit(f"not timed, because results differ: {wrong}, kernels that do not compile: {dispatch.broken()}")
+        raise SystemExit(
+            f"not timed, because results differ: {wrong}, kernels that do not "
+            f"compile: {dispatch.broken()}"
+        )
 
     times: dict[str, list[float]] = {name: [] for name in found}
     phases: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(args.rounds + 2):
         for name, attend in found.items():
-            times[name].append(milliseconds(lambda a=attend: both(a, leaves, grad), device, scratch))
+            times[name].append(
+                milliseconds(lambda a=attend: both(a, leaves, grad), device, scratch)
+            )
             with torch.no_grad():
                 phases[name].append(milliseconds(lambda a=attend: a(*leaves), device, scratch))
     tiles = int(config.make_layout(length)[0].sum())
@@ -162,7 +216,14 @@ def measure(length: int, args: argparse.Namespace, device: torch.device) -> list
             }
         )
     ours = next(row for row in rows if row["contender"] == "hf-zero")
-    best = min((row["forward_backward_ms"] for row in rows if row["contender"] in ("flash", "cudnn", "math")), default=None)
+    best = min(
+        (
+            row["forward_backward_ms"]
+            for row in rows
+            if row["contender"] in ("flash", "cudnn", "math")
+        ),
+        default=None,
+    )
     ours["times_the_best_dense"] = round(best / ours["forward_backward_ms"], 2) if best else None
     return rows
 
@@ -173,20 +234,37 @@ def sweep(length: int, args: argparse.Namespace, device: torch.device) -> list[d
 
     batch = max(1, args.tokens // length)
     config = BigBirdSparsityConfig(args.heads, 64, num_random_blocks=args.random)
-    q, k, v, grad = (torch.randn(batch, length, args.heads, args.width, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(batch, length, args.heads, args.width, device=device).bfloat16().transpose(1, 2)
+        for _ in range(4)
+    )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     scratch = torch.empty(args.scratch, dtype=torch.int8, device=device)
     rows = []
-    for table, (warps, stages) in itertools.product(("FORWARD", "QUERIES", "KEYS"), itertools.product((4, 8), (1, 2, 3, 4))):
+    for table, (warps, stages) in itertools.product(
+        ("FORWARD", "QUERIES", "KEYS"), itertools.product((4, 8), (1, 2, 3, 4))
+    ):
         settings = getattr(tables, table)
         before = settings[args.width]
         settings[args.width] = tables.Settings(warps, stages)
         try:
             taken = [
-                milliseconds(lambda: both(lambda *x: sparse_attention(*x, config), leaves, grad), device, scratch)
+                milliseconds(
+                    lambda: both(lambda *x: sparse_attention(*x, config), leaves, grad),
+                    device,
+                    scratch,
+                )
                 for _ in range(args.rounds)
             ]
-            rows.append({"case": "sparse_attention_sweep", "length": length, "table": table, "warps": warps, "stages": stages})
+            rows.append(
+                {
+                    "case": "sparse_attention_sweep",
+                    "length": length,
+                    "table": table,
+                    "warps": warps,
+                    "stages": stages,
+                }
+            )
             rows[-1]["forward_backward_ms"] = round(statistics.median(taken[2:]), 4)
         finally:
             settings[args.width] = before
@@ -194,7 +272,9 @@ def sweep(length: int, args: argparse.Namespace, device: torch.device) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=16)
@@ -208,7 +288,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.dry:
-        args.lengths, args.tokens, args.heads, args.width, args.rounds, args.scratch = "256,512", 512, 2, 16, 3, 1024
+        args.lengths, args.tokens, args.heads, args.width, args.rounds, args.scratch = (
+            "256,512",
+            512,
+            2,
+            16,
+            3,
+            1024,
+        )
     device = torch.device("cpu" if args.dry else "cuda")
     torch.manual_seed(0)
     about: dict[str, Any] = {"torch": torch.__version__, "date": datetime.date.today().isoformat()}

@@ -1,12 +1,16 @@
-"""Whole training steps on one GPU: plain Hugging Face, torch.compile, Liger, FSDP2, DeepSpeed and hf-zero, each in a process of its own.
+"""Whole training steps on one GPU: plain Hugging Face, torch.compile, Liger, FSDP2, DeepSpeed and
+hf-zero, each in a process of its own.
 
-    python scripts/bench/train_gpu.py --work bert-large,256,128 --of hf,hf-compile,ds1,hfz1+all --rounds 2 [--budget 500] [--out scripts/bench/results]
-    python scripts/bench/train_gpu.py --work tiny-llama,2,64 --of hf,hfz1+all,hfz3+all --device cpu          # does it run?
+    python scripts/bench/train_gpu.py --work bert-large,256,128 --of hf,hf-compile,ds1,hfz1+all
+    --rounds 2 [--budget 500] [--out scripts/bench/results] python scripts/bench/train_gpu.py --work
+    tiny-llama,2,64 --of hf,hfz1+all,hfz3+all --device cpu          # does it run?
 
-A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are interleaved. Weights are random, tokens
-too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for
-`kernels: auto` and `compile: blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in EXTRAS. Liger is taken if
-it is installed, DeepSpeed from the folder that is given. Rows go to OUT as JSON lines, with versions.
+A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are
+interleaved. Weights are random, tokens too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights
+under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for `kernels: auto` and
+`compile: blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in
+EXTRAS. Liger is taken if it is installed, DeepSpeed from the folder that is given. Rows go to OUT
+as JSON lines, with versions.
 """
 
 from __future__ import annotations
@@ -37,26 +41,38 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "ckpt": {"activation_checkpointing": {"blocks": True}},
     "activations": {"activation_offload": True},
     "offload": {"zero_optimization": {"offload_optimizer": ON_CPU}},
-    "most": {"zero_optimization": {"offload_optimizer": {**ON_CPU, "ratio": 0.8}}},  # four fifths of the optimizer on the CPU
+    # four fifths of the optimizer on the CPU
+    "most": {"zero_optimization": {"offload_optimizer": {**ON_CPU, "ratio": 0.8}}},
 }
-LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "use_cache": False}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "use_cache": False,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
-    "tiny-bert": ("bert", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 1000}),
+    "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096}),
+    "tiny-bert": ("bert", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "vocab_size": 1000}),
     "llama-1b": ("llama", dict(
-        LLAMA, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        LLAMA, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=8192,
         tie_word_embeddings=True,
     )),
     "llama-3b": ("llama", dict(
-        LLAMA, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8, intermediate_size=8192,
+        LLAMA, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, intermediate_size=8192,
         tie_word_embeddings=True,
     )),
     "llama-8b": ("llama", dict(
-        LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14336,
         tie_word_embeddings=False,
     )),
     "tiny-llama": ("llama", {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
         "tie_word_embeddings": True, "use_cache": False,
     }),
 }  # fmt: skip
@@ -72,15 +88,23 @@ def build(shape: str, device: str) -> Any:
     made = {"bert": transformers.BertConfig, "llama": transformers.LlamaConfig}[family](**settings)
     made._attn_implementation = "sdpa"
     with torch.device(device):
-        return {"bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM}[family](made).train()
+        return {"bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM}[
+            family
+        ](made).train()
 
 
 def flops_per_token(model: Any, length: int) -> float:
-    """Of a forward and a backward, a tied embedding counted once, as the head's product; causal attention half."""
+    """Of a forward and a backward, a tied embedding counted once, as the head's product; causal
+    attention half.
+    """
     settings, embedding = model.config, model.get_input_embeddings().weight
-    weights = sum(p.numel() for p in model.parameters()) - (0 if settings.tie_word_embeddings else embedding.numel())
+    weights = sum(p.numel() for p in model.parameters()) - (
+        0 if settings.tie_word_embeddings else embedding.numel()
+    )
     causal = settings.model_type == "llama"
-    return 6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * length * (0.5 if causal else 1.0)
+    return 6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * length * (
+        0.5 if causal else 1.0
+    )
 
 
 def batch_of(model: Any, rows: int, length: int, device: str) -> dict[str, Any]:
@@ -118,8 +142,13 @@ def sharded(model: Any, batch: dict[str, Any], device: str) -> Callable[[], Any]
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-    how = {"mesh": init_device_mesh(device, (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    for layer in model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer:
+    how = {
+        "mesh": init_device_mesh(device, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    for layer in (
+        model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer
+    ):
         fully_shard(layer, **how)
     fully_shard(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -135,7 +164,9 @@ def sharded(model: Any, batch: dict[str, Any], device: str) -> Callable[[], Any]
     return step
 
 
-def engine_of(library: Any, model: Any, batch: dict[str, Any], stage: int, more: dict[str, Any]) -> Callable[[], Any]:
+def engine_of(
+    library: Any, model: Any, batch: dict[str, Any], stage: int, more: dict[str, Any]
+) -> Callable[[], Any]:
     zero = {"stage": stage, **more.get("zero_optimization", {})}
     config = {
         "train_micro_batch_size_per_gpu": len(batch["input_ids"]),
@@ -146,7 +177,9 @@ def engine_of(library: Any, model: Any, batch: dict[str, Any], stage: int, more:
         **more,
         "zero_optimization": zero,
     }
-    engine = library.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = library.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
 
     def step() -> Any:
         loss = engine(**batch).loss
@@ -165,7 +198,9 @@ def asked_by(kind: str) -> dict[str, Any]:
     return asked
 
 
-def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tuple[Any, Callable[[], Any]]:
+def contender(
+    kind: str, shape: str, rows: int, length: int, device: str
+) -> tuple[Any, Callable[[], Any]]:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -176,10 +211,13 @@ def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tup
     if kind.startswith("ds"):
         import deepspeed
 
-        torch.set_default_dtype(torch.bfloat16)  # DeepSpeed casts a model it is given; an equal start
+        # DeepSpeed casts a model it is given; an equal start
+        torch.set_default_dtype(torch.bfloat16)
         model = build(shape, device)
         torch.set_default_dtype(torch.float32)
-        return model, engine_of(deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), asked_by(kind))
+        return model, engine_of(
+            deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), asked_by(kind)
+        )
     model = build(shape, device)
     batch = batch_of(model, rows, length, device)
     if kind.startswith("hfz"):
@@ -191,7 +229,9 @@ def contender(kind: str, shape: str, rows: int, length: int, device: str) -> tup
     return model, plain(model, batch, device, compiled="compile" in kind)
 
 
-def measure(kind: str, shape: str, rows: int, length: int, device: str, profile: bool) -> dict[str, Any]:
+def measure(
+    kind: str, shape: str, rows: int, length: int, device: str, profile: bool
+) -> dict[str, Any]:
     import torch
 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
@@ -225,8 +265,10 @@ def measure(kind: str, shape: str, rows: int, length: int, device: str, profile:
     cpu = (time.process_time() - cpu) / steps
     taken = statistics.median(times)
     row = {
-        "kind": kind, "shape": shape, "rows": rows, "length": length, "step_s": taken, "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
-        "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12, "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()), "cpu_s": cpu,
+        "kind": kind, "shape": shape, "rows": rows, "length": length, "step_s": taken,
+        "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
+        "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12,
+        "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()), "cpu_s": cpu,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
     }  # fmt: skip
@@ -239,24 +281,42 @@ def measure(kind: str, shape: str, rows: int, length: int, device: str, profile:
             wait()
         print(
             seen.key_averages().table(
-                sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total", row_limit=40, max_name_column_width=80
+                sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total",
+                row_limit=40,
+                max_name_column_width=80,
             )
         )
     return row
 
 
 def environment(kind: str, deepspeed: str | None) -> dict[str, str]:
-    """Beside hf-zero an installed DeepSpeed would be hidden by it, so it has a folder, and a process, of its own."""
+    """Beside hf-zero an installed DeepSpeed would be hidden by it, so it has a folder, and a
+    process, of its own.
+    """
     if not kind.startswith("ds") or deepspeed is None:
         return {**os.environ}
     paths = [deepspeed, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "HF_ZERO_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run_one(kind: str, work: str, device: str, profile: bool, limit: float, deepspeed: str | None) -> dict[str, Any] | None:
-    command = [sys.executable, __file__, "--one", kind, "--work", work, "--device", device, *(["--profile"] if profile else [])]
+def run_one(
+    kind: str, work: str, device: str, profile: bool, limit: float, deepspeed: str | None
+) -> dict[str, Any] | None:
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        kind,
+        "--work",
+        work,
+        "--device",
+        device,
+        *(["--profile"] if profile else []),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment(kind, deepspeed))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, env=environment(kind, deepspeed)
+        )
     except subprocess.TimeoutExpired:
         print(f"{kind} {work}: no figure within {limit:.0f} s", flush=True)
         return None
@@ -271,34 +331,71 @@ def run_one(kind: str, work: str, device: str, profile: bool, limit: float, deep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--work", nargs="+", default=["bert-large,256,128", "bert-large,64,512", "llama-1b,4,4096"], help="SHAPE,ROWS,LENGTH"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--of", default="hf,hf-compile,liger,ds1,ds3,hfz1,hfz1+compile,hfz1+all,hfz3+all")
+    parser.add_argument(
+        "--work",
+        nargs="+",
+        default=["bert-large,256,128", "bert-large,64,512", "llama-1b,4,4096"],
+        help="SHAPE,ROWS,LENGTH",
+    )
+    parser.add_argument(
+        "--of", default="hf,hf-compile,liger,ds1,ds3,hfz1,hfz1+compile,hfz1+all,hfz3+all"
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for the whole run; what does not fit is said")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=3600.0,
+        help="seconds for the whole run; what does not fit is said",
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--deepspeed", metavar="FOLDER", help="what `pip install --target FOLDER --no-deps deepspeed hjson …` made")
-    parser.add_argument("--profile", action="store_true", help="print a profile of one step of each")
+    parser.add_argument(
+        "--deepspeed",
+        metavar="FOLDER",
+        help="what `pip install --target FOLDER --no-deps deepspeed hjson …` made",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of one step of each"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
         shape, rows, length = chosen.work[0].split(",")
-        print("ROW " + json.dumps(measure(chosen.one, shape, int(rows), int(length), chosen.device, chosen.profile)), flush=True)
+        print(
+            "ROW "
+            + json.dumps(
+                measure(chosen.one, shape, int(rows), int(length), chosen.device, chosen.profile)
+            ),
+            flush=True,
+        )
         return
-    begun, best, facts = time.perf_counter(), {}, {"at": datetime.datetime.now().isoformat(timespec="seconds"), **versions(*VERSIONS)}
+    begun, best, facts = (
+        time.perf_counter(),
+        {},
+        {"at": datetime.datetime.now().isoformat(timespec="seconds"), **versions(*VERSIONS)},
+    )
     for number in range(chosen.rounds):
         for work in chosen.work:
             for kind in chosen.of.split(","):
-                if (kind == "liger" and "llama" not in work) or (kind.startswith("ds") and chosen.deepspeed is None):
+                if (kind == "liger" and "llama" not in work) or (
+                    kind.startswith("ds") and chosen.deepspeed is None
+                ):
                     continue
                 left = chosen.budget - (time.perf_counter() - begun)
                 if left < 15:
                     print(f"{kind} {work}: left out, no time", flush=True)
                     continue
-                row = run_one(kind, work, chosen.device, chosen.profile and number == 0, left, chosen.deepspeed)
+                row = run_one(
+                    kind,
+                    work,
+                    chosen.device,
+                    chosen.profile and number == 0,
+                    left,
+                    chosen.deepspeed,
+                )
                 if row is None:
                     continue
                 if chosen.out:
@@ -307,13 +404,25 @@ def main() -> None:
                         file.write(json.dumps({**row, "round": number, **facts}) + "\n")
                 if (work, kind) not in best or row["step_s"] < best[work, kind]["step_s"]:
                     best[work, kind] = row
-                print(f"{kind:14} {work:20} {row['step_s']:.4f} s  host {row['host_s']:.4f}  {row['tflops']:.0f} TFLOP/s  "
-                      f"{row['peak_gib'] or 0:.1f} GiB  start {row['start_s']:.0f} s  warm {row['warm_up_s']:.0f} s  loss {row['loss']:.3f}", flush=True)  # fmt: skip
-    print("\n| work | contender | step s | over the best peer | TFLOP/s | peak GiB |\n| --- | --- | --- | --- | --- | --- |")
+                print(f"{kind:14} {work:20} {row['step_s']:.4f} s  host {row['host_s']:.4f}  "
+                      f"{row['tflops']:.0f} TFLOP/s  "
+                      f"{row['peak_gib'] or 0:.1f} GiB  start {row['start_s']:.0f} s  warm "
+                      f"{row['warm_up_s']:.0f} s  loss {row['loss']:.3f}", flush=True)  # fmt: skip
+    print(
+        "\n| work | contender | step s | over the best peer | TFLOP/s | peak GiB |\n| --- | --- | "
+        "--- | --- | --- | --- |"
+    )
     for (work, kind), row in best.items():
-        peers = [other["step_s"] for (at, who), other in best.items() if at == work and not who.startswith("hfz")]
+        peers = [
+            other["step_s"]
+            for (at, who), other in best.items()
+            if at == work and not who.startswith("hfz")
+        ]
         over = f"{row['step_s'] / min(peers):.3f}" if peers else "-"
-        print(f"| {work} | {kind} | {row['step_s']:.4f} | {over} | {row['tflops']:.0f} | {row['peak_gib'] or 0:.1f} |")
+        print(
+            f"| {work} | {kind} | {row['step_s']:.4f} | {over} | {row['tflops']:.0f} | "
+            f"{row['peak_gib'] or 0:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Engines without an engine: flats, an optimizer and a module, cut as the stages cut them, for ranks that are threads."""
+"""Engines without an engine: flats, an optimizer and a module, cut as the stages cut them, for
+ranks that are threads.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ SECONDS = 60.0
 
 
 class Comm:
-    """Object collectives over threads. A rank that never arrives breaks the barrier: a test fails and does not hang."""
+    """Object collectives over threads.
+
+    A rank that never arrives breaks the barrier: a test fails and does not hang.
+    """
 
     def __init__(self, world: int) -> None:
-        self.world, self._barrier, self._slots = world, threading.Barrier(world, timeout=SECONDS), [None] * world
+        self.world, self._barrier, self._slots = (
+            world,
+            threading.Barrier(world, timeout=SECONDS),
+            [None] * world,
+        )
         self._rank = threading.local()
 
     def enter(self, rank: int) -> None:
@@ -100,7 +109,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is trained: the same on all ranks. ``cuts`` are the numbers of parameters in each unit, the rest last."""
+    """How a model is trained: the same on all ranks.
+
+    ``cuts`` are the numbers of parameters in each unit, the rest last.
+    """
 
     world: int
     stage: int
@@ -108,17 +120,24 @@ class Job:
     precision: str = "fp32"
     shard: int = 0  # size of the shard axis; 0 for all ranks
     frozen: Callable[[str], bool] = lambda name: False
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = lambda groups: torch.optim.AdamW(groups, lr=1e-3)
-    decays: Callable[[str], bool] = lambda name: "bias" not in name  # which of the two optimizer groups
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = lambda groups: (
+        torch.optim.AdamW(groups, lr=1e-3)
+    )
+    # which of the two optimizer groups
+    decays: Callable[[str], bool] = lambda name: "bias" not in name
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            self.precision
+        ]
 
 
 def value(what: str, name: str, shape: Sequence[int]) -> torch.Tensor:
     """Numbers that tell which parameter and which tensor they are from."""
-    seed = int.from_bytes(hashlib.blake2b(f"{what}:{name}".encode(), digest_size=4).digest(), "little")
+    seed = int.from_bytes(
+        hashlib.blake2b(f"{what}:{name}".encode(), digest_size=4).digest(), "little"
+    )
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
@@ -150,31 +169,51 @@ def build(module: nn.Module, job: Job, rank: int, comm: Comm) -> Engine:
             if chosen:
                 flats.append(_flat(f"unit{index}", chosen, held, trainable, job, rank, shard_world))
     engine = Engine(
-        module, flats, comm, job.stage, rank, job.world, shard_world, {name: str(p.dtype).removeprefix("torch.") for name, p in held.items()}, aliases,
+        module, flats, comm, job.stage, rank, job.world, shard_world,
+        {name: str(p.dtype).removeprefix("torch.") for name, p in held.items()}, aliases,
         SimpleNamespace(precision=job.precision),
     )  # fmt: skip
     if job.optimizer is not None:
         trained = [name for name in held if not job.frozen(name)]
         groups = [{"params": [held[n] for n in trained if job.decays(n)], "weight_decay": 0.1}]
-        groups.append({"params": [held[n] for n in trained if not job.decays(n)], "weight_decay": 0.0})
+        groups.append(
+            {"params": [held[n] for n in trained if not job.decays(n)], "weight_decay": 0.0}
+        )
         group_of = {name: 0 if job.decays(name) else 1 for name in trained}
-        engine.bound = BoundOptimizer(job.optimizer(groups), flats, group_of, {name: held[name] for name in trained})
+        engine.bound = BoundOptimizer(
+            job.optimizer(groups), flats, group_of, {name: held[name] for name in trained}
+        )
     return engine
 
 
-def _flat(unit: str, names: list[str], held: dict[str, nn.Parameter], trainable: bool, job: Job, rank: int, shard_world: int) -> Flat:
+def _flat(
+    unit: str,
+    names: list[str],
+    held: dict[str, nn.Parameter],
+    trainable: bool,
+    job: Job,
+    rank: int,
+    shard_world: int,
+) -> Flat:
     sharded = job.stage == 3 or (job.stage > 0 and trainable)
     shards = shard_world if sharded else 1
     layout = FlatLayout.build([(name, held[name].shape) for name in names], shards)
     owned = layout.rank_range(rank % shards)
     # Ranks in a replicate group hold the same chunk; the first of them writes it.
     flat = Flat(
-        f"{unit}|{'trainable' if trainable else 'frozen'}|{job.precision}", layout, trainable, job.dtype, owned, rank == rank % shards
+        f"{unit}|{'trainable' if trainable else 'frozen'}|{job.precision}",
+        layout,
+        trainable,
+        job.dtype,
+        owned,
+        rank == rank % shards,
     )
     weights = torch.full((owned[1] - owned[0],), float("nan"))
     for piece in layout.pieces(*owned):
         at = piece.offset - owned[0]
-        weights[at : at + len(piece)] = held[piece.name].detach().reshape(-1)[piece.start : piece.stop].float()
+        weights[at : at + len(piece)] = (
+            held[piece.name].detach().reshape(-1)[piece.start : piece.stop].float()
+        )
     if trainable:
         flat.master, flat.grad = weights, torch.zeros_like(weights)
     else:
@@ -192,9 +231,9 @@ def train_some(engine: Engine, steps: int = 2) -> None:
             for piece in flat.layout.pieces(*flat.owned):
                 at = piece.offset - flat.owned[0]
                 shape = flat.layout.by_name[piece.name].shape
-                flat.grad[at : at + len(piece)] = value(f"grad{engine.counters.global_steps}", piece.name, shape).reshape(-1)[
-                    piece.start : piece.stop
-                ]
+                flat.grad[at : at + len(piece)] = value(
+                    f"grad{engine.counters.global_steps}", piece.name, shape
+                ).reshape(-1)[piece.start : piece.stop]
         engine.bound.step()
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step()
@@ -203,16 +242,24 @@ def train_some(engine: Engine, steps: int = 2) -> None:
 
 
 def state_of(engines: Sequence[Engine]) -> dict[str, dict[str, torch.Tensor]]:
-    """Whole tensors by parameter and kind ("weights", "exp_avg", …), put together from the ranks' chunks; empty ones left out."""
+    """Whole tensors by parameter and kind ("weights", "exp_avg", …), put together from the
+    ranks' chunks; empty ones left out.
+    """
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for engine in engines:
         for flat in engine.flats:
             held = {"weights": flat.master if flat.master is not None else flat.shard}
             if engine.bound is not None and flat.trainable:
-                held |= {kind: tensor for kind, tensor in engine.bound.tensors(flat).items() if kind != "master"}
+                held |= {
+                    kind: tensor
+                    for kind, tensor in engine.bound.tensors(flat).items()
+                    if kind != "master"
+                }
             for slot in flat.layout.slots:
                 for kind, tensor in held.items() if slot.numel else ():
-                    whole.setdefault(slot.name, {}).setdefault(kind, torch.full((slot.numel,), float("nan"), dtype=tensor.dtype))
+                    whole.setdefault(slot.name, {}).setdefault(
+                        kind, torch.full((slot.numel,), float("nan"), dtype=tensor.dtype)
+                    )
             for piece in flat.layout.pieces(*flat.owned):
                 at = piece.offset - flat.owned[0]
                 for kind, tensor in held.items():
@@ -220,10 +267,14 @@ def state_of(engines: Sequence[Engine]) -> dict[str, dict[str, torch.Tensor]]:
     return whole
 
 
-def run(job: Job, make: Callable[[], nn.Module], action: Callable[[Engine], Any]) -> tuple[list[Engine], list[Any]]:
-    """Build an engine per rank, run ``action`` on each in a thread, return engines and what came of it.
+def run(
+    job: Job, make: Callable[[], nn.Module], action: Callable[[Engine], Any]
+) -> tuple[list[Engine], list[Any]]:
+    """Build an engine per rank, run ``action`` on each in a thread, return engines and what came of
+    it.
 
-    An exception comes back in the place of a result, so that a test can see that every rank has one.
+    An exception comes back in the place of a result, so that a test can see that every rank has
+    one.
     """
     comm = Comm(job.world)
     engines = [build(make(), job, rank, comm) for rank in range(job.world)]

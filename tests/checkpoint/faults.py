@@ -1,8 +1,10 @@
-"""A disk that stops: every system call that changes something is counted, and the process, or the power, ends at one of them.
+"""A disk that stops: every system call that changes something is counted, and the process, or the
+power, ends at one of them.
 
-The process that ends leaves all that it has done. When the power goes, what was not flushed is gone too: files keep no byte
-that was written since their last fsync, and renames, new files and removals in a folder that was not flushed since are undone
-(as far as the file system is free to; new folders stay). A checkpoint has to survive both.
+The process that ends leaves all that it has done. When the power goes, what was not flushed is gone
+too: files keep no byte that was written since their last fsync, and renames, new files and removals
+in a folder that was not flushed since are undone (as far as the file system is free to; new folders
+stay). A checkpoint has to survive both.
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ from typing import Any
 
 import pytest
 
-CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "remove", "truncate", "ftruncate")
+CALLS = (
+    "open",
+    "write",
+    "pwrite",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "remove",
+    "truncate",
+    "ftruncate",
+)
 
 
 class Killed(BaseException):
@@ -24,7 +39,8 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Counts the calls that change something, ends the process at the ``last`` of them, and knows what is not yet on the device.
+    """Counts the calls that change something, ends the process at the ``last`` of them, and knows
+    what is not yet on the device.
 
     ``torn``: the write that is cut off has half of its bytes in the file.
     """

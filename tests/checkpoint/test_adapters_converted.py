@@ -1,4 +1,6 @@
-"""Adapters out of checkpoints: the files that PEFT's own save_pretrained writes of the same model, and what loads from them."""
+"""Adapters out of checkpoints: the files that PEFT's own save_pretrained writes of the same
+model, and what loads from them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,15 @@ def adapted(base: Path, config: Any, *others: str) -> Any:
         model.add_adapter(name, config)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
-            torch.nn.init.normal_(parameter)  # or else it is zeros, and nothing tells two of them apart
+            # or else it is zeros, and nothing tells two of them apart
+            torch.nn.init.normal_(parameter)
     return model
 
 
 def saved(folder: Path, model: Any, **options: Any) -> Any:
-    """``model`` is trained on two ranks and saved by them; it comes back with the values that were saved."""
+    """``model`` is trained on two ranks and saved by them; it comes back with the values that
+    were saved.
+    """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
     def action(engine: Engine) -> Path:
@@ -56,9 +61,14 @@ def saved(folder: Path, model: Any, **options: Any) -> Any:
 
 
 def same_folders(ours: Path, theirs: Path) -> None:
-    got, want = load_file(ours / "adapter_model.safetensors"), load_file(theirs / "adapter_model.safetensors")
+    got, want = (
+        load_file(ours / "adapter_model.safetensors"),
+        load_file(theirs / "adapter_model.safetensors"),
+    )
     assert set(got) == set(want)
-    assert all(got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]) for name in want)
+    assert all(
+        got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]) for name in want
+    )
     read = [json.loads((folder / "adapter_config.json").read_text()) for folder in (ours, theirs)]
     for config in read:
         config["target_modules"] = sorted(config.get("target_modules") or [])  # a set, in any order
@@ -72,14 +82,20 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path, base: Path, kind
     assert done.files == ("adapter_model.safetensors",) and "adapter_config.json" in done.carried
     model.save_pretrained(tmp_path / "peft")
     same_folders(tmp_path / "out", tmp_path / "peft")
-    assert not {"config.json", "generation_config.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert not {"config.json", "generation_config.json"} & {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "LoRA and a module saved whole", "LoRA on the embedding", "IA3"])
+@pytest.mark.parametrize(
+    "kind", ["LoRA", "DoRA", "LoRA and a module saved whole", "LoRA on the embedding", "IA3"]
+)
 def test_peft_loads_them(tmp_path: Path, base: Path, kind: str) -> None:
     model = saved(tmp_path / "run", adapted(base, KINDS[kind]())).eval()
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    loaded = peft.PeftModel.from_pretrained(type(llama()).from_pretrained(base), tmp_path / "out").eval()
+    loaded = peft.PeftModel.from_pretrained(
+        type(llama()).from_pretrained(base), tmp_path / "out"
+    ).eval()
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
@@ -110,7 +126,10 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     same_folders(tmp_path / "out", tmp_path / "peft")
     same_folders(tmp_path / "out" / "other", tmp_path / "peft" / "other")
     done = convert_checkpoint(tmp_path / "run", tmp_path / "one", only="*.other.*")
-    assert done.files == ("other/adapter_model.safetensors",) and not (tmp_path / "one" / "adapter_config.json").exists()
+    assert (
+        done.files == ("other/adapter_model.safetensors",)
+        and not (tmp_path / "one" / "adapter_config.json").exists()
+    )
 
 
 def test_an_embedding_that_was_resized_is_written_with_them(tmp_path: Path, base: Path) -> None:
@@ -119,7 +138,9 @@ def test_an_embedding_that_was_resized_is_written_with_them(tmp_path: Path, base
     model = saved(tmp_path / "run", peft.get_peft_model(grown, KINDS["LoRA"]()))
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     model.save_pretrained(tmp_path / "peft")
-    assert any("embed_tokens" in name for name in load_file(tmp_path / "out" / "adapter_model.safetensors"))
+    assert any(
+        "embed_tokens" in name for name in load_file(tmp_path / "out" / "adapter_model.safetensors")
+    )
     same_folders(tmp_path / "out", tmp_path / "peft")
 
 
@@ -129,24 +150,37 @@ def test_an_adapter_that_transformers_added(tmp_path: Path, base: Path) -> None:
     saved(tmp_path / "run", model)
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     model.save_pretrained(tmp_path / "theirs")
-    got, want = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "theirs"))
+    got, want = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "theirs")
+    )
     assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_whole_and_in_16_bits_on_request(tmp_path: Path, base: Path) -> None:
     model = saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()))
-    assert convert_checkpoint(tmp_path / "run", tmp_path / "whole", adapters=False).files == ("model.safetensors",)
+    assert convert_checkpoint(tmp_path / "run", tmp_path / "whole", adapters=False).files == (
+        "model.safetensors",
+    )
     assert set(load_file(tmp_path / "whole" / "model.safetensors")) == set(model.state_dict())
     convert_checkpoint(tmp_path / "run", tmp_path / "half", "bfloat16")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {torch.bfloat16}
-    done = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "script")
-    assert (done / "model.safetensors").is_file() and not (done / "adapter_model.safetensors").exists()
+    assert {
+        tensor.dtype
+        for tensor in load_file(tmp_path / "half" / "adapter_model.safetensors").values()
+    } == {torch.bfloat16}
+    done = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "run", tmp_path / "script"
+    )
+    assert (done / "model.safetensors").is_file() and not (
+        done / "adapter_model.safetensors"
+    ).exists()
 
 
 def test_saved_without_the_base(tmp_path: Path, base: Path) -> None:
     model = saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()), exclude_frozen_parameters=True)
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert set(load_file(tmp_path / "out" / "adapter_model.safetensors")) == set(peft.get_peft_model_state_dict(model))
+    assert set(load_file(tmp_path / "out" / "adapter_model.safetensors")) == set(
+        peft.get_peft_model_state_dict(model)
+    )
 
 
 def test_a_frozen_adapter_that_was_left_out_at_the_save(
@@ -157,23 +191,35 @@ def test_a_frozen_adapter_that_was_left_out_at_the_save(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".default." in name)
     saved(tmp_path / "run", model, exclude_frozen_parameters=True)
-    assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == ("adapter_model.safetensors",)
+    assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == (
+        "adapter_model.safetensors",
+    )
     assert "left out: 'other' lacks base_model." in caplog.text
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lm_head" in name)
     saved(tmp_path / "none", model, exclude_frozen_parameters=True)
-    with pytest.raises(CheckpointError, match=r"no adapter that is whole: .* save it without exclude_frozen_parameters"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no adapter that is whole: .* save it without exclude_frozen_parameters",
+    ):
         convert_checkpoint(tmp_path / "none", tmp_path / "out")
 
 
-def test_what_the_names_of_a_model_that_is_none_of_pefts_do_not_say(tmp_path: Path, base: Path) -> None:
+def test_what_the_names_of_a_model_that_is_none_of_pefts_do_not_say(
+    tmp_path: Path, base: Path
+) -> None:
     saved(tmp_path / "run", type(llama()).from_pretrained(base))
-    with pytest.raises(CheckpointError, match=r"holds no adapter that PEFT made; convert it whole \(adapters=False, --whole\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no adapter that PEFT made; convert it whole \(adapters=False, --whole\)",
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", adapters=True)
 
 
 def forget_adapters(run_folder: Path) -> None:
-    """Take the description out of the manifest, as if another program had written the checkpoint."""
+    """Take the description out of the manifest, as if another program had written the
+    checkpoint.
+    """
     path = next(run_folder.glob("global_step*")) / "manifest.json"
     content = json.loads(path.read_text())
     content["export"].pop("adapters")
@@ -181,32 +227,47 @@ def forget_adapters(run_folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "LoRA and a module saved whole", "LoRA and some tokens", "IA3"])
+@pytest.mark.parametrize(
+    "kind", ["LoRA", "DoRA", "LoRA and a module saved whole", "LoRA and some tokens", "IA3"]
+)
 def test_names_alone_with_the_configuration_beside(tmp_path: Path, base: Path, kind: str) -> None:
     model = saved(tmp_path / "run", adapted(base, KINDS[kind]()))
     forget_adapters(tmp_path / "run")
     model.save_pretrained(tmp_path / "peft")
-    (tmp_path / "run" / "adapter_config.json").write_bytes((tmp_path / "peft" / "adapter_config.json").read_bytes())
+    (tmp_path / "run" / "adapter_config.json").write_bytes(
+        (tmp_path / "peft" / "adapter_config.json").read_bytes()
+    )
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     same_folders(tmp_path / "out", tmp_path / "peft")
 
 
-def test_names_alone_are_not_enough(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_alone_are_not_enough(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
     saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()))
     forget_adapters(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"the adapter 'default' and no adapter_config.json lies beside it; .* put the"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the adapter 'default' and no adapter_config.json lies beside it; .* put the",
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", adapters=True)
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == ("model.safetensors",)
     assert "converted whole, under the names of the wrapped model" in caplog.text
     beside = tmp_path / "run" / "adapter_config.json"
     for content in ({"peft_type": "LORA", "bias": "all"}, {"peft_type": "VBLORA"}):
         beside.write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=r"adapter_config.json describes an adapter of kind .*, whose tensors their names do not"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"adapter_config.json describes an adapter of kind .*, whose "
+            r"tensors their names do not",
+        ):
             convert_checkpoint(tmp_path / "run", tmp_path / "out", adapters=True)
     for text in ("[", "[]"):
         beside.write_text(text)
-        with pytest.raises(CheckpointError, match=r"adapter_config.json is no JSON object .*mend or remove it"):
+        with pytest.raises(
+            CheckpointError, match=r"adapter_config.json is no JSON object .*mend or remove it"
+        ):
             convert_checkpoint(tmp_path / "run", tmp_path / "out")
 
 
@@ -215,14 +276,21 @@ def test_an_adapter_whose_file_is_computed(
 ) -> None:
     """The save goes on, and says what the converter will do."""
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
-    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    config = peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
+    )
     saved(tmp_path / "run", adapted(base, config))
-    assert "adapter 'default'" in caplog.text and "for the adapter alone use save_pretrained" in caplog.text
+    assert (
+        "adapter 'default'" in caplog.text
+        and "for the adapter alone use save_pretrained" in caplog.text
+    )
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == ("model.safetensors",)
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".x", "a/b"])
-def test_an_adapter_whose_name_leads_out_of_the_folder(tmp_path: Path, base: Path, name: str) -> None:
+def test_an_adapter_whose_name_leads_out_of_the_folder(
+    tmp_path: Path, base: Path, name: str
+) -> None:
     saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()))
     path = next((tmp_path / "run").glob("global_step*")) / "manifest.json"
     content = json.loads(path.read_text())
@@ -235,7 +303,9 @@ def test_an_adapter_whose_name_leads_out_of_the_folder(tmp_path: Path, base: Pat
 
 def test_a_pattern_for_what_is_no_adapter(tmp_path: Path, base: Path) -> None:
     saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()))
-    with pytest.raises(ConfigError, match=r"only='\*\.mlp\.\*' fits no tensor.*pass adapters=False \(--whole\)"):
+    with pytest.raises(
+        ConfigError, match=r"only='\*\.mlp\.\*' fits no tensor.*pass adapters=False \(--whole\)"
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", only="*.mlp.*")
     done = convert_checkpoint(tmp_path / "run", tmp_path / "out", only="*.mlp.*", adapters=False)
     assert done.tensors == 6
@@ -244,7 +314,11 @@ def test_a_pattern_for_what_is_no_adapter(tmp_path: Path, base: Path) -> None:
 def save_on_a_rank(rank: int, models: list[Any], folder: Path) -> dict[str, torch.Tensor]:
     model = models[rank]
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    engine = start(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), config)
+    engine = start(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        config,
+    )
     tokens = torch.arange(12).view(2, 6)
     engine.backward(engine(tokens, labels=tokens).loss)
     engine.step()
@@ -255,7 +329,9 @@ def save_on_a_rank(rank: int, models: list[Any], folder: Path) -> dict[str, torc
 
 
 def test_saved_by_ranks_that_hold_shards(tmp_path: Path, base: Path) -> None:
-    """A module that is saved whole is asked for its state dict by PEFT: on one rank alone that must gather nothing."""
+    """A module that is saved whole is asked for its state dict by PEFT: on one rank alone that
+    must gather nothing.
+    """
     models = [adapted(base, KINDS["LoRA and a module saved whole"]()) for _ in range(2)]
     weights = run_ranks(2, save_on_a_rank, models, tmp_path / "run")[0]
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
@@ -268,7 +344,9 @@ def test_saved_by_ranks_that_hold_shards(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "", "nobody/no-such-model", "no/model/of/the/hub"])
-def test_a_base_that_is_not_on_this_machine_is_not_asked_for(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_is_not_on_this_machine_is_not_asked_for(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*args: Any) -> None:
         raise AssertionError("a save went to the network")
 
@@ -278,5 +356,7 @@ def test_a_base_that_is_not_on_this_machine_is_not_asked_for(name: str | None, m
 
 def test_a_base_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file)
+    )
     assert adapter_files._base_configuration("some/model") == {"vocab_size": 5}

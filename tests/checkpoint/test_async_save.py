@@ -1,4 +1,6 @@
-"""Saves that a thread writes: the state is that of the call, errors come to all ranks, nothing half done is ever seen."""
+"""Saves that a thread writes: the state is that of the call, errors come to all ranks, nothing
+half done is ever seen.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def held(monkeypatch):
 def heard(monkeypatch):
     lines: list[str] = []
     for name in ("warning", "info"):
-        monkeypatch.setattr(logger, name, lambda text, *args: lines.append(text % args if args else text))
+        monkeypatch.setattr(
+            logger, name, lambda text, *args: lines.append(text % args if args else text)
+        )
     return lines
 
 
@@ -73,7 +77,12 @@ WAYS = [
 
 
 def saved_behind(
-    rank: int, models: list[torch.nn.Module], setup: Away, folder: Path, held: threading.Lock, trained: threading.Barrier
+    rank: int,
+    models: list[torch.nn.Module],
+    setup: Away,
+    folder: Path,
+    held: threading.Lock,
+    trained: threading.Barrier,
 ) -> Any:
     engine = setup.open(models[rank])
     train(engine, rank, range(3), setup.model)
@@ -81,7 +90,9 @@ def saved_behind(
     engine.save_checkpoint(str(folder), client_state=state, blocking=False)
     state["step"] = 99
     after = train(engine, rank, range(3, 6), setup.model)
-    assert not (folder / "global_step3").exists() and not (folder / "latest").exists(), "it was written before training went on"
+    assert not (folder / "global_step3").exists() and not (folder / "latest").exists(), (
+        "it was written before training went on"
+    )
     if trained.wait() == 0:
         held.release()
     engine.wait_for_checkpoint()
@@ -92,16 +103,30 @@ def saved_behind(
 
 
 @pytest.mark.parametrize("setup", WAYS, ids=described)
-def test_training_goes_on_and_what_is_saved_is_of_the_call(setup: Away, tmp_path: Path, held: threading.Lock) -> None:
-    """The steps after the call are repeated bit for bit from what was saved, whatever they changed before it was written."""
+def test_training_goes_on_and_what_is_saved_is_of_the_call(
+    setup: Away, tmp_path: Path, held: threading.Lock
+) -> None:
+    """The steps after the call are repeated bit for bit from what was saved, whatever they
+    changed before it was written.
+    """
     (tmp_path / "disk").mkdir()
     setup = dataclasses.replace(setup, folder=tmp_path / "disk")
     held.acquire()
-    whole = run_ranks(setup.ranks, saved_behind, setup.models(), setup, tmp_path / "run", held, threading.Barrier(setup.ranks, timeout=50))
+    whole = run_ranks(
+        setup.ranks,
+        saved_behind,
+        setup.models(),
+        setup,
+        tmp_path / "run",
+        held,
+        threading.Barrier(setup.ranks, timeout=50),
+    )
     assert verify_checkpoint(tmp_path / "run").problems == ()
     resumed = run_ranks(setup.ranks, second_half, setup.models(), setup, tmp_path / "run")
     for (losses, weights), (losses_after, weights_after) in zip(whole, resumed):
-        assert losses == losses_after and all(torch.equal(weights[name], weights_after[name]) for name in weights)
+        assert losses == losses_after and all(
+            torch.equal(weights[name], weights_after[name]) for name in weights
+        )
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -114,7 +139,9 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(stage: int, tmp_path: Path) -> None:
+def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(
+    stage: int, tmp_path: Path
+) -> None:
     setup = Setup(stage=stage)
 
     def run(rank: int, models: list[torch.nn.Module]) -> int:
@@ -128,7 +155,8 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(stage: int, 
         buffers = sum(b.nbytes for b in contents.persistent_buffers(engine.module).values())
         numel = sum(flat.layout.numel for flat in engine.flats)
         engine.destroy()
-        return 3 * 4 * numel + buffers + 2 * torch.get_rng_state().numel()  # masters and two moments; padding is written, too
+        # masters and two moments; padding is written, too
+        return 3 * 4 * numel + buffers + 2 * torch.get_rng_state().numel()
 
     expected = run_ranks(2, run, setup.models())[0]
     waits, beside = tensors_of(tmp_path / "waits"), tensors_of(tmp_path / "beside")
@@ -137,7 +165,9 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(stage: int, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(tmp_path: Path, monkeypatch, ranks: int) -> None:
+def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(
+    tmp_path: Path, monkeypatch, ranks: int
+) -> None:
     setup = Setup(ranks=ranks)
     failing_on(monkeypatch, ranks - 1, errno.ENOSPC)
 
@@ -164,7 +194,11 @@ def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(tm
     assert "disk is full: free space" in heard[0][1] and f"rank-{ranks - 1:05d}-of" in heard[0][1]
     assert "Nothing was saved as 'first'; earlier checkpoints are as they were" in heard[0][1]
     assert ranks == 1 or "rank 1: " in heard[0][1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "second", "zero_to_fp32.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "second",
+        "zero_to_fp32.py",
+    ]
 
 
 @pytest.mark.parametrize("then", ["save", "load", "wait", "destroy"])
@@ -185,7 +219,9 @@ def test_what_comes_next_raises_on_all_ranks(tmp_path: Path, monkeypatch, then: 
             "wait": engine.wait_for_checkpoint,
             "destroy": engine.destroy,
         }
-        with pytest.raises(CheckpointError, match=r"rank 1: .*check the storage.*Nothing was saved as 'bad'"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: .*check the storage.*Nothing was saved as 'bad'"
+        ):
             calls[then]()
         if then != "destroy":
             engine.load_checkpoint(str(tmp_path))
@@ -197,7 +233,9 @@ def test_what_comes_next_raises_on_all_ranks(tmp_path: Path, monkeypatch, then: 
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_second_save_and_a_load_wait_for_the_first(tmp_path: Path, held: threading.Lock, heard: list[str]) -> None:
+def test_a_second_save_and_a_load_wait_for_the_first(
+    tmp_path: Path, held: threading.Lock, heard: list[str]
+) -> None:
     setup = Setup()
 
     def run(rank: int, models: list[torch.nn.Module]) -> Any:
@@ -209,17 +247,24 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path: Path, held: threa
         if rank == 0:
             threading.Timer(0.3, held.release).start()
         engine.save_checkpoint(str(tmp_path), tag="two", blocking=False)
-        assert (tmp_path / "one").is_dir() and engine._behind.nbytes == memory, "staging memory is reused"
+        assert (tmp_path / "one").is_dir() and engine._behind.nbytes == memory, (
+            "staging memory is reused"
+        )
         path, _ = engine.load_checkpoint(str(tmp_path))
         engine.destroy()
         return path
 
     assert run_ranks(2, run, setup.models()) == [str(tmp_path / "two")] * 2
-    assert any(f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written" in line for line in heard)
+    assert any(
+        f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written" in line
+        for line in heard
+    )
     assert any(f"saved {tmp_path / 'one'} beside the training: it waited" in line for line in heard)
 
 
-def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(tmp_path: Path, held: threading.Lock, monkeypatch) -> None:
+def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(
+    tmp_path: Path, held: threading.Lock, monkeypatch
+) -> None:
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         def interrupt(self: Any, timeout: float | None = None) -> None:
             raise KeyboardInterrupt
@@ -237,7 +282,10 @@ def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(tmp_path: Path,
         engine.destroy()
 
     run_ranks(1, run, Setup(ranks=1).models())
-    assert verify_checkpoint(tmp_path, "first").problems == () and verify_checkpoint(tmp_path, "third").problems == ()
+    assert (
+        verify_checkpoint(tmp_path, "first").problems == ()
+        and verify_checkpoint(tmp_path, "third").problems == ()
+    )
 
 
 class Killed(BaseException):
@@ -278,7 +326,9 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_without_room_for_a_copy_all_ranks_write_while_training_waits(tmp_path: Path, monkeypatch, heard: list[str]) -> None:
+def test_without_room_for_a_copy_all_ranks_write_while_training_waits(
+    tmp_path: Path, monkeypatch, heard: list[str]
+) -> None:
     setup = Setup()
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
@@ -294,7 +344,10 @@ def test_without_room_for_a_copy_all_ranks_write_while_training_waits(tmp_path: 
         engine.destroy()
 
     run_ranks(2, run, setup.models())
-    assert any("written while training waits" in line and "rank 1: 0.10 GB are not to be had" in line for line in heard)
+    assert any(
+        "written while training waits" in line and "rank 1: 0.10 GB are not to be had" in line
+        for line in heard
+    )
     assert verify_checkpoint(tmp_path).problems == ()
 
 
@@ -322,7 +375,9 @@ def test_the_configuration_asks_for_it(tmp_path: Path, held: threading.Lock) -> 
 def test_client_state_that_cannot_be_saved_is_raised_at_the_call(tmp_path: Path) -> None:
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = Setup().open(models[rank])
-        with pytest.raises(CheckpointError, match=r"client_state\['model'\] of type object cannot be saved"):
+        with pytest.raises(
+            CheckpointError, match=r"client_state\['model'\] of type object cannot be saved"
+        ):
             engine.save_checkpoint(str(tmp_path), client_state={"model": object()}, blocking=False)
         engine.wait_for_checkpoint()
         engine.destroy()
@@ -349,7 +404,9 @@ def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(ranks: int, tmp_path: Path, monkeypatch) -> None:
+def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(
+    ranks: int, tmp_path: Path, monkeypatch
+) -> None:
     shown: list[list[int]] = []
 
     @contextmanager
@@ -384,8 +441,12 @@ class Unheard:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_rank_that_has_lost_the_store_believes_the_folder(tmp_path: Path, heard: list[str]) -> None:
-    """Rank 0 cannot hear of the others and saves nothing; with its own word lost, the others find a checkpoint that is whole."""
+def test_a_rank_that_has_lost_the_store_believes_the_folder(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    """Rank 0 cannot hear of the others and saves nothing; with its own word lost, the others
+    find a checkpoint that is whole.
+    """
     setup = Setup()
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
@@ -421,11 +482,21 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(tmp_path: Path, hear
         engine.destroy()
 
     run_ranks(2, run, setup.models())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "whole", "zero_to_fp32.py"]
-    assert any("the other ranks do not hear of it, because their store is gone (Connection reset by peer)" in line for line in heard)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "whole",
+        "zero_to_fp32.py",
+    ]
+    assert any(
+        "the other ranks do not hear of it, because their store is gone (Connection reset by peer)"
+        in line
+        for line in heard
+    )
 
 
-def test_a_group_without_a_store_saves_while_training_waits(tmp_path: Path, heard: list[str]) -> None:
+def test_a_group_without_a_store_saves_while_training_waits(
+    tmp_path: Path, heard: list[str]
+) -> None:
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = Setup().open(models[rank])
         engine._beside_the_training()._mail = None

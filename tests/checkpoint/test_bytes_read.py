@@ -1,4 +1,6 @@
-"""What each rank reads from the disk at a load: the elements that it owns, once, and nothing else."""
+"""What each rank reads from the disk at a load: the elements that it owns, once, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         return data
 
     def unexpected(fd: int, length: int) -> bytes:
-        assert not Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("rank-"), "a read that is not counted"
+        assert not Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("rank-"), (
+            "a read that is not counted"
+        )
         return read(fd, length)
 
     monkeypatch.setattr(os, "preadv", noted_preadv)
@@ -54,11 +58,16 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
 
 
 def headers(folder: Path) -> dict[str, int]:
-    return {path.name: 8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("rank-*")}
+    return {
+        path.name: 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        for path in folder.glob("rank-*")
+    }
 
 
 def owned_bytes(engine: Any, moments: int) -> int:
-    """Of what is held once per element: masters, or frozen values, and ``moments`` states of what is trained."""
+    """Of what is held once per element: masters, or frozen values, and ``moments`` states of
+    what is trained.
+    """
     total = 0
     for flat in engine.flats:
         elements = sum(len(piece) for piece in flat.layout.pieces(*flat.owned))
@@ -69,19 +78,29 @@ def owned_bytes(engine: Any, moments: int) -> int:
 CASES = [
     (Away(ranks=4, stage=3), Away(ranks=2, stage=3)),
     (Away(ranks=2, stage=1), Away(ranks=4, stage=3, way="all in files")),
-    (Away(ranks=2, stage=3, precision="bf16"), Away(ranks=4, stage=2, precision="bf16", way="optimizer on cpu")),
+    (
+        Away(ranks=2, stage=3, precision="bf16"),
+        Away(ranks=4, stage=2, precision="bf16", way="optimizer on cpu"),
+    ),
     (Away(ranks=4, stage=2), Away(ranks=1, stage=3)),
     (Away(ranks=2, stage=3), Away(ranks=2, stage=0)),
 ]
 
 
-@pytest.mark.parametrize("asked, moments", [({}, 2), ({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 0)], ids=str)
+@pytest.mark.parametrize(
+    "asked, moments",
+    [({}, 2), ({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 0)],
+    ids=str,
+)
 @pytest.mark.parametrize("before, after", CASES, ids=described)
 def test_each_rank_reads_what_it_owns(
     before: Away, after: Away, asked: dict[str, bool], moments: int, tmp_path: Path, reads: Reads
 ) -> None:
     (tmp_path / "disk").mkdir()
-    before, after = (dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn") for setup in (before, after))
+    before, after = (
+        dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn")
+        for setup in (before, after)
+    )
 
     def save(rank: int, models: list[torch.nn.Module]) -> None:
         engine = before.open(models[rank])
@@ -92,7 +111,9 @@ def test_each_rank_reads_what_it_owns(
     def load(rank: int, models: list[torch.nn.Module]) -> tuple[int, int]:
         engine = after.open(models[rank])
         owned = owned_bytes(engine, moments)
-        buffers = sum(buffer.nbytes for buffer in contents.persistent_buffers(engine.module).values())
+        buffers = sum(
+            buffer.nbytes for buffer in contents.persistent_buffers(engine.module).values()
+        )
         engine.load_checkpoint(str(tmp_path / "run"), **asked)
         engine.destroy()
         return owned, buffers
@@ -105,12 +126,18 @@ def test_each_rank_reads_what_it_owns(
         data = [(name, at, end) for name, at, end in reads[f"rank-{rank}"] if at >= begins[name]]
         assert sum(end - at for _, at, end in data) == owned + buffers, f"rank {rank}"
         ends = sorted(data)
-        assert all(one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(ends)), "no byte twice"
+        assert all(
+            one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(ends)
+        ), "no byte twice"
         opened = {name for name, _, _ in reads[f"rank-{rank}"]}
-        assert opened == {name for name, _, _ in data} | ({rank_file(0, before.ranks)} if buffers else set())
+        assert opened == {name for name, _, _ in data} | (
+            {rank_file(0, before.ranks)} if buffers else set()
+        )
 
 
-def test_verifying_reads_each_file_once_over_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_reads_each_file_once_over_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_zero.checkpoint.opened import Checkpoint
 
     setup, hashed = Away(ranks=2, stage=3), []
@@ -129,5 +156,9 @@ def test_verifying_reads_each_file_once_over_all_ranks(tmp_path: Path, monkeypat
         engine.destroy()
 
     run_ranks(2, run, setup.models())
-    assert sorted(name for name in hashed if name != "objects.pt") == sorted(path.name for path in (tmp_path / "a").glob("rank-*"))
-    assert hashed.count("objects.pt") == 3, "by each rank, which reads it, and once more by one of them"
+    assert sorted(name for name in hashed if name != "objects.pt") == sorted(
+        path.name for path in (tmp_path / "a").glob("rank-*")
+    )
+    assert hashed.count("objects.pt") == 3, (
+        "by each rank, which reads it, and once more by one of them"
+    )

@@ -16,7 +16,9 @@ def trained(tmp_path):
         train_some(engine)
         return checkpoint.save(engine, tmp_path)
 
-    engines, results = run(Job(3, 3, cuts=(4,), precision="bf16", frozen=lambda name: "first" in name), small, action)
+    engines, results = run(
+        Job(3, 3, cuts=(4,), precision="bf16", frozen=lambda name: "first" in name), small, action
+    )
     good(results)
     return {name: kinds["weights"].float() for name, kinds in state_of(engines).items()}
 
@@ -30,14 +32,23 @@ def test_the_state_dict(tmp_path, trained):
     model = small()
     model.wide = model.wide.clone()
     model.load_state_dict(state, strict=True)
-    only = checkpoint.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "global_step2", exclude_frozen_parameters=True)
+    only = checkpoint.get_fp32_state_dict_from_zero_checkpoint(
+        tmp_path, "global_step2", exclude_frozen_parameters=True
+    )
     assert set(state) - set(only) == {"first.weight", "first.bias"}
 
 
 def test_tensor_by_tensor(tmp_path, trained):
-    names = [name for name, tensor in checkpoint.iterate_state_dict(tmp_path, dtype="bfloat16") if tensor.dtype == torch.bfloat16]
+    names = [
+        name
+        for name, tensor in checkpoint.iterate_state_dict(tmp_path, dtype="bfloat16")
+        if tensor.dtype == torch.bfloat16
+    ]
     assert names == [name for name, _ in small().named_parameters()]
-    assert dict(checkpoint.iterate_state_dict(tmp_path, dtype=None))["first.weight"].dtype == torch.float32
+    assert (
+        dict(checkpoint.iterate_state_dict(tmp_path, dtype=None))["first.weight"].dtype
+        == torch.float32
+    )
 
 
 def test_into_a_model(tmp_path, trained):
@@ -57,9 +68,15 @@ def test_into_a_16_bit_model(tmp_path, trained):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda module: module.add_module("third", torch.nn.Linear(1, 1)), "lacks third.weight, third.bias"),
+        (
+            lambda module: module.add_module("third", torch.nn.Linear(1, 1)),
+            "lacks third.weight, third.bias",
+        ),
         (lambda module: delattr(module, "second"), "has in excess second.weight, second.bias"),
-        (lambda module: setattr(module, "second", torch.nn.Linear(13, 7)), "has in another shape second.weight, second.bias"),
+        (
+            lambda module: setattr(module, "second", torch.nn.Linear(13, 7)),
+            "has in another shape second.weight, second.bias",
+        ),
     ],
 )
 def test_into_another_model(tmp_path, trained, change, said):
@@ -72,13 +89,21 @@ def test_into_another_model(tmp_path, trained, change, said):
 
 def test_into_a_model_whose_frozen_parameters_were_left_out(tmp_path):
     job = Job(2, 3, frozen=lambda name: "first" in name)
-    good(run(job, small, lambda engine: checkpoint.save(engine, tmp_path, exclude_frozen_parameters=True))[1])
+    good(
+        run(
+            job,
+            small,
+            lambda engine: checkpoint.save(engine, tmp_path, exclude_frozen_parameters=True),
+        )[1]
+    )
     model = checkpoint.load_state_dict_from_zero_checkpoint(other(), tmp_path)
     assert not model.first.weight.any() and torch.equal(model.second.weight, small().second.weight)
 
 
 def test_under_the_name_of_the_script(tmp_path, trained):
-    out = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", max_shard_size="1KB")
+    out = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path, tmp_path / "out", max_shard_size="1KB"
+    )
     assert (out / "model.safetensors.index.json").exists()
 
 

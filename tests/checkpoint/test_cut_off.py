@@ -1,4 +1,6 @@
-"""A save that is cut off at any system call costs nothing that was saved: neither when the process ends nor when the power goes."""
+"""A save that is cut off at any system call costs nothing that was saved: neither when the
+process ends nor when the power goes.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ def trained(steps: int) -> Engine:
 
 
 def every_moment(
-    tmp_path: Path, start: Path, save: Callable[[Path], object], check: Callable[[Path, bool, str], None], how: str
+    tmp_path: Path,
+    start: Path,
+    save: Callable[[Path], object],
+    check: Callable[[Path, bool, str], None],
+    how: str,
 ) -> list[str]:
-    """Run ``save(folder)`` in copies of ``start``, each cut off one call later; what is left is checked. The calls of a whole save."""
+    """Run ``save(folder)`` in copies of ``start``, each cut off one call later; what is left is
+    checked. The calls of a whole save.
+    """
     for point in itertools.count():
         folder, aside = tmp_path / f"at{point}", tmp_path / f"aside{point}"
         shutil.copytree(start, folder)
@@ -58,7 +66,9 @@ def start(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["process", "torn", "power"])
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
-def test_cut_off_at_every_call(tmp_path: Path, start: Path, tag: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_at_every_call(
+    tmp_path: Path, start: Path, tag: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "FILLED", 1024)  # the rank's file in many writes
     old = weights(load(start, ONE)[0])
     engine = trained(4)
@@ -76,14 +86,24 @@ def test_cut_off_at_every_call(tmp_path: Path, start: Path, tag: str, how: str, 
         assert same(weights(load(folder, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0]))
         assert not [path.name for path in folder.iterdir() if path.name.startswith(".")], where
 
-    made = every_moment(tmp_path, start, lambda folder: checkpoint.save(engine, folder, tag=tag, client_state=STATE), check, how)
-    assert len(made) > 30 and {"open", "write", "fsync", "rename", "replace", "mkdir"} <= set(made), made
+    made = every_moment(
+        tmp_path,
+        start,
+        lambda folder: checkpoint.save(engine, folder, tag=tag, client_state=STATE),
+        check,
+        how,
+    )
+    assert len(made) > 30 and {"open", "write", "fsync", "rename", "replace", "mkdir"} <= set(
+        made
+    ), made
     assert tag == "b" or ("unlink" in made and "rmdir" in made), made
 
 
 @pytest.mark.parametrize("how", ["process", "torn", "power"])
 def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
-    """At no moment is there less than one whole checkpoint, and every tag that is there is whole."""
+    """At no moment is there less than one whole checkpoint, and every tag that is there is
+    whole.
+    """
     for step in (1, 2, 3):
         good(saved(tmp_path / "start", ONE, steps=step)[1])
     engine = trained(4)
@@ -91,16 +111,35 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
 
     def check(folder: Path, done: bool, where: str) -> None:
         held = folders.tags(folder)
-        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), where
+        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), (
+            where
+        )
         for tag in held:
             resumed, results = load(folder, ONE, tag=tag, verify=True)
             good(results)
             assert same(weights(resumed), states[tag]), where
         assert (folder / "latest").read_text() in ("global_step3", "global_step4"), where
-        good(run(ONE, small, lambda engine: (train_some(engine, 4), checkpoint.save(engine, folder, keep=2)))[1])
-        assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "global_step4", "latest", "zero_to_fp32.py"], where
+        good(
+            run(
+                ONE,
+                small,
+                lambda engine: (train_some(engine, 4), checkpoint.save(engine, folder, keep=2)),
+            )[1]
+        )
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "global_step3",
+            "global_step4",
+            "latest",
+            "zero_to_fp32.py",
+        ], where
 
-    made = every_moment(tmp_path, tmp_path / "start", lambda folder: checkpoint.save(engine, folder, keep=2), check, how)
+    made = every_moment(
+        tmp_path,
+        tmp_path / "start",
+        lambda folder: checkpoint.save(engine, folder, keep=2),
+        check,
+        how,
+    )
     assert made.count("rename") == 3 and "unlink" in made  # two that go, and the new one
 
 
@@ -125,20 +164,34 @@ def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path)
         else:
             assert all(not trouble(run_folder / tag) for tag in folders.tags(run_folder)), where
 
-    made = every_moment(tmp_path, tmp_path / "start", lambda folder: checkpoint.save(engine, folder / "runs" / "one"), check, "power")
+    made = every_moment(
+        tmp_path,
+        tmp_path / "start",
+        lambda folder: checkpoint.save(engine, folder / "runs" / "one"),
+        check,
+        "power",
+    )
     assert made[:6] == ["mkdir", "fsync", "mkdir", "fsync", "mkdir", "open"]
 
 
-def test_the_fault_layer_sees_a_save_that_does_not_flush_its_files(tmp_path: Path, start: Path) -> None:
+def test_the_fault_layer_sees_a_save_that_does_not_flush_its_files(
+    tmp_path: Path, start: Path
+) -> None:
     """The check of a power cut can fail."""
     engine, disk = trained(4), Disk(10**6, tmp_path)
     with disk.installed(), pytest.MonkeyPatch.context() as patch:
         flush = os.fsync
-        patch.setattr(os, "fsync", lambda fd: flush(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)
+        patch.setattr(
+            os, "fsync", lambda fd: flush(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None
+        )
         checkpoint.save(engine, start, tag="b")
     disk.power_cut()
     assert (start / "b").exists() and trouble(start / "b")
 
 
 def test_states_are_compared_with_their_moments(start: Path) -> None:
-    assert set(state_of(load(start, ONE)[0])["first.weight"]) == {"weights", "exp_avg", "exp_avg_sq"}
+    assert set(state_of(load(start, ONE)[0])["first.weight"]) == {
+        "weights",
+        "exp_avg",
+        "exp_avg_sq",
+    }

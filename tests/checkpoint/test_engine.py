@@ -1,4 +1,6 @@
-"""Checkpoints of the real engine on threaded ranks: exact resume, other ranks and stages, models that load elsewhere."""
+"""Checkpoints of the real engine on threaded ranks: exact resume, other ranks and stages, models
+that load elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,22 @@ class Setup:
             "gradient_accumulation_steps": WINDOW // self.ranks,
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": self.stage},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-2}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-2},
+            },
         }
         if self.precision == "bf16":
             config["bf16"] = {"enabled": True}
         if self.precision == "fp16":
-            # The scale starts too high and grows every second step: overflows and growth on both sides of the save.
-            config["fp16"] = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
+            # The scale starts too high and grows every second step: overflows and growth on both
+            # sides of the save.
+            config["fp16"] = {
+                "enabled": True,
+                "initial_scale_power": 17,
+                "loss_scale_window": 2,
+                "hysteresis": 1,
+            }
         return config
 
     def models(self) -> list[torch.nn.Module]:
@@ -59,7 +70,9 @@ class Setup:
 
 
 def train(engine: Any, rank: int, steps: range, model: str = "gpt2") -> list[float]:
-    """Losses of this rank's micro-batches: what they sum to over ranks does not depend on the ranks."""
+    """Losses of this rank's micro-batches: what they sum to over ranks does not depend on the
+    ranks.
+    """
     losses = []
     each = WINDOW // engine.world_size
     for step in steps:
@@ -74,10 +87,15 @@ def train(engine: Any, rank: int, steps: range, model: str = "gpt2") -> list[flo
 def global_losses(results: list[list[float]], ranks: int) -> list[float]:
     each = WINDOW // ranks
     steps = len(results[0]) // each
-    return [sum(sum(losses[step * each : (step + 1) * each]) for losses in results) / WINDOW for step in range(steps)]
+    return [
+        sum(sum(losses[step * each : (step + 1) * each]) for losses in results) / WINDOW
+        for step in range(steps)
+    ]
 
 
-def first_half(rank: int, models: list[torch.nn.Module], setup: Setup, folder: Path, goes_on: bool) -> tuple[list[float], Any]:
+def first_half(
+    rank: int, models: list[torch.nn.Module], setup: Setup, folder: Path, goes_on: bool
+) -> tuple[list[float], Any]:
     engine = setup.open(models[rank])
     before = train(engine, rank, range(3), setup.model)
     assert (0 < engine.counters.skipped_steps < 3) == (setup.precision == "fp16"), engine.counters
@@ -88,13 +106,19 @@ def first_half(rank: int, models: list[torch.nn.Module], setup: Setup, folder: P
     return before + after, weights
 
 
-def second_half(rank: int, models: list[torch.nn.Module], setup: Setup, folder: Path) -> tuple[list[float], Any]:
+def second_half(
+    rank: int, models: list[torch.nn.Module], setup: Setup, folder: Path
+) -> tuple[list[float], Any]:
     with torch.no_grad():
         for parameter in models[rank].parameters():
             parameter.fill_(0.5)
     engine = setup.open(models[rank])
     path, client_state = engine.load_checkpoint(str(folder))
-    assert path == str(folder / "global_step3") and client_state == {"step": 3} and engine.global_steps == 3
+    assert (
+        path == str(folder / "global_step3")
+        and client_state == {"step": 3}
+        and engine.global_steps == 3
+    )
     assert (engine.counters.skipped_steps > 0) == (setup.precision == "fp16")
     losses = train(engine, rank, range(3, 6), setup.model)
     weights = full_weights(engine)
@@ -113,7 +137,9 @@ SETUPS = [
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.model}-{s.ranks}-stage{s.stage}-{s.precision}-{s.frozen}")
+@pytest.mark.parametrize(
+    "setup", SETUPS, ids=lambda s: f"{s.model}-{s.ranks}-stage{s.stage}-{s.precision}-{s.frozen}"
+)
 def test_resume_is_exact(tmp_path, setup):
     whole = run_ranks(setup.ranks, first_half, setup.models(), setup, tmp_path, True)
     resumed = run_ranks(setup.ranks, second_half, setup.models(), setup, tmp_path)
@@ -140,7 +166,9 @@ def test_all_other_ranks_and_stages(tmp_path, saved, wanted):
 
 def goes_on_elsewhere(tmp_path, saved, wanted):
     """``second_half`` also compares steps, skipped steps, schedule and client state."""
-    before, after = (Setup(ranks=ranks, stage=stage, frozen="h.0.attn") for ranks, stage in (saved, wanted))
+    before, after = (
+        Setup(ranks=ranks, stage=stage, frozen="h.0.attn") for ranks, stage in (saved, wanted)
+    )
     whole = run_ranks(before.ranks, first_half, before.models(), before, tmp_path, True)
     resumed = run_ranks(after.ranks, second_half, after.models(), after, tmp_path)
     expected = global_losses([losses for losses, _ in whole], before.ranks)[3:]
@@ -148,7 +176,9 @@ def goes_on_elsewhere(tmp_path, saved, wanted):
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("model, auto", [("bert", AutoModelForMaskedLM), ("gpt2", AutoModelForCausalLM), ("t5", None)])
+@pytest.mark.parametrize(
+    "model, auto", [("bert", AutoModelForMaskedLM), ("gpt2", AutoModelForCausalLM), ("t5", None)]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_converted_it_is_the_model_that_was_trained(tmp_path, model, auto, stage):
     setup = Setup(stage=stage, model=model)
@@ -157,7 +187,9 @@ def test_converted_it_is_the_model_that_was_trained(tmp_path, model, auto, stage
     auto = auto or type(setup.models()[0])
     loaded, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+    assert all(
+        torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters()
+    )
 
 
 def open_and_save_whole(rank, models, setup, folder, name, exclude):
@@ -172,7 +204,9 @@ def open_and_save_whole(rank, models, setup, folder, name, exclude):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_whole_model_in_its_working_precision(tmp_path, stage):
     setup = Setup(stage=stage, precision="bf16")
-    weights = run_ranks(2, open_and_save_whole, setup.models(), setup, tmp_path, "model.safetensors", False)[0]
+    weights = run_ranks(
+        2, open_and_save_whole, setup.models(), setup, tmp_path, "model.safetensors", False
+    )[0]
     setup.models()[0].config.save_pretrained(tmp_path)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -182,7 +216,9 @@ def test_the_whole_model_in_its_working_precision(tmp_path, stage):
 
 def test_the_whole_model_as_a_state_dict(tmp_path):
     setup = Setup(stage=3, frozen="h.0")
-    weights = run_ranks(2, open_and_save_whole, setup.models(), setup, tmp_path, "pytorch_model.bin", False)[0]
+    weights = run_ranks(
+        2, open_and_save_whole, setup.models(), setup, tmp_path, "pytorch_model.bin", False
+    )[0]
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
@@ -207,7 +243,9 @@ def test_the_whole_model_into_a_folder_that_is_a_file(tmp_path, name):
     """Every rank hears of it, and training goes on."""
     (tmp_path / "file").write_text("")
     setup = Setup()
-    assert len(run_ranks(2, save_whole_into, setup.models(), setup, tmp_path / "file", name)[1]) == 2
+    assert (
+        len(run_ranks(2, save_whole_into, setup.models(), setup, tmp_path / "file", name)[1]) == 2
+    )
 
 
 def save_in_between(rank, models, setup, folder):
@@ -218,7 +256,8 @@ def save_in_between(rank, models, setup, folder):
         engine.save_checkpoint(str(folder), tag="before")
         with pytest.raises(
             CheckpointError,
-            match=r"global_step3\.[0-9a-f]{8}/rank-0000.*the disk is full: free space.*earlier checkpoints are as they were",
+            match=r"global_step3\.[0-9a-f]{8}/rank-0000.*the disk is full: free space.*earlier "
+            r"checkpoints are as they were",
         ):
             engine.save_checkpoint(str(folder))
     losses += train(engine, rank, range(3, 6))
@@ -241,7 +280,12 @@ def test_training_goes_on_after_a_save_that_failed(tmp_path, monkeypatch, stage)
 
     monkeypatch.setattr(os, "write", full)
     assert run_ranks(2, save_in_between, setup.models(), setup, tmp_path) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before", "latest", "zero_to_fp32.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "after",
+        "before",
+        "latest",
+        "zero_to_fp32.py",
+    ]
     for tag in ("before", "after"):
         assert not verify_checkpoint(tmp_path, tag).problems
 
@@ -250,7 +294,9 @@ def load_another_model(rank, models, setup, folder):
     engine = setup.open(models[rank])
     before = full_weights(engine)
     with pytest.raises(
-        CheckpointError, match=r"of another model: shapes differ: transformer\.wte\.weight .*configuration it was saved with"
+        CheckpointError,
+        match=r"of another model: shapes differ: transformer\.wte\.weight "
+        r".*configuration it was saved with",
     ):
         engine.load_checkpoint(str(folder))
     after = full_weights(engine)

@@ -1,4 +1,6 @@
-"""The converter: folders that from_pretrained loads, bit-equal to what the training held, whatever happens meanwhile."""
+"""The converter: folders that from_pretrained loads, bit-equal to what the training held,
+whatever happens meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, export, outputs
@@ -25,14 +34,21 @@ def bert():
     torch.manual_seed(0)
     return BertForMaskedLM(
         BertConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=120, max_position_embeddings=32
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            vocab_size=120,
+            max_position_embeddings=32,
         )
     )
 
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=120, n_positions=32))
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=120, n_positions=32)
+    )
 
 
 def saved(folder, make=bert, job=None, **options):
@@ -45,15 +61,22 @@ def saved(folder, make=bert, job=None, **options):
     engines, results = run(job or Job(2, 3, cuts=(9, 9)), make, action)
     good(results)
     shapes = dict(engines[0].module.named_parameters())
-    return {name: kinds["weights"].reshape(shapes[name].shape) for name, kinds in state_of(engines).items()}
+    return {
+        name: kinds["weights"].reshape(shapes[name].shape)
+        for name, kinds in state_of(engines).items()
+    }
 
 
-@pytest.mark.parametrize("make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"])
+@pytest.mark.parametrize(
+    "make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"]
+)
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_from_pretrained_has_the_trained_weights(tmp_path, make, auto, size):
     weights = saved(tmp_path / "run", make)
     result = convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
-    assert len(result.files) == (1 if size == "5GB" else len(list((tmp_path / "out").glob("model-*.safetensors"))))
+    assert len(result.files) == (
+        1 if size == "5GB" else len(list((tmp_path / "out").glob("model-*.safetensors")))
+    )
     model, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert type(model) is type(make())
@@ -65,7 +88,9 @@ def test_from_pretrained_has_the_trained_weights(tmp_path, make, auto, size):
 @pytest.mark.parametrize("make", [bert, gpt2])
 @pytest.mark.parametrize("size", ["5GB", "20KB", 30_000])
 def test_the_same_files_as_save_pretrained(tmp_path, make, size):
-    """Names of files, which tensor is in which, one name for tied weights, the index: all as Hugging Face's own."""
+    """Names of files, which tensor is in which, one name for tied weights, the index: all as
+    Hugging Face's own.
+    """
     saved(tmp_path / "run", make)
     convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
     make().save_pretrained(tmp_path / "hf", max_shard_size=size)
@@ -75,14 +100,19 @@ def test_the_same_files_as_save_pretrained(tmp_path, make, size):
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                files[path.name] = (file.metadata(), {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()})
+                files[path.name] = (
+                    file.metadata(),
+                    {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()},
+                )
         index = folder / "model.safetensors.index.json"
         return files, json.loads(index.read_text()) if index.exists() else None
 
     assert described(tmp_path / "out") == described(tmp_path / "hf")
     for name in ("config.json", "generation_config.json"):
         if (tmp_path / "hf" / name).exists():
-            assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((tmp_path / "hf" / name).read_text()), name
+            assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
+                (tmp_path / "hf" / name).read_text()
+            ), name
 
 
 def test_tied_weights_are_kept_under_the_name_that_save_pretrained_keeps(tmp_path):
@@ -90,7 +120,10 @@ def test_tied_weights_are_kept_under_the_name_that_save_pretrained_keeps(tmp_pat
 
     def reversed_names(engine: Engine):
         for flat in engine.flats:
-            slots = tuple(type(s)("head.weight" if s.name == "embed.weight" else s.name, s.shape, s.offset) for s in flat.layout.slots)
+            slots = tuple(
+                type(s)("head.weight" if s.name == "embed.weight" else s.name, s.shape, s.offset)
+                for s in flat.layout.slots
+            )
             flat.layout = type(flat.layout)(slots, flat.layout.shards)
         engine.aliases = {"embed.weight": "head.weight"}
         engine.param_dtypes["head.weight"] = engine.param_dtypes.pop("embed.weight")
@@ -112,7 +145,10 @@ def test_names_that_save_pretrained_leaves_out(tmp_path):
     good(run(Job(1, 0), small, action)[1])
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
-    assert not names & {"norm.running_mean", "second.bias"} and {"norm.running_var", "second.weight"} < names
+    assert (
+        not names & {"norm.running_mean", "second.bias"}
+        and {"norm.running_var", "second.weight"} < names
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", torch.bfloat16])
@@ -124,7 +160,10 @@ def test_dtypes(tmp_path, dtype):
     for name, tensor in weights.items():
         assert tensors[name].dtype == wanted and torch.equal(tensors[name], tensor.to(wanted)), name
     assert tensors["scale"].shape == () and tensors["empty"].shape == (0, 4)
-    assert tensors["norm.running_var"].dtype == torch.float32 and tensors["norm.num_batches_tracked"].dtype == torch.int64
+    assert (
+        tensors["norm.running_var"].dtype == torch.float32
+        and tensors["norm.num_batches_tracked"].dtype == torch.int64
+    )
 
 
 def test_by_default_the_dtype_that_was_handed_to_training(tmp_path):
@@ -135,10 +174,16 @@ def test_by_default_the_dtype_that_was_handed_to_training(tmp_path):
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, weights["bert.embeddings.word_embeddings.weight"].bfloat16())
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight,
+        weights["bert.embeddings.word_embeddings.weight"].bfloat16(),
+    )
     convert_checkpoint(tmp_path / "run", tmp_path / "full", "float32")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "full")
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, weights["bert.embeddings.word_embeddings.weight"])
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight,
+        weights["bert.embeddings.word_embeddings.weight"],
+    )
 
 
 def test_frozen_parameters(tmp_path):
@@ -146,13 +191,20 @@ def test_frozen_parameters(tmp_path):
     saved(tmp_path / "run", small, job)
     convert_checkpoint(tmp_path / "run", tmp_path / "all")
     convert_checkpoint(tmp_path / "run", tmp_path / "trained", exclude_frozen_parameters=True)
-    all_names, trained = (set(load_file(tmp_path / name / "model.safetensors")) for name in ("all", "trained"))
+    all_names, trained = (
+        set(load_file(tmp_path / name / "model.safetensors")) for name in ("all", "trained")
+    )
     assert all_names - trained == {"first.weight", "first.bias"}
 
 
 def test_left_out_at_the_save_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
-    saved(tmp_path / "run", small, Job(2, 3, frozen=lambda name: "first" in name), exclude_frozen_parameters=True)
+    saved(
+        tmp_path / "run",
+        small,
+        Job(2, 3, frozen=lambda name: "first" in name),
+        exclude_frozen_parameters=True,
+    )
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     assert "saved without its frozen parameters" in caplog.text
     assert "first.weight" not in load_file(tmp_path / "out" / "model.safetensors")
@@ -164,7 +216,10 @@ def test_slices_smaller_than_tensors(tmp_path, monkeypatch):
     for dtype in ("float32", "bfloat16"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
         tensors = load_file(tmp_path / "out" / "model.safetensors")
-        assert all(torch.equal(tensors[name], tensor.to(tensors[name].dtype)) for name, tensor in weights.items())
+        assert all(
+            torch.equal(tensors[name], tensor.to(tensors[name].dtype))
+            for name, tensor in weights.items()
+        )
 
 
 # ---- where it reads from, what it carries along ----
@@ -174,7 +229,12 @@ def test_all_that_may_be_named_as_the_source(tmp_path):
     saved(tmp_path / "out" / "checkpoint-2", small)
     for source in ("out", "out/checkpoint-2", "out/checkpoint-2/global_step2"):
         assert convert_checkpoint(tmp_path / source, tmp_path / "model").tensors == 13
-    assert convert_checkpoint(tmp_path / "out" / "checkpoint-2", tmp_path / "model", tag="global_step2").tensors == 13
+    assert (
+        convert_checkpoint(
+            tmp_path / "out" / "checkpoint-2", tmp_path / "model", tag="global_step2"
+        ).tensors
+        == 13
+    )
 
 
 def test_what_lies_beside_it_is_carried_along(tmp_path):
@@ -186,7 +246,15 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
     (run_folder / "additional_chat_templates").mkdir()
     (run_folder / "additional_chat_templates" / "tool.jinja").write_text("{{x}}")
     (run_folder / "trainer_state.json").write_text(
-        json.dumps({"log_history": [{"loss": 9.0, "step": 1}, {"loss": 7.25, "step": 2}, {"eval_loss": 6.5, "step": 2}]})
+        json.dumps(
+            {
+                "log_history": [
+                    {"loss": 9.0, "step": 1},
+                    {"loss": 7.25, "step": 2},
+                    {"eval_loss": 6.5, "step": 2},
+                ]
+            }
+        )
     )
     (tmp_path / "run" / "tokenizer.json").write_text("further")
     (tmp_path / "run" / "vocab.txt").write_text("a")
@@ -195,11 +263,20 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
     result = convert_checkpoint(tmp_path / "run", tmp_path / "out")
     out = tmp_path / "out"
     assert sorted(result.carried) == sorted(
-        ["config.json", "tokenizer.json", "special_tokens_map.json", "vocab.txt", "README.md", "additional_chat_templates"]
+        [
+            "config.json",
+            "tokenizer.json",
+            "special_tokens_map.json",
+            "vocab.txt",
+            "README.md",
+            "additional_chat_templates",
+        ]
     )
     assert (out / "tokenizer.json").read_text() == "nearer"
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{x}}"
-    assert sorted(path.name for path in out.iterdir()) == sorted([*result.carried, "model.safetensors"])
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*result.carried, "model.safetensors"]
+    )
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n# A card\n")
     for fact in (
@@ -226,7 +303,11 @@ def test_a_trainer_state_of_another_kind_is_no_obstacle(tmp_path):
 
 def test_nested_dtypes_of_the_configuration(tmp_path):
     saved(tmp_path / "run", small)
-    config = {"torch_dtype": "float32", "text": {"dtype": "float32"}, "vision": {"dtype": "float16"}}
+    config = {
+        "torch_dtype": "float32",
+        "text": {"dtype": "float32"},
+        "vision": {"dtype": "float16"},
+    }
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     convert_checkpoint(tmp_path / "run", tmp_path / "out", "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
@@ -237,7 +318,9 @@ def test_nested_dtypes_of_the_configuration(tmp_path):
 def test_a_configuration_that_is_no_json(tmp_path):
     saved(tmp_path / "run", small)
     (tmp_path / "run" / "config.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"config\.json is no JSON object .*mend or remove it"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json is no JSON object .*mend or remove it"
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out")
 
 
@@ -252,12 +335,18 @@ def test_into_the_folder_of_the_checkpoint_itself(tmp_path):
 # ---- what goes wrong ----
 
 
-@pytest.mark.parametrize("options", [{}, {"only": "*.bias"}, {"max_shard_size": "20KB"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"only": "*.bias"}, {"max_shard_size": "20KB"}, {"dtype": "bfloat16"}]
+)
 def test_a_model_folder_is_not_written_over_itself(tmp_path, options):
     bert().save_pretrained(tmp_path / "model", max_shard_size="20KB")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     (tmp_path / "link").symlink_to(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"link is the folder that is read: model-00001-of-\d+.safetensors, .* choose another folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"link is the folder that is read: model-00001-of-\d+.safetensors, .* "
+        r"choose another folder",
+    ):
         convert_checkpoint(tmp_path / "model", tmp_path / "link", **options)
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
@@ -266,12 +355,18 @@ def test_an_adapter_in_the_target_would_hide_the_model(tmp_path):
     saved(tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"adapter_config.json would make from_pretrained load an adapter .*remove it, or choose"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"adapter_config.json would make from_pretrained load an adapter "
+        r".*remove it, or choose",
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
 
 
-@pytest.mark.parametrize("make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"])
+@pytest.mark.parametrize(
+    "make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"]
+)
 def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
     weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
@@ -280,7 +375,10 @@ def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[f"_orig_mod.{name}"]), name
     checkpoint.load_state_dict_from_zero_checkpoint(plain := make(), tmp_path / "run")
-    assert all(torch.equal(parameter, weights[f"_orig_mod.{name}"]) for name, parameter in plain.named_parameters())
+    assert all(
+        torch.equal(parameter, weights[f"_orig_mod.{name}"])
+        for name, parameter in plain.named_parameters()
+    )
 
 
 def test_old_weights_in_the_target_are_replaced(tmp_path):
@@ -290,7 +388,9 @@ def test_old_weights_in_the_target_are_replaced(tmp_path):
     convert_checkpoint(tmp_path / "run", out)
     assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
     convert_checkpoint(tmp_path / "run", out, max_shard_size="20KB")
-    assert not (out / "model.safetensors").exists() and (out / "model.safetensors.index.json").exists()
+    assert (
+        not (out / "model.safetensors").exists() and (out / "model.safetensors.index.json").exists()
+    )
 
 
 def test_a_disk_that_fills_up_leaves_the_old_model(tmp_path, monkeypatch):
@@ -315,7 +415,9 @@ def test_a_disk_that_fills_up_leaves_the_old_model(tmp_path, monkeypatch):
 def test_a_disk_without_room_is_found_out_first(tmp_path, monkeypatch):
     saved(tmp_path / "run", small)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match=r"has room for 10 bytes, the model needs [\d,]+; free space"):
+    with pytest.raises(
+        CheckpointError, match=r"has room for 10 bytes, the model needs [\d,]+; free space"
+    ):
         convert_checkpoint(tmp_path / "run", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
@@ -368,9 +470,17 @@ def test_the_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):
 def test_the_script_in_the_checkpoint_folder(tmp_path):
     weights = saved(tmp_path / "run", small)
     command = [sys.executable, "zero_to_fp32.py", ".", "../out"]
-    done = subprocess.run(command, cwd=tmp_path / "run", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path / "run", capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
-    done = subprocess.run([*command, "-t", "nope"], cwd=tmp_path / "run", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "error: no checkpoint 'nope'" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [*command, "-t", "nope"], cwd=tmp_path / "run", capture_output=True, text=True, timeout=120
+    )
+    assert (
+        done.returncode == 2
+        and "error: no checkpoint 'nope'" in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""What goes wrong on one rank is an error on all; a save that is cut off at any moment costs nothing that was saved."""
+"""What goes wrong on one rank is an error on all; a save that is cut off at any moment costs
+nothing that was saved.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,11 @@ def test_a_write_that_fails_on_one_rank(tmp_path, monkeypatch, number, remedy):
     _, results = saved(tmp_path, steps=3, tag="b")
     monkeypatch.undo()
     for text in errors(results):
-        assert text.startswith("rank 1: ") and "rank-00001-of-00002.safetensors" in text and remedy in text
+        assert (
+            text.startswith("rank 1: ")
+            and "rank-00001-of-00002.safetensors" in text
+            and remedy in text
+        )
         assert "earlier checkpoints are as they were" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     engines, results = load(tmp_path)
@@ -111,7 +117,9 @@ def test_latest_that_cannot_be_moved(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.os, "replace", failing)
     texts = errors(saved(tmp_path, tag="a")[1])
     monkeypatch.undo()
-    assert all(f"{tmp_path / 'a'} itself is whole; pass its tag to load it" in text for text in texts)
+    assert all(
+        f"{tmp_path / 'a'} itself is whole; pass its tag to load it" in text for text in texts
+    )
     good(load(tmp_path, tag="a")[1])
 
 
@@ -122,13 +130,17 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 
 def test_ranks_that_do_not_see_the_same_folder(tmp_path):
-    _, results = run(TWO, small, lambda engine: checkpoint.save(engine, tmp_path / str(engine.global_rank)))
+    _, results = run(
+        TWO, small, lambda engine: checkpoint.save(engine, tmp_path / str(engine.global_rank))
+    )
     for text in errors(results):
         assert text.startswith("rank 1: ") and "storage that all ranks share" in text
 
 
 def test_ranks_that_name_different_tags(tmp_path):
-    _, results = run(TWO, small, lambda engine: checkpoint.save(engine, tmp_path, tag=f"t{engine.global_rank}"))
+    _, results = run(
+        TWO, small, lambda engine: checkpoint.save(engine, tmp_path, tag=f"t{engine.global_rank}")
+    )
     for text in errors(results):
         assert "different tags ['t0', 't1']; pass the same tag" in text
     assert list(tmp_path.iterdir()) == []
@@ -158,7 +170,9 @@ def test_saving_again_under_the_same_tag(tmp_path):
     saved(tmp_path, tag="a")
     (tmp_path / "a" / "notes.txt").write_text("mine")
     after = weights(saved(tmp_path, tag="a", steps=4, job=Job(3, 3))[0])
-    assert sorted(path.name for path in (tmp_path / "a").glob("rank-*")) == [f"rank-{rank:05d}-of-00003.safetensors" for rank in range(3)]
+    assert sorted(path.name for path in (tmp_path / "a").glob("rank-*")) == [
+        f"rank-{rank:05d}-of-00003.safetensors" for rank in range(3)
+    ]
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     engines, results = load(tmp_path)
@@ -198,7 +212,11 @@ def test_no_latest(folder):
 
 
 def test_no_such_tag(folder):
-    refused(folder, ["no checkpoint 'global_step7'", "tags that exist: global_step1"], tag="global_step7")
+    refused(
+        folder,
+        ["no checkpoint 'global_step7'", "tags that exist: global_step1"],
+        tag="global_step7",
+    )
 
 
 def test_a_rank_file_that_is_missing(folder):
@@ -233,8 +251,17 @@ def test_a_manifest_of_another_run(folder, tmp_path):
     """Of the same model, on the same ranks: every size fits."""
     other_run = tmp_path / "other"
     good(saved(other_run)[1])
-    shutil.copy(other_run / "global_step1" / "manifest.json", folder / "global_step1" / "manifest.json")
-    refused(folder, ["global_step1/rank-0000", "belongs to another save than manifest.json beside it", "restore the file"])
+    shutil.copy(
+        other_run / "global_step1" / "manifest.json", folder / "global_step1" / "manifest.json"
+    )
+    refused(
+        folder,
+        [
+            "global_step1/rank-0000",
+            "belongs to another save than manifest.json beside it",
+            "restore the file",
+        ],
+    )
 
 
 def test_a_bit_that_flips_in_a_header(folder):
@@ -253,14 +280,25 @@ def test_a_bit_that_flips_in_the_manifest(folder):
     refused(folder, ["manifest.json", "global_step1"])
 
 
-@pytest.mark.parametrize("old, new", [('"global_steps": 1', '"global_steps": 3'), ('"lr": 0.001', '"lr": 0.009'), ("\n ", "\n\t")])
+@pytest.mark.parametrize(
+    "old, new",
+    [('"global_steps": 1', '"global_steps": 3'), ('"lr": 0.001', '"lr": 0.009'), ("\n ", "\n\t")],
+)
 def test_a_bit_that_flips_in_a_number_of_the_manifest(folder, old, new):
     """It fits all that the files say."""
     path = folder / "global_step1" / "manifest.json"
     content = path.read_text()
     assert old in content
     path.write_text(content.replace(old, new, 1))
-    refused(folder, ["manifest.json is damaged", "'digest'", "restore it", "if you have changed the file yourself"])
+    refused(
+        folder,
+        [
+            "manifest.json is damaged",
+            "'digest'",
+            "restore it",
+            "if you have changed the file yourself",
+        ],
+    )
     edit(path, "", "")
     good(load(folder)[1])
 
@@ -284,14 +322,20 @@ def test_a_damaged_one_is_told_with_the_whole_ones_beside_it(folder):
 
 
 def test_whole_weights_beside_a_save_that_was_stopped_before_latest(folder):
-    """What a Trainer's folder looks like then: resuming from the weights alone would drop the optimizer in silence."""
+    """What a Trainer's folder looks like then: resuming from the weights alone would drop the
+    optimizer in silence.
+    """
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "latest").unlink()
     refused(folder, ["latest is missing", "tags that exist: global_step1"])
 
 
 @pytest.mark.parametrize(
-    "number, remedy", [(errno.ENOSPC, "the disk is full: free space"), (errno.EROFS, "read-only: choose another folder")]
+    "number, remedy",
+    [
+        (errno.ENOSPC, "the disk is full: free space"),
+        (errno.EROFS, "read-only: choose another folder"),
+    ],
 )
 def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, number, remedy):
     """Writes know a number only; the file and what to do stand in the message."""
@@ -374,7 +418,9 @@ def test_version_1_is_read_and_its_hashes_are_compared(folder):
     refused(folder, [RANK1, "its hash is sha256:", "restore it"], verify=True)
 
 
-@pytest.mark.parametrize("hash", ["md5:" + "0" * 32, "xxh3_128:abc", "xxh3_128:" + "g" * 32, "0" * 64])
+@pytest.mark.parametrize(
+    "hash", ["md5:" + "0" * 32, "xxh3_128:abc", "xxh3_128:" + "g" * 32, "0" * 64]
+)
 def test_a_hash_that_nobody_can_compute(folder, hash):
     path = folder / "global_step1" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -422,10 +468,21 @@ def without_buffers():
 def test_another_model(folder):
     refused(
         folder,
-        ["shapes differ: second.weight (checkpoint [6, 13], model [7, 13]), second.bias", "configuration it was saved with"],
+        [
+            "shapes differ: second.weight (checkpoint [6, 13], model [7, 13]), second.bias",
+            "configuration it was saved with",
+        ],
         make=widened,
     )
-    refused(folder, ["another model (Small): it lacks third.", "the model lacks second.weight", "load_module_strict=False"], make=renamed)
+    refused(
+        folder,
+        [
+            "another model (Small): it lacks third.",
+            "the model lacks second.weight",
+            "load_module_strict=False",
+        ],
+        make=renamed,
+    )
     refused(folder, ["the model lacks norm.running_mean"], make=without_buffers)
 
 
@@ -451,7 +508,11 @@ def test_a_frozen_parameter_that_was_left_out_and_is_trained_now(tmp_path):
 
 def test_another_optimizer(folder):
     job = Job(2, 3, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
-    refused(folder, ["torch.optim.adamw.AdamW", "torch.optim.sgd.SGD", "load_optimizer_states=False"], job=job)
+    refused(
+        folder,
+        ["torch.optim.adamw.AdamW", "torch.optim.sgd.SGD", "load_optimizer_states=False"],
+        job=job,
+    )
     good(load(folder, job, load_optimizer_states=False)[1])
 
 
@@ -462,7 +523,11 @@ def test_other_optimizer_groups(folder):
     job = Job(2, 3, optimizer=one_group, decays=lambda name: True)
     refused(folder, ["2 optimizer groups, this engine 1", "load_optimizer_states=False"], job=job)
     job = Job(2, 3, decays=lambda name: "bias" not in name and "second" not in name)
-    told = ["other optimizer groups: second.weight (0 there, 1 here)", "the order of groups is free", "load_optimizer_states=False"]
+    told = [
+        "other optimizer groups: second.weight (0 there, 1 here)",
+        "the order of groups is free",
+        "load_optimizer_states=False",
+    ]
     refused(folder, told, job=job)
 
 
@@ -486,7 +551,21 @@ def test_another_schedule(tmp_path):
         return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
     good(run(TWO, small, with_schedule(step, lambda engine: checkpoint.save(engine, tmp_path)))[1])
-    for text in errors(run(TWO, other, with_schedule(constant, lambda engine: checkpoint.load(engine, tmp_path)))[1]):
-        assert "StepLR" in text and "ConstantLR" in text and "load_lr_scheduler_states=False" in text
-    good(run(TWO, other, with_schedule(constant, lambda e: checkpoint.load(e, tmp_path, load_lr_scheduler_states=False)))[1])
+    for text in errors(
+        run(TWO, other, with_schedule(constant, lambda engine: checkpoint.load(engine, tmp_path)))[
+            1
+        ]
+    ):
+        assert (
+            "StepLR" in text and "ConstantLR" in text and "load_lr_scheduler_states=False" in text
+        )
+    good(
+        run(
+            TWO,
+            other,
+            with_schedule(
+                constant, lambda e: checkpoint.load(e, tmp_path, load_lr_scheduler_states=False)
+            ),
+        )[1]
+    )
     good(load(tmp_path)[1])  # an engine without one goes on without

@@ -1,4 +1,6 @@
-"""Which checkpoint is taken out of a folder of runs: the newest whole one of ours, and never a model that lies there as well."""
+"""Which checkpoint is taken out of a folder of runs: the newest whole one of ours, and never a
+model that lies there as well.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ONE = Job(2, 1)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """One checkpoint, as Accelerate's save_state lays it out: a folder, `latest` in it, and ours."""
+    """One checkpoint, as Accelerate's save_state lays it out: a folder, `latest` in it, and
+    ours.
+    """
     folder = tmp_path_factory.mktemp("saved") / "state"
 
     def action(engine):
@@ -42,10 +46,15 @@ def model(folder: Path, **tensors: torch.Tensor) -> Path:
 
 @pytest.fixture
 def runs(saved, tmp_path) -> Path:
-    """A folder of runs: of the states the one of the lowest number is the newest, and a model folder is newer than all."""
+    """A folder of runs: of the states the one of the lowest number is the newest, and a model
+    folder is newer than all.
+    """
     for age, name in enumerate(("step_20", "step_100", "step_3")):
         shutil.copytree(saved, tmp_path / "runs" / "quickstart" / name)
-        os.utime(tmp_path / "runs" / "quickstart" / name / "pytorch_model" / "manifest.json", (1000 + age, 1000 + age))
+        os.utime(
+            tmp_path / "runs" / "quickstart" / name / "pytorch_model" / "manifest.json",
+            (1000 + age, 1000 + age),
+        )
     model(tmp_path / "runs" / "quickstart" / "model")
     return tmp_path / "runs"
 
@@ -59,16 +68,29 @@ def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
     caplog.set_level("INFO", "hf_zero")
     states = runs / "quickstart"
-    assert [folder.parent.name for folder in checkpoints_below(runs)] == ["step_20", "step_100", "step_3"]
+    assert [folder.parent.name for folder in checkpoints_below(runs)] == [
+        "step_20",
+        "step_100",
+        "step_3",
+    ]
     assert find(runs) == find(states) == states / "step_3" / "pytorch_model"
-    assert f"taking {states / 'step_3' / 'pytorch_model'}, the newest whole one of 3 checkpoints in {runs}" in caplog.text
+    assert (
+        f"taking {states / 'step_3' / 'pytorch_model'}, the newest whole one of 3 "
+        f"checkpoints in {runs}" in caplog.text
+    )
     damage(states / "step_3" / "pytorch_model")
     assert find(runs) == states / "step_100" / "pytorch_model"
-    assert f"{states / 'step_3' / 'pytorch_model'} is passed over" in caplog.text and "cut short" in caplog.text
+    assert (
+        f"{states / 'step_3' / 'pytorch_model'} is passed over" in caplog.text
+        and "cut short" in caplog.text
+    )
     assert find(runs, whole=False) == states / "step_3" / "pytorch_model"
     for name in ("step_20", "step_100"):
         damage(states / name / "pytorch_model")
-    listed = "each of the 3 checkpoints in .* is damaged: quickstart/step_3/pytorch_model, quickstart/step_100/pytorch_model"
+    listed = (
+        "each of the 3 checkpoints in .* is damaged: quickstart/step_3/pytorch_model, "
+        "quickstart/step_100/pytorch_model"
+    )
     with pytest.raises(CheckpointError, match=listed):
         find(runs)
 
@@ -76,7 +98,11 @@ def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
 def test_a_tag_may_name_a_folder_that_holds_the_checkpoint(runs):
     states = runs / "quickstart"
     assert find(states, "step_20") == states / "step_20" / "pytorch_model"
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'step_7' in .*; its folders step_100, step_20, step_3 hold checkpoints"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint 'step_7' in .*; its folders step_100, step_20, "
+        r"step_3 hold checkpoints",
+    ):
         find(states, "step_7")
 
 
@@ -85,14 +111,22 @@ def test_a_model_folder_is_taken_by_its_own_name_alone(runs, tmp_path):
     assert find(folder) == folder
     shutil.copytree(folder, tmp_path / "models" / "one")
     shutil.copytree(folder, tmp_path / "models" / "two")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of hf-zero in .*models; if one of these is meant, pass it: one, two"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint of hf-zero in .*models; if one of these is meant, pass it: one, two",
+    ):
         find(tmp_path / "models")
-    shutil.copytree(runs / "quickstart" / "step_3", tmp_path / "models" / "one" / "state")  # a Trainer's output folder is both
-    assert find(tmp_path / "models" / "one") == tmp_path / "models" / "one" / "state" / "pytorch_model"
+    # a Trainer's output folder is both
+    shutil.copytree(runs / "quickstart" / "step_3", tmp_path / "models" / "one" / "state")
+    assert (
+        find(tmp_path / "models" / "one") == tmp_path / "models" / "one" / "state" / "pytorch_model"
+    )
 
 
 def test_a_trainers_output_folder(saved, tmp_path):
-    """`latest` comes last: a checkpoint that lacks it, cut off in that moment, is whole all the same."""
+    """`latest` comes last: a checkpoint that lacks it, cut off in that moment, is whole all the
+    same.
+    """
     for step in (9, 10, 100):
         shutil.copytree(saved, tmp_path / f"checkpoint-{step}")
         os.utime(tmp_path / f"checkpoint-{step}" / "pytorch_model" / "manifest.json", (step, step))
@@ -125,9 +159,13 @@ def test_the_converter_takes_a_checkpoint_and_says_which(runs, tmp_path):
     source = str(runs / "quickstart" / "step_3" / "pytorch_model")
     done = checkpoint.convert_checkpoint(runs, tmp_path / "first")
     assert str(done.source) == source
-    ran = CliRunner().invoke(app, ["convert-checkpoint", str(runs), str(tmp_path / "out"), "--json"])
+    ran = CliRunner().invoke(
+        app, ["convert-checkpoint", str(runs), str(tmp_path / "out"), "--json"]
+    )
     assert ran.exit_code == 0 and json.loads(ran.stdout)["source"] == source
-    assert set(checkpoint.get_fp32_state_dict_from_zero_checkpoint(runs)) == set(small().state_dict())
+    assert set(checkpoint.get_fp32_state_dict_from_zero_checkpoint(runs)) == set(
+        small().state_dict()
+    )
 
 
 def verify(*arguments: str):
@@ -137,9 +175,15 @@ def verify(*arguments: str):
 def test_verify_finds_checkpoints_and_models_at_any_depth(runs):
     ran = verify(runs, "--all", "--json")
     assert ran.exit_code == 0
-    found = {str(Path(row["folder"]).relative_to(runs / "quickstart")): (row["kind"], row["whole"]) for row in json.loads(ran.stdout)}
+    found = {
+        str(Path(row["folder"]).relative_to(runs / "quickstart")): (row["kind"], row["whole"])
+        for row in json.loads(ran.stdout)
+    }
     assert found == {
-        **{f"{name}/pytorch_model": ("checkpoint", True) for name in ("step_20", "step_100", "step_3")},
+        **{
+            f"{name}/pytorch_model": ("checkpoint", True)
+            for name in ("step_20", "step_100", "step_3")
+        },
         "model": ("model", True),
     }
     assert verify(runs / "quickstart").exit_code == 0
@@ -149,7 +193,10 @@ def test_verify_finds_checkpoints_and_models_at_any_depth(runs):
     (runs / "quickstart" / "step_20" / "pytorch_model" / "manifest.json").unlink()
     every = verify(runs, "--all")
     assert every.exit_code == 1
-    assert "step_20/pytorch_model/manifest.json is missing" in every.stderr and "no checkpoint 'pytorch_model'" in every.stderr
+    assert (
+        "step_20/pytorch_model/manifest.json is missing" in every.stderr
+        and "no checkpoint 'pytorch_model'" in every.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +209,9 @@ def test_verify_finds_checkpoints_and_models_at_any_depth(runs):
 )
 def test_a_damaged_model_folder(tmp_path, break_it, says):
     folder = model(tmp_path / "model")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "model.safetensors"}})
+    )
     assert verify(folder).exit_code == 0
     break_it(folder / "model.safetensors")
     ran = verify(tmp_path, "--all")
@@ -175,6 +224,10 @@ def test_an_index_that_promises_what_its_files_lack(tmp_path):
         json.dumps({"weight_map": {"weight": "model.safetensors", "bias": "model.safetensors"}})
     )
     problems = checkpoint.verify_checkpoint(folder).problems
-    assert len(problems) == 1 and "model.safetensors lacks bias, which model.safetensors.index.json places in it" in problems[0]
+    assert (
+        len(problems) == 1
+        and "model.safetensors lacks bias, which model.safetensors.index.json places in it"
+        in problems[0]
+    )
     (folder / "model.safetensors.index.json").write_text("{")
     assert "index.json is damaged" in checkpoint.verify_checkpoint(folder).problems[0]

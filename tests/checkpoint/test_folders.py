@@ -22,14 +22,20 @@ def made(path, content="{}"):
     return path
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"])
+@pytest.mark.parametrize(
+    "tag", ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"]
+)
 def test_what_cannot_be_a_tag(tag):
     with pytest.raises(CheckpointError, match="cannot be a tag; pass one path component"):
         folders.check_tag(tag)
 
 
 def test_any_other_name_is_a_tag():
-    assert [folders.check_tag(tag) for tag in ("global_step5", "best model", 7)] == ["global_step5", "best model", "7"]
+    assert [folders.check_tag(tag) for tag in ("global_step5", "best model", 7)] == [
+        "global_step5",
+        "best model",
+        "7",
+    ]
 
 
 def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
@@ -43,20 +49,33 @@ def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
 def test_latest(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "latest").write_text("a\n")
-    assert folders.locate(tmp_path) == tmp_path / "a" == folders.locate(tmp_path, "a") == find(tmp_path) == find(tmp_path / "a")
+    assert (
+        folders.locate(tmp_path)
+        == tmp_path / "a"
+        == folders.locate(tmp_path, "a")
+        == find(tmp_path)
+        == find(tmp_path / "a")
+    )
 
 
 def test_missing_names_what_exists(tmp_path):
     made(tmp_path / "a"), made(tmp_path / "b"), (tmp_path / "c").mkdir()
-    with pytest.raises(CheckpointError, match=r"latest is missing or unreadable; pass one of the tags that exist: a, b"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"latest is missing or unreadable; pass one of the tags that exist: a, b",
+    ):
         folders.locate(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint 'c' in .*c/manifest.json does not exist; pass one of the tags that exist: a, b"
+        CheckpointError,
+        match=r"no checkpoint 'c' in .*c/manifest.json does not exist; pass one of the "
+        r"tags that exist: a, b",
     ):
         folders.locate(tmp_path, "c")
     with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
         folders.locate(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="is no folder; pass the folder that was given to save_checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="is no folder; pass the folder that was given to save_checkpoint"
+    ):
         find(tmp_path / "nothing")
 
 
@@ -96,7 +115,10 @@ def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, 
     other = tmp_path / ".hf-zero-saving-a.b.76543210"
     other.mkdir()
     assert list(folders.begin(tmp_path, "a", ID).iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".hf-zero-saving-a.{ID[:8]}", other.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f".hf-zero-saving-a.{ID[:8]}",
+        other.name,
+    ]
     assert f"{other} was left by an interrupted save" in caplog.text
 
 
@@ -104,7 +126,9 @@ def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "a").mkdir()
     folders.begin(tmp_path, "a", ID)
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"):
+    with pytest.raises(
+        CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"
+    ):
         folders.begin(tmp_path, "a", ID)
 
 
@@ -129,7 +153,9 @@ def test_folders_of_runs_below_are_named(tmp_path):
     for name in ("step_20", "step_40"):
         made(tmp_path / name / "global_step1")
     (tmp_path / "logs").mkdir()
-    with pytest.raises(CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"):
+    with pytest.raises(
+        CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"
+    ):
         folders.locate(tmp_path)
 
 

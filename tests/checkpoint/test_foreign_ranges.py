@@ -1,4 +1,6 @@
-"""Ranges of what others saved, out of mappings and out of the middle of files: the same values however they are come by."""
+"""Ranges of what others saved, out of mappings and out of the middle of files: the same values
+however they are come by.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def loaded(tmp_path: Path) -> torch.Tensor:
     return torch.load(tmp_path / "a.pt", mmap=True)["values"]
 
 
-def read(files: MappedFiles, values: torch.Tensor, start: int = 11, count: int = 4000) -> tuple[bool, torch.Tensor]:
+def read(
+    files: MappedFiles, values: torch.Tensor, start: int = 11, count: int = 4000
+) -> tuple[bool, torch.Tensor]:
     out = torch.full((count,), float("nan"), dtype=values.dtype)
     return files.read(values, start, out), out
 
@@ -32,7 +36,8 @@ def test_a_mapped_tensor_is_read_from_its_file(tmp_path: Path, loaded: torch.Ten
     files = MappedFiles()
     done, out = read(files, loaded)
     assert done and torch.equal(out, VALUES[11:4011])
-    with open(tmp_path / "a.pt", "r+b") as file:  # that it was the file: what stands there now is what is read
+    # that it was the file: what stands there now is what is read
+    with open(tmp_path / "a.pt", "r+b") as file:
         content = file.read()
         at = content.index(VALUES[11:4011].numpy().tobytes())
         file.seek(at)
@@ -58,7 +63,9 @@ def test_what_lies_in_no_file_is_left_to_memory(tmp_path: Path, loaded: torch.Te
     assert out.tolist() == [5.0, 6.0, 7.0]
 
 
-def test_where_the_system_does_not_tell(tmp_path: Path, loaded: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_does_not_tell(
+    tmp_path: Path, loaded: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapped, "MAPS", tmp_path / "none")
     assert not read(MappedFiles(), loaded)[0]
 
@@ -75,7 +82,9 @@ def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -
     table = Table(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
     out = torch.empty(100)
     table.read_into("x", 3, out)
-    assert table.entries["x"].dtype == torch.float32 and torch.equal(out, VALUES.bfloat16().float()[3:103])
+    assert table.entries["x"].dtype == torch.float32 and torch.equal(
+        out, VALUES.bfloat16().float()[3:103]
+    )
 
 
 def saved(tmp_path: Path, tensor: object) -> SavedTensor:
@@ -116,7 +125,11 @@ def test_only_the_range_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("tensor", [VALUES[:7], VALUES.double(), [1, 2]])
 def test_what_is_another_tensor_than_it_should_be(tmp_path: Path, tensor: object) -> None:
-    with pytest.raises(CheckpointError, match=r"several is damaged or missing \('w' at byte 77 is not 5000 elements of torch.float32\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"several is damaged or missing \('w' at byte 77 is not 5000 "
+        r"elements of torch.float32\)",
+    ):
         saved(tmp_path, tensor).read(0, torch.empty(1))
 
 
@@ -124,11 +137,15 @@ def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path: Path) -> None:
     held = saved(tmp_path, VALUES)
     held.read(0, torch.empty(1))
     os.truncate(tmp_path / "several", 200)
-    with pytest.raises(CheckpointError, match=r"cut short to \d+ bytes while it was read.*restore it"):
+    with pytest.raises(
+        CheckpointError, match=r"cut short to \d+ bytes while it was read.*restore it"
+    ):
         held.read(4000, torch.empty(900))
 
 
-def test_a_tensor_that_reaches_beyond_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_reaches_beyond_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = saved(tmp_path, VALUES)
     shell = torch.empty(5000, device="meta")
     shell.untyped_storage()._checkpoint_offset = held.length - 8  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Checkpoints that DeepSpeed wrote: training goes on as it went on there, on any ranks and stage; nothing of them is executed."""
+"""Checkpoints that DeepSpeed wrote: training goes on as it went on there, on any ranks and
+stage; nothing of them is executed.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,22 @@ import torch
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint import (
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of, schedule_of
+from tests.checkpoint.deepspeed_inputs.model import (
+    SAVED_AFTER,
+    STEPS,
+    batch,
+    build,
+    optimizer_of,
+    schedule_of,
+)
 from tests.checkpoint.deepspeed_inputs.write import CASES as WRITTEN
 from tests.helpers.ranks import run_ranks
 
@@ -32,7 +44,9 @@ CASES = {**WRITTEN, "stage1-universal": WRITTEN["stage1"], "stage3-universal": W
 
 
 def go_on(rank: int, name: str, models, stage: int, precision: str):
-    """Load and take the steps that DeepSpeed took after the save: its losses, the schedule's rate, the client state."""
+    """Load and take the steps that DeepSpeed took after the save: its losses, the schedule's
+    rate, the client state.
+    """
     ranks = len(models)
     config = {
         "train_micro_batch_size_per_gpu": 6 // ranks,
@@ -42,7 +56,9 @@ def go_on(rank: int, name: str, models, stage: int, precision: str):
     }
     optimizer = optimizer_of(models[rank])
     schedule = schedule_of(optimizer)
-    engine = hf_zero.initialize(model=models[rank], optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    engine = hf_zero.initialize(
+        model=models[rank], optimizer=optimizer, lr_scheduler=schedule, config=config
+    )[0]
     _, client_state = engine.load_checkpoint(INPUTS / name)
     losses, rate = [], optimizer.param_groups[1]["lr"]
     for step in range(SAVED_AFTER, STEPS):
@@ -58,7 +74,9 @@ def go_on(rank: int, name: str, models, stage: int, precision: str):
 def test_training_goes_on_as_it_went_on_there(name, ranks, stage):
     _, _, precision, frozen, _ = CASES[name]
     results = run_ranks(ranks, go_on, name, [build(frozen) for _ in range(ranks)], stage, precision)
-    want = json.loads((INPUTS / name.removesuffix("-universal") / "losses.json").read_text())[SAVED_AFTER:]
+    want = json.loads((INPUTS / name.removesuffix("-universal") / "losses.json").read_text())[
+        SAVED_AFTER:
+    ]
     got = torch.stack([losses for losses, *_ in results]).mean(0).tolist()
     assert got == pytest.approx(want, rel=2e-6 if precision == "fp32" else 2e-3)
     _, rate, client_state, steps = results[0]
@@ -69,13 +87,19 @@ def test_training_goes_on_as_it_went_on_there(name, ranks, stage):
 def with_another_optimizer(rank: int, model):
     config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 1}}
     groups = [{"params": group["params"]} for group in optimizer_of(model).param_groups]
-    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9), config=config)[0]
+    engine = hf_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9), config=config
+    )[0]
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     with pytest.raises(
-        CheckpointError, match=r"states exp_avg, exp_avg_sq, of which \S+SGD keeps no exp_avg, exp_avg_sq; use .* Nothing was loaded"
+        CheckpointError,
+        match=r"states exp_avg, exp_avg_sq, of which \S+SGD keeps no exp_avg, exp_avg_sq; use "
+        r".* Nothing was loaded",
     ):
         engine.load_checkpoint(INPUTS / "stage1")
-    return all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    return all(
+        torch.equal(value, before[name]) for name, value in engine.module.state_dict().items()
+    )
 
 
 def test_another_optimizer_is_refused_before_anything_is_loaded():
@@ -88,11 +112,17 @@ def test_wrong_moments_would_show(tmp_path, monkeypatch):
     from hf_zero.checkpoint.foreign import deepspeed
 
     monkeypatch.setattr(
-        deepspeed, "states", lambda values, numel: {k: v.flip(0) for k, v in values if isinstance(v, torch.Tensor) and v.numel() == numel}
+        deepspeed,
+        "states",
+        lambda values, numel: {
+            k: v.flip(0) for k, v in values if isinstance(v, torch.Tensor) and v.numel() == numel
+        },
     )
     results = run_ranks(2, go_on, "stage1", [build(True) for _ in range(2)], 1, "fp32")
     want = json.loads((INPUTS / "stage1" / "losses.json").read_text())[SAVED_AFTER:]
-    assert torch.stack([losses for losses, *_ in results]).mean(0).tolist() != pytest.approx(want, rel=2e-6)
+    assert torch.stack([losses for losses, *_ in results]).mean(0).tolist() != pytest.approx(
+        want, rel=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,25 +141,38 @@ def test_weights_are_those_of_the_module_in_16_bits():
     """The master weights belong to the names they are given to, in round-robin order too."""
     folder = INPUTS / "stage2-bf16-round-robin" / "global_step3"
     module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)["module"]
-    for name, master in get_fp32_state_dict_from_zero_checkpoint(INPUTS / "stage2-bf16-round-robin").items():
+    for name, master in get_fp32_state_dict_from_zero_checkpoint(
+        INPUTS / "stage2-bf16-round-robin"
+    ).items():
         assert torch.equal(master.to(module[name].dtype), module[name]), name
 
 
 def test_stage_0_without_names(heard):
-    """What shapes cannot tell is not guessed: weights are read, the optimizer is said to be missing."""
+    """What shapes cannot tell is not guessed: weights are read, the optimizer is said to be
+    missing.
+    """
     folder = INPUTS / "stage0" / "global_step3"
     model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
     with open_foreign(folder) as opened:
-        assert [len(group.parameters) for group in opened.manifest.optimizer.groups] == [5, 6] and not heard
+        assert [len(group.parameters) for group in opened.manifest.optimizer.groups] == [
+            5,
+            6,
+        ] and not heard
     assert recognise(folder) == "deepspeed" and model["param_shapes"] is None
 
 
 def test_masters_at_stage_0_are_found_by_their_values():
-    """A fused optimizer keeps a group end to end, and names nothing: float32 values round to those of the module."""
+    """A fused optimizer keeps a group end to end, and names nothing: float32 values round to
+    those of the module.
+    """
     folder = INPUTS / "stage0-bf16-fused" / "global_step3"
     module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)["module"]
     found = get_fp32_state_dict_from_zero_checkpoint(INPUTS / "stage0-bf16-fused")
-    trained = [name for name in found if not name.startswith("frozen") and module[name].dtype == torch.bfloat16]
+    trained = [
+        name
+        for name in found
+        if not name.startswith("frozen") and module[name].dtype == torch.bfloat16
+    ]
     assert all(torch.equal(found[name].bfloat16(), module[name]) for name in trained)
     assert any(not torch.equal(found[name], module[name].float()) for name in trained)
 
@@ -154,21 +197,29 @@ def rewritten(path: Path, change) -> None:
 
 def test_the_client_state_may_hold_numbers_of_numpy(tmp_path):
     folder = damaged(tmp_path)
-    given = {"best": np.float64(1.5), "seen": np.int64(7), "curve": np.arange(3.0), "of": np.dtype("float32"), "pair": (1, {2})}
+    given = {
+        "best": np.float64(1.5),
+        "seen": np.int64(7),
+        "curve": np.arange(3.0),
+        "of": np.dtype("float32"),
+        "pair": (1, {2}),
+    }
     add = given.items()
     data = load_pickle(folder / "global_step3" / "mp_rank_00_model_states.pt", CLASSES)
     torch.save({**data, **dict(add)}, folder / "new")
     (folder / "new").replace(folder / "global_step3" / "mp_rank_00_model_states.pt")
     with open_foreign(folder / "global_step3") as opened:
         read = opened.client_state()
-    assert (read["curve"] == given["curve"]).all() and {key: read[key] for key in given if key != "curve"} == {
-        key: value for key, value in given.items() if key != "curve"
-    }
+    assert (read["curve"] == given["curve"]).all() and {
+        key: read[key] for key in given if key != "curve"
+    } == {key: value for key, value in given.items() if key != "curve"}
     assert type(read["best"]) is np.float64
 
 
 def test_threads_that_read_at_the_same_time(monkeypatch):
-    """torch keeps what may be unpickled in one set for the whole process: two threads that change it lose each other's classes."""
+    """torch keeps what may be unpickled in one set for the whole process: two threads that
+    change it lose each other's classes.
+    """
     both, within = threading.Barrier(2), []
 
     class Allowing(torch.serialization.safe_globals):
@@ -216,17 +267,27 @@ def test_a_file_of_another_save(tmp_path):
     data = load_pickle(path, CLASSES)
     for state in data["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
         state["step"] = state["step"] + 4
-    slim = {key: data["optimizer_state_dict"][key] for key in ("fp32_flat_groups", "optimizer_state_dict")}
+    slim = {
+        key: data["optimizer_state_dict"][key]
+        for key in ("fp32_flat_groups", "optimizer_state_dict")
+    }
     torch.save({"optimizer_state_dict": slim}, folder / "new")
     (folder / "new").replace(path)
     with pytest.raises(
-        CheckpointError, match=r"rank_1_mp_rank_00_optim_states.pt belongs to another save .*took 7.0 steps, not 3.0; restore"
+        CheckpointError,
+        match=r"rank_1_mp_rank_00_optim_states.pt belongs to another save .*took 7.0 "
+        r"steps, not 3.0; restore",
     ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    "file", ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "layer_00-model_states.pt"]
+    "file",
+    [
+        "layer_0_expert_0_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "layer_00-model_states.pt",
+    ],
 )
 def test_experts_and_pipelines_are_refused(tmp_path, file):
     folder = damaged(tmp_path)
@@ -247,7 +308,9 @@ def test_parts_of_a_model_are_refused(tmp_path, change):
 
 
 def test_names_of_a_compiled_model(tmp_path):
-    """What DeepSpeed wrote of a compiled model goes into the model itself, and into a folder that it loads."""
+    """What DeepSpeed wrote of a compiled model goes into the model itself, and into a folder
+    that it loads.
+    """
     folder = damaged(tmp_path)
 
     def wrapped(names):
@@ -258,14 +321,20 @@ def test_names_of_a_compiled_model(tmp_path):
     data["module"] = wrapped(data["module"])
     data["param_shapes"] = [wrapped(group) for group in data["param_shapes"]]
     data["buffer_names"] = [f"_orig_mod.{name}" for name in data["buffer_names"]]
-    data["shared_params"] = {f"_orig_mod.{tied}": f"_orig_mod.{own}" for tied, own in data["shared_params"].items()}
+    data["shared_params"] = {
+        f"_orig_mod.{tied}": f"_orig_mod.{own}" for tied, own in data["shared_params"].items()
+    }
     torch.save(data, folder / "new")
     (folder / "new").replace(path)
     results = run_ranks(2, go_on, folder, [build(True) for _ in range(2)], 3, "fp32")
     want = json.loads((INPUTS / "stage1" / "losses.json").read_text())[SAVED_AFTER:]
-    assert torch.stack([losses for losses, *_ in results]).mean(0).tolist() == pytest.approx(want, rel=2e-6)
+    assert torch.stack([losses for losses, *_ in results]).mean(0).tolist() == pytest.approx(
+        want, rel=2e-6
+    )
     done = hf_zero.convert_checkpoint(folder, tmp_path / "model")
-    assert build(True).load_state_dict(load_file(tmp_path / "model" / done.files[0]), strict=False) == (["head.weight"], [])
+    assert build(True).load_state_dict(
+        load_file(tmp_path / "model" / done.files[0]), strict=False
+    ) == (["head.weight"], [])
     load_state_dict_from_zero_checkpoint(build(True), folder)
     assert {*build(True).state_dict()} == {*get_fp32_state_dict_from_zero_checkpoint(folder)}
 
@@ -286,13 +355,19 @@ def test_stage_0_whose_shapes_do_not_tell(tmp_path, heard):
 
 
 @pytest.mark.parametrize(
-    "name, file", [("stage1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("stage3", "zero_pp_rank_2_mp_rank_00_model_states.pt")]
+    "name, file",
+    [
+        ("stage1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("stage3", "zero_pp_rank_2_mp_rank_00_model_states.pt"),
+    ],
 )
 def test_a_file_that_is_missing(tmp_path, name, file):
     folder = damaged(tmp_path, name)
     (folder / "global_step3" / file).unlink()
     with pytest.raises(
-        CheckpointError, match=r"lacks files: \d ranks wrote it, \d of their (optimizer|model) files are there; restore them"
+        CheckpointError,
+        match=r"lacks files: \d ranks wrote it, \d of their (optimizer|model) files "
+        r"are there; restore them",
     ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
@@ -305,28 +380,44 @@ def test_a_file_that_is_cut_short(tmp_path):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", [b"\x80\x02hR.", b"\x80\x02K\x01R.", b"\x80\x02.", b"\x80\x02K\x01K\x02b."])
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02hR.", b"\x80\x02K\x01R.", b"\x80\x02.", b"\x80\x02K\x01K\x02b."]
+)
 def test_a_pickle_that_is_damaged(tmp_path, content):
     """Whatever torch's unpickler raises, the file is named."""
     folder = damaged(tmp_path)
     path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    with zipfile.ZipFile(path) as held, zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as made:
+    with (
+        zipfile.ZipFile(path) as held,
+        zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as made,
+    ):
         for name in held.namelist():
             made.writestr(name, content if name.endswith("/data.pkl") else held.read(name))
     (folder / "new").replace(path)
-    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt (cannot be read|is damaged)"):
+    with pytest.raises(
+        CheckpointError, match=r"mp_rank_00_model_states.pt (cannot be read|is damaged)"
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", [{"single_partition_of_fp32_groups": None}, {"group_paddings": []}])
+@pytest.mark.parametrize(
+    "change", [{"single_partition_of_fp32_groups": None}, {"group_paddings": []}]
+)
 def test_a_file_of_another_version(tmp_path, change):
     folder = damaged(tmp_path)
     path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     data = load_pickle(path, CLASSES)["optimizer_state_dict"]
-    slim = {key: data[key] for key in ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings")}
+    slim = {
+        key: data[key]
+        for key in ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings")
+    }
     torch.save({"optimizer_state_dict": {**slim, **change}}, folder / "new")
     (folder / "new").replace(path)
-    with pytest.raises(CheckpointError, match=r"global_step3 is not what DeepSpeed 0\.19 writes, or is damaged \(\w+: .*restore its files"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"global_step3 is not what DeepSpeed 0\.19 writes, or is damaged "
+        r"\(\w+: .*restore its files",
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
@@ -337,7 +428,9 @@ def test_parameters_with_holes(tmp_path):
     data["param_shapes"][0]["blocks.1.down.weight"] = torch.Size([6, 9])
     torch.save(data, path)
     with pytest.raises(
-        CheckpointError, match=r"DeepSpeed 0\.19\.8, is not whole: parameter 'blocks.1.down.weight' of shape \[6, 9\] has 45"
+        CheckpointError,
+        match=r"DeepSpeed 0\.19\.8, is not whole: parameter 'blocks.1.down.weight' of "
+        r"shape \[6, 9\] has 45",
     ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
@@ -348,7 +441,9 @@ def test_stage_3_buffers_that_end_too_early(tmp_path):
         data = torch.load(path, weights_only=True)
         data["param_shapes"][1]["one.more"] = torch.Size([300])
         torch.save(data, path)
-    with pytest.raises(CheckpointError, match=r"is damaged: it ends before parameter 'one.more'; restore it"):
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: it ends before parameter 'one.more'; restore it"
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
@@ -375,7 +470,10 @@ def test_a_universal_folder_without_the_weights_of_a_parameter(tmp_path):
 
 def test_model_parallel_runs_are_refused(tmp_path):
     folder = damaged(tmp_path)
-    shutil.copy(folder / "global_step3" / "mp_rank_00_model_states.pt", folder / "global_step3" / "mp_rank_01_model_states.pt")
+    shutil.copy(
+        folder / "global_step3" / "mp_rank_00_model_states.pt",
+        folder / "global_step3" / "mp_rank_01_model_states.pt",
+    )
     with pytest.raises(CheckpointError, match=r"model-parallel DeepSpeed run.*mp_rank_01"):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
     folder = damaged(tmp_path / "other")
@@ -388,7 +486,9 @@ def test_model_parallel_runs_are_refused(tmp_path):
 def test_no_file_of_deepspeed(tmp_path):
     folder = damaged(tmp_path)
     torch.save({"weights": torch.ones(2)}, folder / "global_step3" / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="holds no 'module'; name a folder that save_checkpoint wrote"):
+    with pytest.raises(
+        CheckpointError, match="holds no 'module'; name a folder that save_checkpoint wrote"
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 

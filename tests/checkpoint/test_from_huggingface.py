@@ -1,4 +1,6 @@
-"""Model folders of ``save_pretrained``: their weights go into a live engine, and through the converter."""
+"""Model folders of ``save_pretrained``: their weights go into a live engine, and through the
+converter.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def load(rank: int, models, folder: Path):
 def test_weights_go_into_an_engine(tmp_path, options):
     model = written(tmp_path / "model", **options)
     assert len([*(tmp_path / "model").glob("*.safetensors")]) > 1 or not options
-    for weights in run_ranks(2, load, [ARCHITECTURES["gpt2"].build() for _ in range(2)], tmp_path / "model"):
+    for weights in run_ranks(
+        2, load, [ARCHITECTURES["gpt2"].build() for _ in range(2)], tmp_path / "model"
+    ):
         for name, value in model.named_parameters():
             assert torch.equal(weights[name], value), name
 
@@ -58,7 +62,9 @@ def test_resuming_training_needs_more(tmp_path):
     def resume(rank: int, models) -> None:
         start(models[rank], adamw(models[rank]), CONFIG).load_checkpoint(tmp_path / "model")
 
-    with pytest.raises(Exception, match="was saved without an optimizer; load it with load_module_only=True"):
+    with pytest.raises(
+        Exception, match="was saved without an optimizer; load it with load_module_only=True"
+    ):
         run_ranks(2, resume, [ARCHITECTURES["gpt2"].build() for _ in range(2)])
 
 
@@ -67,8 +73,14 @@ def test_resuming_training_needs_more(tmp_path):
     [
         (b"{", "is damaged"),
         (b'{"weight_map": 3}', "is damaged"),
-        (json.dumps({"weight_map": {"a": "../b.safetensors"}}).encode(), r"names files out of its folder: \.\./b"),
-        (json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode(), r"gone.safetensors cannot be opened"),
+        (
+            json.dumps({"weight_map": {"a": "../b.safetensors"}}).encode(),
+            r"names files out of its folder: \.\./b",
+        ),
+        (
+            json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode(),
+            r"gone.safetensors cannot be opened",
+        ),
     ],
 )
 def test_an_index_that_leads_nowhere(tmp_path, index, says):

@@ -1,4 +1,6 @@
-"""Optimizer groups are matched by the parameters in them: their order in the script that resumes does not matter."""
+"""Optimizer groups are matched by the parameters in them: their order in the script that resumes
+does not matter.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +75,18 @@ def schedule(engine: Engine) -> None:
 
 
 def turned(job: Job) -> Job:
-    """The same groups, the other one first, in an optimizer made with other settings, which the load replaces."""
+    """The same groups, the other one first, in an optimizer made with other settings, which the
+    load replaces.
+    """
     return dataclasses.replace(job, decays=lambda name: "bias" in name, optimizer=adam((0.5, 0.25)))
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 3)])
 def test_groups_in_another_order_go_on(tmp_path, ranks):
-    """Loaded they are equal bit for bit. Trained on, a group's update runs over other lengths, and the last bit may round otherwise."""
+    """Loaded they are equal bit for bit.
+
+    Trained on, a group's update runs over other lengths, and the last bit may round otherwise.
+    """
     job = Job(ranks[0], 2, cuts=(3,), optimizer=adam((1e-2, 1e-3)))
 
     def whole(engine: Engine):

@@ -1,4 +1,6 @@
-"""The manifest: it comes back as it was written, and whatever breaks FORMAT.md is refused with file and field."""
+"""The manifest: it comes back as it was written, and whatever breaks FORMAT.md is refused with
+file and field.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def test_fields_it_does_not_know_are_ignored(written):
 def test_order_and_names(written):
     assert list(written["parameters"]) == [name for name, _ in small().named_parameters()]
     assert written["aliases"] == {"head.weight": "embed.weight"}
-    assert set(written["buffers"]) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "wide"}
+    assert set(written["buffers"]) == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+        "wide",
+    }
     assert written["world"] == {"size": 2, "shard": 2, "replicate": 1}
 
 
@@ -86,7 +93,10 @@ FIELDS = [
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_an_absent_field(written, field):
-    refused({key: value for key, value in written.items() if key != field}, f"field '{field}' is absent; restore it")
+    refused(
+        {key: value for key, value in written.items() if key != field},
+        f"field '{field}' is absent; restore it",
+    )
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -101,10 +111,15 @@ def test_what_is_no_manifest(data):
 
 @pytest.mark.parametrize("version", [0, 3, "1", True, None])
 def test_another_version(written, version):
-    refused(written | {"version": version}, "format version .* reads versions 1 to 2; load it with the hf-zero that wrote it")
+    refused(
+        written | {"version": version},
+        "format version .* reads versions 1 to 2; load it with the hf-zero that wrote it",
+    )
 
 
-@pytest.mark.parametrize("name", ["../rank.safetensors", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../rank.safetensors", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b"]
+)
 def test_a_file_name_that_leads_out_of_the_folder(written, name):
     data = copy.deepcopy(written)
     data["files"][0]["name"] = name
@@ -192,11 +207,15 @@ def test_unreadable_files(tmp_path):
         Manifest.read(path)
 
 
-@pytest.mark.parametrize("digest", [None, "", 5, [], "\ud800", "0" * 64, "xxh3_128:" + "0" * 31 + "é"])
+@pytest.mark.parametrize(
+    "digest", [None, "", 5, [], "\ud800", "0" * 64, "xxh3_128:" + "0" * 31 + "é"]
+)
 def test_a_digest_that_cannot_be_right(tmp_path, written, digest):
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({**written, "digest": digest}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*'digest' says; restore it"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json is damaged: .*'digest' says; restore it"
+    ):
         Manifest.read(path)
     path.write_text(json.dumps(written))
     path.write_bytes(Manifest.read(path).dumps())
@@ -208,13 +227,27 @@ def test_dtype_names():
         dtype_of("nn")
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just([])
+    | st.just({})
+)
 
 
 def places(data, at=()):
     """Every place in a JSON value, as a path of keys and indices."""
     yield at
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*at, key))
 
@@ -222,7 +255,9 @@ def places(data, at=()):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_mutation_gets_past_the_checks(written, data):
-    """Either refused by a CheckpointError, or as consistent as what was written: never another exception."""
+    """Either refused by a CheckpointError, or as consistent as what was written: never another
+    exception.
+    """
     mutated = copy.deepcopy(written)
     *path, last = data.draw(st.sampled_from([place for place in places(written) if place]))
     inner = mutated

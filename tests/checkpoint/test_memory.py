@@ -1,4 +1,6 @@
-"""Saving, loading and converting hold no second copy of the model: the highest resident set is measured."""
+"""Saving, loading and converting hold no second copy of the model: the highest resident set is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ALLOWED = 72 * MB  # a few blocks of 16 MiB and what the allocator keeps
 def big():
     module = torch.nn.Module()
     for index in range(4):
-        module.register_parameter(f"p{index}", torch.nn.Parameter(torch.full((MODEL // 16, 1), float(index))))
+        module.register_parameter(
+            f"p{index}", torch.nn.Parameter(torch.full((MODEL // 16, 1), float(index)))
+        )
     return module
 
 
@@ -53,27 +57,46 @@ def test_saving_loading_converting(tmp_path, engine):
     assert grows(lambda: checkpoint.save(engine, tmp_path)) < ALLOWED
     assert grows(lambda: checkpoint.load(engine, tmp_path)) < ALLOWED
     assert grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "out")) < ALLOWED
-    assert grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "half", "bfloat16")) < ALLOWED
+    assert (
+        grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "half", "bfloat16"))
+        < ALLOWED
+    )
 
 
 WAYS = {
-    "DeepSpeed, stage 0 in bf16": lambda folder, weights: deepspeed_files.write(folder, weights, 0, bf16=True),
-    "DeepSpeed, stage 2 in bf16": lambda folder, weights: deepspeed_files.write(folder, weights, 2, bf16=True),
+    "DeepSpeed, stage 0 in bf16": lambda folder, weights: deepspeed_files.write(
+        folder, weights, 0, bf16=True
+    ),
+    "DeepSpeed, stage 2 in bf16": lambda folder, weights: deepspeed_files.write(
+        folder, weights, 2, bf16=True
+    ),
     "DeepSpeed, stage 3": lambda folder, weights: deepspeed_files.write(folder, weights, 3),
-    "save_pretrained": lambda folder, weights: (folder.mkdir(), save_file(weights, folder / "model.safetensors")),
-    "torch.distributed.checkpoint": lambda folder, weights: dcp.save({"model": weights}, checkpoint_id=folder, no_dist=True),
+    "save_pretrained": lambda folder, weights: (
+        folder.mkdir(),
+        save_file(weights, folder / "model.safetensors"),
+    ),
+    "torch.distributed.checkpoint": lambda folder, weights: dcp.save(
+        {"model": weights}, checkpoint_id=folder, no_dist=True
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_others_wrote(tmp_path, way):
-    """Not a page of a mapping stays, and a tensor that can only be read whole is let go before the next one."""
+    """Not a page of a mapping stays, and a tensor that can only be read whole is let go before
+    the next one.
+    """
     count = 8
     weights = {f"p{index}.weight": torch.randn(MODEL // 4 // count, 1) for index in range(count)}
     WAYS[way](tmp_path / "theirs", weights)
     kept = {name: tensor[:: 1 << 12].clone() for name, tensor in weights.items()}
     del weights
-    assert grows(lambda: checkpoint.convert_checkpoint(tmp_path / "theirs", tmp_path / "out", "float32")) < ALLOWED
+    assert (
+        grows(
+            lambda: checkpoint.convert_checkpoint(tmp_path / "theirs", tmp_path / "out", "float32")
+        )
+        < ALLOWED
+    )
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in kept.items():
         want = tensor.bfloat16().float() if "stage 0" in way else tensor

@@ -1,4 +1,6 @@
-"""Checkpoints in object stores, in fsspec's own memory file system: what files of this machine promise, without a rename."""
+"""Checkpoints in object stores, in fsspec's own memory file system: what files of this machine
+promise, without a rename.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from typer.testing import CliRunner
 from upath import UPath
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import convert_checkpoint, folders, iterate_state_dict, places, streaming, verify_checkpoint
+from hf_zero.checkpoint import (
+    convert_checkpoint,
+    folders,
+    iterate_state_dict,
+    places,
+    streaming,
+    verify_checkpoint,
+)
 from hf_zero.checkpoint.verifying import verify_all
 from hf_zero.checkpoint.wholeness import trouble
 from hf_zero.cli.app import app
@@ -54,14 +63,19 @@ def test_what_a_save_puts(store: UPath) -> None:
     engines, results = saved(URL, client_state=STATE)
     good(results)
     assert str(results[0]) == f"{URL}/global_step1"
-    assert names(store) == ["global_step1", "latest", "zero_to_fp32.py"] and (store / "latest").read_text() == "global_step1"
+    assert (
+        names(store) == ["global_step1", "latest", "zero_to_fp32.py"]
+        and (store / "latest").read_text() == "global_step1"
+    )
     held = names(store / "global_step1")
     mark = held[1].removeprefix("objects-").removesuffix(".pt")
     ranks = [f"rank-{rank:05d}-of-00002-{mark}.safetensors" for rank in range(2)]
     assert len(mark) == 12 and held == ["manifest.json", f"objects-{mark}.pt", *ranks]
     again, results = load(URL, verify=True)
     good(results)
-    assert torch.equal(results[0][1]["seen"], STATE["seen"]) and same(weights(again), weights(engines))
+    assert torch.equal(results[0][1]["seen"], STATE["seen"]) and same(
+        weights(again), weights(engines)
+    )
     assert folders.tags(places.place(URL)) == ["global_step1"]
 
 
@@ -101,7 +115,8 @@ def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) ->
     convert_checkpoint(tmp_path / "run", tmp_path / "one")
     done = convert_checkpoint(URL, tmp_path / "two")
     assert (
-        set(done.carried) == {"config.json", "tokenizer_config.json"} and (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
+        set(done.carried) == {"config.json", "tokenizer_config.json"}
+        and (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
     )
     one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
     assert one.keys() == two.keys() and same(one, two)
@@ -113,14 +128,19 @@ def test_the_command_line_takes_urls(tmp_path: Path) -> None:
     runner = CliRunner()
     verified = runner.invoke(app, ["verify", URL])
     assert verified.exit_code == 0 and "whole" in verified.output
-    converted = runner.invoke(app, ["convert-checkpoint", f"{URL}/global_step1", str(tmp_path / "model")])
+    converted = runner.invoke(
+        app, ["convert-checkpoint", f"{URL}/global_step1", str(tmp_path / "model")]
+    )
     assert converted.exit_code == 0, converted.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
     good(saved(f"file://{tmp_path}/run")[1])
-    assert names(tmp_path / "run" / "global_step1") == ["manifest.json", *(f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2))]
+    assert names(tmp_path / "run" / "global_step1") == [
+        "manifest.json",
+        *(f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)),
+    ]
     good(load(f"file://{tmp_path}/run")[1])
     good(load(UPath(f"file://{tmp_path}/run"))[1])
 
@@ -130,7 +150,9 @@ def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     original = MemoryFileSystem.cat_file
 
-    def counted(self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def counted(
+        self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         asked.append((end or 0) - (start or 0))
         return original(self, path, start, end, **kwargs)
 
@@ -180,7 +202,12 @@ def test_what_is_none_of_ours_stays(store: UPath) -> None:
 class Service:
     """Counts the requests that change something, and ends the process at the ``last`` of them."""
 
-    CHANGES = ((MemoryFileSystem, "pipe_file"), (MemoryFileSystem, "rm_file"), (MemoryFileSystem, "_open"), (MemoryFile, "write"))
+    CHANGES = (
+        (MemoryFileSystem, "pipe_file"),
+        (MemoryFileSystem, "rm_file"),
+        (MemoryFileSystem, "_open"),
+        (MemoryFile, "write"),
+    )
 
     def __init__(self, last: int) -> None:
         self.last, self.made, self.ended = last, [], False
@@ -224,7 +251,9 @@ def every_request(save: Callable[[], object], check: Callable[[bool, str], None]
 
 
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
-def test_a_save_that_is_cut_off_at_every_request(tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_cut_off_at_every_request(
+    tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "FILLED", 1024)
     good(saved(URL, ONE, tag="a", client_state=STATE)[1])
     old = weights(load(URL, ONE)[0])
@@ -239,11 +268,15 @@ def test_a_save_that_is_cut_off_at_every_request(tag: str, store: UPath, monkeyp
         for held in folders.tags(store):
             assert not trouble(store / held), where
         good(run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))[1])
-        assert same(weights(load(URL, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0])), where
-        assert len(names(store / tag)) == 2, where  # the manifest and one rank: nothing is left over
+        assert same(weights(load(URL, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0])), (
+            where
+        )
+        # the manifest and one rank: nothing is left over
+        assert len(names(store / tag)) == 2, where
 
     made = every_request(lambda: checkpoint.save(engine, URL, tag=tag, client_state=STATE), check)
-    assert made.count("write") > 5 and made.count("pipe_file") == 4, made  # objects, manifest, script, latest
+    # objects, manifest, script, latest
+    assert made.count("write") > 5 and made.count("pipe_file") == 4, made
     assert tag == "b" or made.count("rm_file") == 2, made
 
 
@@ -255,7 +288,9 @@ def test_cut_off_while_older_ones_go(store: UPath) -> None:
 
     def check(done: bool, where: str) -> None:
         held = folders.tags(store)
-        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), where
+        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), (
+            where
+        )
         for tag in held:
             resumed, results = load(URL, ONE, tag=tag, verify=True)
             good(results)
@@ -266,7 +301,9 @@ def test_cut_off_while_older_ones_go(store: UPath) -> None:
 
 
 @pytest.mark.parametrize("kind", [PermissionError, ValueError])
-def test_a_rank_that_cannot_put_its_file(kind: type[Exception], store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_put_its_file(
+    kind: type[Exception], store: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good(saved(URL, tag="a")[1])
     before = weights(load(URL)[0])
     original = MemoryFile.write
@@ -351,30 +388,44 @@ def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
 
 def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in errors(saved("nosuch://bucket/run")[1]):
-        assert "nosuch://bucket/run cannot be opened" in text and "install the package of fsspec for it" in text
+        assert (
+            "nosuch://bucket/run cannot be opened" in text
+            and "install the package of fsspec for it" in text
+        )
 
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(sys.modules["fsspec.registry"], "get_filesystem_class", missing)
     monkeypatch.setattr(sys.modules["upath.core"], "get_filesystem_class", missing)
-    with pytest.raises(CheckpointError, match="Install s3fs to access S3; install the package of fsspec for it, or pass a path"):
+    with pytest.raises(
+        CheckpointError,
+        match="Install s3fs to access S3; install the package of fsspec for it, or pass a path",
+    ):
         places.place("s3://bucket/run")
 
 
 def test_a_url_that_was_made_a_path() -> None:
     for text in errors(saved(Path("s3://bucket/run"))[1]):
-        assert "s3:/bucket/run looks like a URL that was made a path, which lost a slash; pass the URL as a string" in text
+        assert (
+            "s3:/bucket/run looks like a URL that was made a path, which lost a slash; "
+            "pass the URL as a string" in text
+        )
 
 
 def test_what_is_no_place() -> None:
-    with pytest.raises(CheckpointError, match="3 of type int is no place for checkpoints; pass a path or a URL"):
+    with pytest.raises(
+        CheckpointError, match="3 of type int is no place for checkpoints; pass a path or a URL"
+    ):
         places.place(3)
 
 
 def test_a_model_is_converted_to_a_file_system(tmp_path: Path) -> None:
     good(saved(tmp_path)[1])
-    with pytest.raises(CheckpointError, match="memory://bucket/model: a converted model must be a folder of a file system"):
+    with pytest.raises(
+        CheckpointError,
+        match="memory://bucket/model: a converted model must be a folder of a file system",
+    ):
         convert_checkpoint(tmp_path, "memory://bucket/model")
 
 
@@ -382,7 +433,10 @@ def test_one_file_of_the_whole_model_is_written_to_a_file_system() -> None:
     def action(rank: int, models: list[torch.nn.Module]) -> None:
         engine = Setup(ranks=1).open(models[rank])
         try:
-            with pytest.raises(CheckpointError, match="one file of the whole model must be a folder of a file system"):
+            with pytest.raises(
+                CheckpointError,
+                match="one file of the whole model must be a folder of a file system",
+            ):
                 engine.save_16bit_model("memory://bucket/model")
         finally:
             engine.destroy()
@@ -393,7 +447,11 @@ def test_one_file_of_the_whole_model_is_written_to_a_file_system() -> None:
 def test_other_engines_than_the_first(store: UPath) -> None:
     """Rank 0's identifier of the save is in all names, though every rank draws one."""
     good(run(TWO, small, lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL)))[1])
-    marks = {item.stem.rpartition("-")[2] for item in (store / "global_step1").iterdir() if item.name.startswith("rank-")}
+    marks = {
+        item.stem.rpartition("-")[2]
+        for item in (store / "global_step1").iterdir()
+        if item.name.startswith("rank-")
+    }
     assert len(marks) == 1
 
 

@@ -1,4 +1,6 @@
-"""State that is no tensor: JSON where it is faithful, weights_only where it is not, and nothing that executes."""
+"""State that is no tensor: JSON where it is faithful, weights_only where it is not, and nothing
+that executes.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ class Attack:
         return (exec, ("raise SystemExit('executed')",))
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 2.5, float("inf"), "x", [1, [2]], {"a": {"b": []}}, {}])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 2.5, float("inf"), "x", [1, [2]], {"a": {"b": []}}, {}]
+)
 def test_faithful_in_json(value):
     assert is_json(value)
     assert split("s", {"k": value}) == ({"json": {"k": value}, "objects": []}, {})
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: 2}, {"a": (1,)}, {3}, torch.ones(2), OrderedDict(a=1), b"x", 1j])
+@pytest.mark.parametrize(
+    "value", [(1, 2), {1: 2}, {"a": (1,)}, {3}, torch.ones(2), OrderedDict(a=1), b"x", 1j]
+)
 def test_not_faithful_in_json(value):
     assert not is_json(value)
     plain, objects = split("s", {"k": value, "n": 1})
@@ -38,12 +44,17 @@ def test_not_faithful_in_json(value):
 
 @pytest.mark.parametrize("value", [Custom(), Attack(), lambda: None, {"deep": [Custom()]}, open])
 def test_what_would_execute_is_refused_by_name(value):
-    with pytest.raises(CheckpointError, match=r"client_state\['bad'\] .* cannot be saved without a pickle .*store numbers"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"client_state\['bad'\] .* cannot be saved without a pickle .*store numbers",
+    ):
         split("client_state", {"good": 1, "bad": value})
 
 
 def test_keys_must_be_strings():
-    with pytest.raises(CheckpointError, match=r"client_state has the key 3 of type int; keys must be strings"):
+    with pytest.raises(
+        CheckpointError, match=r"client_state has the key 3 of type int; keys must be strings"
+    ):
         split("client_state", {3: 1})
 
 

@@ -1,4 +1,6 @@
-"""Folders and names as people have them: links, other jobs, working folders that change, a ``latest`` that somebody edited."""
+"""Folders and names as people have them: links, other jobs, working folders that change, a
+``latest`` that somebody edited.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def saving(folder: Path) -> Path:
 
 
 def once(monkeypatch: pytest.MonkeyPatch, before) -> None:
-    """``before()`` runs when rank 0 of the first save has the files of all ranks and puts the manifest together."""
+    """``before()`` runs when rank 0 of the first save has the files of all ranks and puts the
+    manifest together.
+    """
     describe, called = publishing.describe, []
 
     def described(*args):
@@ -46,7 +50,9 @@ def once(monkeypatch: pytest.MonkeyPatch, before) -> None:
 # ---- while a save is under way ----
 
 
-def test_the_working_folder_changes_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_folder_changes_while_a_thread_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     write, moved = behind_module.write_image, threading.Event()
@@ -67,11 +73,16 @@ def test_the_working_folder_changes_while_a_thread_writes(tmp_path: Path, monkey
         engine.destroy()
 
     run_ranks(1, train)
-    assert checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole and names(tmp_path / "there") == []
+    assert (
+        checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole
+        and names(tmp_path / "there") == []
+    )
 
 
 @pytest.mark.parametrize("way", ["gone", "cut short"])
-def test_the_file_of_a_rank_changes_before_the_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_the_file_of_a_rank_changes_before_the_manifest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """The checkpoint that the save replaces stays."""
     before = weights(saved(tmp_path, tag="a")[0])
 
@@ -89,7 +100,9 @@ def test_the_file_of_a_rank_changes_before_the_manifest_is_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
-def test_two_jobs_save_under_one_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+def test_two_jobs_save_under_one_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
     """The job that began last has the tag. The other one raises; files of both are never mixed."""
     describe, calls = publishing.describe, []
     others, there, gone_on = [], threading.Event(), threading.Event()
@@ -121,7 +134,11 @@ def test_two_jobs_save_under_one_tag(tmp_path: Path, monkeypatch: pytest.MonkeyP
     good(second_results)
     loaded, results = load(tmp_path, verify=True)
     good(results)
-    assert same(weights(loaded), weights(engines)) and names(tmp_path) == ["a", "latest", "zero_to_fp32.py"]
+    assert same(weights(loaded), weights(engines)) and names(tmp_path) == [
+        "a",
+        "latest",
+        "zero_to_fp32.py",
+    ]
 
 
 # ---- links ----
@@ -137,7 +154,11 @@ def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
     for steps in (3, 4):
         engines, results = saved(tmp_path / "run", tag="a", steps=steps)
         good(results)
-        assert not (tmp_path / "run" / "a").is_symlink() and names(tmp_path / "run") == ["a", "latest", "zero_to_fp32.py"]
+        assert not (tmp_path / "run" / "a").is_symlink() and names(tmp_path / "run") == [
+            "a",
+            "latest",
+            "zero_to_fp32.py",
+        ]
         assert same(weights(load(tmp_path / "run", verify=True)[0]), weights(engines))
     assert names(tmp_path / "archive" / "a") == archived
     assert same(weights(load(tmp_path / "archive", verify=True)[0]), old)
@@ -164,13 +185,17 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
     for steps in (1, 2):
         engines, results = saved(tmp_path / "run", tag="a", steps=steps)
         good(results)
-    assert (tmp_path / "run").is_symlink() and same(weights(load(tmp_path / "disk")[0]), weights(engines))
+    assert (tmp_path / "run").is_symlink() and same(
+        weights(load(tmp_path / "disk")[0]), weights(engines)
+    )
 
 
 # ---- names ----
 
 
-@pytest.mark.parametrize("tag", ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\""])
+@pytest.mark.parametrize(
+    "tag", ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\""]
+)
 def test_tags_of_all_kinds(tmp_path: Path, tag: str) -> None:
     for steps in (1, 2):
         engines, results = saved(tmp_path / "spa ce ü", tag=tag, steps=steps, keep=1)
@@ -181,17 +206,32 @@ def test_tags_of_all_kinds(tmp_path: Path, tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag, says", [(" a", "spaces"), ("a\n", "spaces"), ("x" * 231, "230 bytes"), ("é" * 116, "230 bytes"), ("a\udc80", "UTF-8")]
+    "tag, says",
+    [
+        (" a", "spaces"),
+        ("a\n", "spaces"),
+        ("x" * 231, "230 bytes"),
+        ("é" * 116, "230 bytes"),
+        ("a\udc80", "UTF-8"),
+    ],
 )
-def test_tags_that_latest_or_the_file_system_would_not_give_back(tmp_path: Path, tag: str, says: str) -> None:
+def test_tags_that_latest_or_the_file_system_would_not_give_back(
+    tmp_path: Path, tag: str, says: str
+) -> None:
     for text in errors(saved(tmp_path, tag=tag)[1]):
         assert "cannot be a tag; pass" in text and says in text
     assert names(tmp_path) == []
 
 
-def test_latest_does_not_depend_on_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_does_not_depend_on_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good(saved(tmp_path, tag="größe")[1])
-    monkeypatch.setattr(locale, "getencoding" if hasattr(locale, "getencoding") else "getpreferredencoding", lambda *_: "latin-1")
+    monkeypatch.setattr(
+        locale,
+        "getencoding" if hasattr(locale, "getencoding") else "getpreferredencoding",
+        lambda *_: "latin-1",
+    )
     monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
     good(load(tmp_path)[1])
     good(saved(tmp_path, tag="größe 2", save_latest=False, keep=1)[1])
@@ -215,7 +255,9 @@ def test_a_latest_that_names_no_tag(tmp_path: Path, content: bytes) -> None:
 def test_a_latest_that_names_what_is_gone(tmp_path: Path) -> None:
     good(saved(tmp_path, tag="a")[1])
     (tmp_path / LATEST).write_text("b")
-    refused(tmp_path, ["no checkpoint 'b'", str(tmp_path / "b"), "pass one of the tags that exist: a"])
+    refused(
+        tmp_path, ["no checkpoint 'b'", str(tmp_path / "b"), "pass one of the tags that exist: a"]
+    )
 
 
 def test_a_latest_that_is_no_text_file(tmp_path: Path) -> None:
@@ -229,9 +271,13 @@ def test_a_latest_that_is_no_text_file(tmp_path: Path) -> None:
     refused(tmp_path, [f"{tmp_path / LATEST} ", "pass one of the tags that exist: a"])
 
 
-def test_nothing_is_removed_while_latest_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_while_latest_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[str] = []
-    monkeypatch.setattr("hf_zero.checkpoint.retention.logger.warning", lambda text, *args: heard.append(text % args))
+    monkeypatch.setattr(
+        "hf_zero.checkpoint.retention.logger.warning", lambda text, *args: heard.append(text % args)
+    )
     good(saved(tmp_path, tag="s1")[1])
     (tmp_path / LATEST).write_bytes(b"\xff")
     good(saved(tmp_path, tag="s2", save_latest=False, keep=1)[1])
@@ -243,10 +289,16 @@ def test_nothing_is_removed_while_latest_cannot_be_read(tmp_path: Path, monkeypa
 
 
 def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
-    """Each is whole and of the same model; half of one and half of the other is no state that training was ever in."""
+    """Each is whole and of the same model; half of one and half of the other is no state that
+    training was ever in.
+    """
     for steps in (1, 2):
         good(saved(tmp_path, tag=f"t{steps}", steps=steps)[1])
-    _, results = run(TWO, small, lambda engine: checkpoint.load(engine, tmp_path, tag=f"t{engine.global_rank + 1}"))
+    _, results = run(
+        TWO,
+        small,
+        lambda engine: checkpoint.load(engine, tmp_path, tag=f"t{engine.global_rank + 1}"),
+    )
     for text in errors(results):
         assert (
             "rank 0 t1 (" in text
@@ -259,12 +311,19 @@ def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
 def test_ranks_that_see_different_saves_of_one_tag(tmp_path: Path) -> None:
     for folder in ("0", "1"):
         good(saved(tmp_path / folder, tag="a")[1])
-    _, results = run(TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank)))
+    _, results = run(
+        TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank))
+    )
     for text in errors(results):
         assert "the ranks see different checkpoints" in text and "Nothing was loaded" in text
     shutil.rmtree(tmp_path / "1")
-    shutil.copytree(tmp_path / "0", tmp_path / "1")  # one folder that two machines have mounted under different names
-    good(run(TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank)))[1])
+    # one folder that two machines have mounted under different names
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    good(
+        run(TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank)))[
+            1
+        ]
+    )
 
 
 # ---- permissions ----
@@ -278,4 +337,6 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: 
     finally:
         os.umask(old)
     for path in (tmp_path / "run").rglob("*"):
-        assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~mask, path
+        assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~mask, (
+            path
+        )

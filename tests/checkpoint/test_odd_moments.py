@@ -1,4 +1,6 @@
-"""Saves and loads at moments that nobody plans: in the middle of a window, twice, while another is written, after settings changed."""
+"""Saves and loads at moments that nobody plans: in the middle of a window, twice, while another
+is written, after settings changed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TWO = Elastic(ranks=2, stage=3)
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args if args else text))
+    monkeypatch.setattr(
+        logger, "warning", lambda text, *args: lines.append(text % args if args else text)
+    )
     return lines
 
 
@@ -51,26 +55,39 @@ def state(engine: Any) -> dict[str, list[torch.Tensor]]:
     kept = {}
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
-            moments = (hf_zero.safe_get_full_optimizer_state(p, kind) for kind in ("exp_avg", "exp_avg_sq"))
-            kept[name] = [hf_zero.safe_get_full_fp32_param(p).clone(), *(moment.clone() for moment in moments)]
+            moments = (
+                hf_zero.safe_get_full_optimizer_state(p, kind) for kind in ("exp_avg", "exp_avg_sq")
+            )
+            kept[name] = [
+                hf_zero.safe_get_full_fp32_param(p).clone(),
+                *(moment.clone() for moment in moments),
+            ]
     return kept
 
 
 def equal(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True))
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
 
 
 def half_a_window(engine: Any, rank: int, setup: Elastic, step: int) -> None:
     """One micro-batch of a window of several."""
-    engine.backward(engine(**ARCHITECTURES[setup.model].batch(step, rank * setup.window // setup.ranks, 0)).loss)
+    engine.backward(
+        engine(**ARCHITECTURES[setup.model].batch(step, rank * setup.window // setup.ranks, 0)).loss
+    )
     engine.step()
     assert engine.window_is_open
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_in_the_middle_of_a_window(stage: int, blocking: bool, tmp_path: Path, heard: list[str]) -> None:
-    """The save does not disturb the window; who resumes from it begins the window anew, and what is lost is said."""
+def test_in_the_middle_of_a_window(
+    stage: int, blocking: bool, tmp_path: Path, heard: list[str]
+) -> None:
+    """The save does not disturb the window; who resumes from it begins the window anew, and what
+    is lost is said.
+    """
     setup = dataclasses.replace(TWO, stage=stage)
 
     def plain(rank: int, models: list[torch.nn.Module]) -> Any:
@@ -99,11 +116,20 @@ def test_in_the_middle_of_a_window(stage: int, blocking: bool, tmp_path: Path, h
 
     expected = run_ranks(2, plain, setup.models())
     assert not heard
-    for (losses, weights), (found, gone_on, resumed) in zip(expected, run_ranks(2, saving, setup.models())):
+    for (losses, weights), (found, gone_on, resumed) in zip(
+        expected, run_ranks(2, saving, setup.models())
+    ):
         assert found == losses
-        assert all(torch.equal(weights[name], gone_on[name]) and torch.equal(weights[name], resumed[name]) for name in weights)
+        assert all(
+            torch.equal(weights[name], gone_on[name]) and torch.equal(weights[name], resumed[name])
+            for name in weights
+        )
     said = [text for text in heard if "middle of an accumulation window" in text]
-    assert len(said) == 1 and str(tmp_path) in said[0] and "1 micro-batches so far are not saved" in said[0]
+    assert (
+        len(said) == 1
+        and str(tmp_path) in said[0]
+        and "1 micro-batches so far are not saved" in said[0]
+    )
 
 
 def test_loading_twice(tmp_path: Path) -> None:
@@ -123,7 +149,9 @@ def test_loading_twice(tmp_path: Path) -> None:
     run_ranks(2, run, TWO.models())
 
 
-def test_a_load_that_failed_halfway_is_mended_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_failed_halfway_is_mended_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mixture it leaves is said to be one, on all ranks, and nothing of it stays."""
     read, broken = tensorfile.TensorFile.read_into, threading.Event()
 
@@ -142,7 +170,9 @@ def test_a_load_that_failed_halfway_is_mended_by_the_next(tmp_path: Path, monkey
         losses = micro_losses(engine, rank, range(2, 4), TWO)
         torch.distributed.barrier()
         broken.set()
-        with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error.*partly loaded: load again"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: .*Input/output error.*partly loaded: load again"
+        ):
             engine.load_checkpoint(str(tmp_path))
         torch.distributed.barrier()
         broken.clear()
@@ -156,7 +186,9 @@ def test_a_load_that_failed_halfway_is_mended_by_the_next(tmp_path: Path, monkey
 
 
 def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.Event) -> None:
-    """Weights, moments, learning rates, schedule, buffers, client state and counters are those of the call."""
+    """Weights, moments, learning rates, schedule, buffers, client state and counters are those
+    of the call.
+    """
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         models[rank].register_buffer("seen", torch.zeros(3))
@@ -176,8 +208,15 @@ def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.
         _, found = engine.load_checkpoint(str(tmp_path))
         assert equal(state(engine), there) and place(engine) == at
         assert models[rank].seen.tolist() == [0, 0, 0]
-        assert found["list"] == [1] and found["tensor"].tolist() == [0, 0] and found["pair"] == ([1], 2)
-        assert sorted(group["weight_decay"] for group in engine.optimizer.param_groups) == [0.0, 0.1]
+        assert (
+            found["list"] == [1]
+            and found["tensor"].tolist() == [0, 0]
+            and found["pair"] == ([1], 2)
+        )
+        assert sorted(group["weight_decay"] for group in engine.optimizer.param_groups) == [
+            0.0,
+            0.1,
+        ]
         engine.destroy()
 
     run_ranks(2, run, TWO.models())
@@ -187,7 +226,9 @@ def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.
 def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     tmp_path: Path, held: threading.Event, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later one is what the tag names; where the thread fails, on one rank, all ranks hear of it and can save again."""
+    """The later one is what the tag names; where the thread fails, on one rank, all ranks hear
+    of it and can save again.
+    """
     write = behind_module.write_image
 
     def failing(path: Path, image: memoryview) -> None:
@@ -201,13 +242,17 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
         engine = TWO.open(models[rank])
         engine.save_checkpoint(str(tmp_path), tag="a")
         micro_losses(engine, rank, range(1), TWO)
-        engine.save_checkpoint(str(tmp_path), tag="a", client_state={"which": "thread"}, blocking=False)
+        engine.save_checkpoint(
+            str(tmp_path), tag="a", client_state={"which": "thread"}, blocking=False
+        )
         micro_losses(engine, rank, range(1, 2), TWO)
         there = state(engine)
         if rank == 0:
             threading.Timer(0.2, held.set).start()
         if fails:
-            with pytest.raises(CheckpointError, match=r"rank 1: .*disk is full.*Nothing was saved as 'a'"):
+            with pytest.raises(
+                CheckpointError, match=r"rank 1: .*disk is full.*Nothing was saved as 'a'"
+            ):
                 engine.save_checkpoint(str(tmp_path), tag="a", client_state={"which": "later"})
         engine.save_checkpoint(str(tmp_path), tag="a", client_state={"which": "later"})
         micro_losses(engine, rank, range(2, 3), TWO)
@@ -220,8 +265,12 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     assert verify_checkpoint(tmp_path).whole
 
 
-@pytest.mark.parametrize("saved, wanted", [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32"), ("fp16", "bf16")])
-def test_another_precision_keeps_masters_and_moments(saved: str, wanted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "saved, wanted", [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32"), ("fp16", "bf16")]
+)
+def test_another_precision_keeps_masters_and_moments(
+    saved: str, wanted: str, tmp_path: Path
+) -> None:
     before = Elastic(ranks=2, stage=3, precision=saved)
     after = Elastic(ranks=4, stage=2, precision=wanted, turned=True)
 
@@ -239,7 +288,9 @@ def test_another_precision_keeps_masters_and_moments(saved: str, wanted: str, tm
         here = state(engine), engine.global_steps, engine.counters.skipped_steps
         whole = engine.state_dict()
         for name, p in engine.module.named_parameters():
-            assert torch.equal(whole[name].float(), here[0][name][0].to(p.dtype).float()), "the parameters are the masters, rounded"
+            assert torch.equal(whole[name].float(), here[0][name][0].to(p.dtype).float()), (
+                "the parameters are the masters, rounded"
+            )
         assert micro_losses(engine, rank, range(3, 4), after)[0][0] < 10
         engine.destroy()
         return here
@@ -250,7 +301,9 @@ def test_another_precision_keeps_masters_and_moments(saved: str, wanted: str, tm
 
 
 def test_what_was_frozen_is_trained_and_the_other_way_round(tmp_path: Path) -> None:
-    """As one plain process does it: moments that were not kept begin at zero, at the step count of their group."""
+    """As one plain process does it: moments that were not kept begin at zero, at the step count
+    of their group.
+    """
     before = Elastic(ranks=2, stage=3, frozen="h.0")
     after = Elastic(ranks=4, stage=2, frozen="h.1")
 
@@ -284,7 +337,11 @@ def plainly(before: Elastic, after: Elastic) -> list[float]:
         if moments:
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    fresh = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    fresh = {
+                        "step": torch.tensor(3.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
                     optimizer.state[p] = moments.get(p, fresh)
         rates = [group["lr"] for group in optimizer.param_groups]
         for step in steps:
@@ -315,13 +372,22 @@ class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 1), (1, 2)], ids=str)
-def test_the_loader_goes_on_behind_the_samples_that_were_seen(ranks: tuple[int, int], tmp_path: Path) -> None:
-    """``global_samples`` of the load says how many batches to pass over; each step then has the samples that it would have had."""
+def test_the_loader_goes_on_behind_the_samples_that_were_seen(
+    ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    """``global_samples`` of the load says how many batches to pass over; each step then has the
+    samples that it would have had.
+    """
 
-    def run(rank: int, models: list[torch.nn.Module], setup: Elastic, goes_on: bool) -> list[tuple[set[int], float]]:
+    def run(
+        rank: int, models: list[torch.nn.Module], setup: Elastic, goes_on: bool
+    ) -> list[tuple[set[int], float]]:
         optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.1)
         engine, _, loader, _ = hf_zero.initialize(
-            model=models[rank], optimizer=optimizer, training_data=Numbered(), config=setup.config | {"seed": 5}
+            model=models[rank],
+            optimizer=optimizer,
+            training_data=Numbered(),
+            config=setup.config | {"seed": 5},
         )
         loader.data_sampler.set_epoch(1)
         if not goes_on:
@@ -339,14 +405,26 @@ def test_the_loader_goes_on_behind_the_samples_that_were_seen(ranks: tuple[int, 
         engine.destroy()
         each = engine.gradient_accumulation_steps()
         windows = [seen[start : start + each] for start in range(0, len(seen), each)][-3:]
-        return [(set().union(*(numbers for numbers, _ in window)), sum(loss for _, loss in window) / each) for window in windows]
+        return [
+            (
+                set().union(*(numbers for numbers, _ in window)),
+                sum(loss for _, loss in window) / each,
+            )
+            for window in windows
+        ]
 
     before, after = (Elastic(ranks=count, stage=3) for count in ranks)
     steps: list[list[tuple[set[int], float]]] = []
     for setup, goes_on in ((before, True), (after, False)):
         results = run_ranks(setup.ranks, run, setup.models(), setup, goes_on)
         steps.append(
-            [(set().union(*(numbers for numbers, _ in step)), sum(loss for _, loss in step) / setup.ranks) for step in zip(*results)]
+            [
+                (
+                    set().union(*(numbers for numbers, _ in step)),
+                    sum(loss for _, loss in step) / setup.ranks,
+                )
+                for step in zip(*results)
+            ]
         )
     for (numbers, loss), (found, resumed) in zip(*steps, strict=True):
         assert found == numbers and len(found) == 8

@@ -1,4 +1,6 @@
-"""Tensors as models have them: buffers of every dtype and stride, NaN, shapes without elements, offsets beyond 32 bits."""
+"""Tensors as models have them: buffers of every dtype and stride, NaN, shapes without elements,
+offsets beyond 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def odd(dtype: torch.dtype, values: bool) -> torch.Tensor:
     return (count if values else torch.zeros_like(count)).view(dtype).reshape(2, 3)
 
 
-def with_buffers(make: Callable[[], torch.nn.Module], **buffers: torch.Tensor) -> Callable[[], torch.nn.Module]:
+def with_buffers(
+    make: Callable[[], torch.nn.Module], **buffers: torch.Tensor
+) -> Callable[[], torch.nn.Module]:
     def build() -> torch.nn.Module:
         module = make()
         for name, buffer in buffers.items():
@@ -61,11 +65,15 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def test_buffers_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     value = odd(dtype, True)
     put(tmp_path, with_buffers(small, odd=value, scalar=value[1, 2], none=value[:0]))
-    make = with_buffers(other, odd=odd(dtype, False), scalar=odd(dtype, False)[1, 2], none=value[:0])
+    make = with_buffers(
+        other, odd=odd(dtype, False), scalar=odd(dtype, False)[1, 2], none=value[:0]
+    )
     engines, results = run(TWO, make, lambda engine: checkpoint.load(engine, tmp_path, verify=True))
     good(results)
     for engine in engines:
-        assert bits(engine.module.odd) == bits(value) and bits(engine.module.scalar) == bits(value[1, 2])
+        assert bits(engine.module.odd) == bits(value) and bits(engine.module.scalar) == bits(
+            value[1, 2]
+        )
         assert engine.module.none.shape == (0, 3)
 
 
@@ -73,8 +81,14 @@ def test_buffers_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_dtype_that_the_format_has_not(tmp_path: Path, dtype: torch.dtype) -> None:
     put(tmp_path, small)
     make = with_buffers(small, phase=torch.ones(3, dtype=dtype))
-    for text in errors(run(TWO, make, lambda engine: checkpoint.save(engine, tmp_path, tag="b"))[1]):
-        assert f"rank 0: 'buffer::phase' is of {dtype}" in text and "persistent=False" in text and "Nothing was saved as 'b'" in text
+    for text in errors(
+        run(TWO, make, lambda engine: checkpoint.save(engine, tmp_path, tag="b"))[1]
+    ):
+        assert (
+            f"rank 0: 'buffer::phase' is of {dtype}" in text
+            and "persistent=False" in text
+            and "Nothing was saved as 'b'" in text
+        )
     good(load(tmp_path)[1])
 
 
@@ -89,7 +103,9 @@ def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
         return module
 
     def into() -> torch.nn.Module:
-        module = with_buffers(other, turned=torch.zeros(3, 4).t(), conjugated=torch.zeros(2, dtype=torch.complex64))()
+        module = with_buffers(
+            other, turned=torch.zeros(3, 4).t(), conjugated=torch.zeros(2, dtype=torch.complex64)
+        )()
         module.register_buffer("every_other", torch.zeros(10)[::2])
         module.second.register_buffer("same", module.every_other)
         return module
@@ -99,7 +115,13 @@ def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
     good(results)
     module = engines[1].module
     assert torch.equal(module.turned, turned) and torch.equal(module.conjugated, conjugated)
-    assert module.second.same is module.every_other and module.every_other.tolist() == [0, 2, 4, 6, 8]
+    assert module.second.same is module.every_other and module.every_other.tolist() == [
+        0,
+        2,
+        4,
+        6,
+        8,
+    ]
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
@@ -115,13 +137,20 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 
     before, results = run(TWO, with_buffers(small, odd=odd_values), train)
     good(results)
-    after, results = run(Job(3, 1), with_buffers(other, odd=torch.zeros(4)), lambda engine: checkpoint.load(engine, tmp_path))
+    after, results = run(
+        Job(3, 1),
+        with_buffers(other, odd=torch.zeros(4)),
+        lambda engine: checkpoint.load(engine, tmp_path),
+    )
     good(results)
     assert bits(after[0].module.odd) == bits(odd_values)
     one, two = state_of(before), state_of(after)
     for name, kinds in one.items():
         assert all(bits(value) == bits(two[name][kind]) for kind, value in kinds.items()), name
-    assert one["first.weight"]["weights"].isnan().any() and one["first.weight"]["exp_avg"].isnan().any()
+    assert (
+        one["first.weight"]["weights"].isnan().any()
+        and one["first.weight"]["exp_avg"].isnan().any()
+    )
 
 
 def test_buffers_follow_the_models_dtype(tmp_path: Path) -> None:
@@ -134,14 +163,20 @@ def test_buffers_follow_the_models_dtype(tmp_path: Path) -> None:
 
 def test_integers_that_the_models_dtype_cannot_hold(tmp_path: Path) -> None:
     put(tmp_path, with_buffers(small, count=torch.tensor([3, 70000])))
-    assert got(tmp_path, with_buffers(other, count=torch.zeros(2, dtype=torch.int32)), "count").tolist() == [3, 70000]
-    for text in errors(load(tmp_path, make=with_buffers(other, count=torch.zeros(2, dtype=torch.int16)))[1]):
+    assert got(
+        tmp_path, with_buffers(other, count=torch.zeros(2, dtype=torch.int32)), "count"
+    ).tolist() == [3, 70000]
+    for text in errors(
+        load(tmp_path, make=with_buffers(other, count=torch.zeros(2, dtype=torch.int16)))[1]
+    ):
         assert "other values of count, which the model cannot take" in text
 
 
 @pytest.mark.parametrize("only", ["empty", "scalar", "both"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_models_of_nothing_but_scalars_and_empty_parameters(tmp_path: Path, only: str, world: int) -> None:
+def test_models_of_nothing_but_scalars_and_empty_parameters(
+    tmp_path: Path, only: str, world: int
+) -> None:
     def make(value: float) -> Callable[[], torch.nn.Module]:
         def build() -> torch.nn.Module:
             module = torch.nn.Module()
@@ -154,11 +189,23 @@ def test_models_of_nothing_but_scalars_and_empty_parameters(tmp_path: Path, only
 
         return build
 
-    good(run(Job(world, 3, optimizer=None), make(2.5), lambda engine: checkpoint.save(engine, tmp_path))[1])
+    good(
+        run(
+            Job(world, 3, optimizer=None),
+            make(2.5),
+            lambda engine: checkpoint.save(engine, tmp_path),
+        )[1]
+    )
     assert checkpoint.verify_checkpoint(tmp_path).whole
-    engines, results = run(Job(4 - world, 2, optimizer=None), make(0.0), lambda engine: checkpoint.load(engine, tmp_path))
+    engines, results = run(
+        Job(4 - world, 2, optimizer=None),
+        make(0.0),
+        lambda engine: checkpoint.load(engine, tmp_path),
+    )
     good(results)
-    assert {name: kinds["weights"].tolist() for name, kinds in state_of(engines).items()} == ({} if only == "empty" else {"one": [2.5]})
+    assert {name: kinds["weights"].tolist() for name, kinds in state_of(engines).items()} == (
+        {} if only == "empty" else {"one": [2.5]}
+    )
 
 
 # ---- offsets beyond 32 bits ----
@@ -167,7 +214,9 @@ HUGE = 3 * 2**31 + 5  # elements
 
 
 def manifest_of(layout: FlatLayout) -> Manifest:
-    chunks = tuple(Chunk(rank, *layout.rank_range(rank), ("master",)) for rank in range(layout.shards))
+    chunks = tuple(
+        Chunk(rank, *layout.rank_range(rank), ("master",)) for rank in range(layout.shards)
+    )
     flat = FlatEntry("unit|trainable|float32", True, torch.float32, layout, chunks)
     stub: dict = dict.fromkeys(Manifest.__dataclass_fields__)
     return Manifest(**{**stub, "flats": (flat,)})
@@ -175,7 +224,9 @@ def manifest_of(layout: FlatLayout) -> Manifest:
 
 @pytest.mark.parametrize("saved_by, loaded_by", [(1, 8), (7, 3), (8, 1)])
 def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> None:
-    """Every element has one place, and the places are where arithmetic without a limit puts them."""
+    """Every element has one place, and the places are where arithmetic without a limit puts
+    them.
+    """
     shapes = [("a", (5,)), ("big", (HUGE, 2)), ("z", (2**33,))]
     manifest = manifest_of(FlatLayout.build(shapes, saved_by))
     layout = FlatLayout.build(shapes[::-1], loaded_by)
@@ -187,7 +238,11 @@ def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> N
             for at in (0, each.length - 1):
                 (piece,) = layout.pieces(start + each.target + at, start + each.target + at + 1)
                 chunk = flat.chunks[each.chunk]
-                assert flat.layout.by_name[piece.name].offset + piece.start == chunk.start + each.source + at < chunk.stop
+                assert (
+                    flat.layout.by_name[piece.name].offset + piece.start
+                    == chunk.start + each.source + at
+                    < chunk.stop
+                )
             covered += each.length
     assert covered == sum(flat.layout.by_name[name].numel for name, _ in shapes)
     (one,) = parameter_runs(manifest_of(FlatLayout.build(shapes, 1)), "z", 2**33 - 1, 2**33)
@@ -195,16 +250,28 @@ def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> N
 
 
 def test_ranges_of_files_beyond_32_bits(tmp_path: Path) -> None:
-    """A sparse file of 32 GB: what stands behind the first 2**31 elements is read from where the header says."""
-    plan = plan_file([("a::master", torch.float32, [HUGE]), ("b::shard", torch.int8, [2**32 + 3])], {}, 4096)
+    """A sparse file of 32 GB: what stands behind the first 2**31 elements is read from where the
+    header says.
+    """
+    plan = plan_file(
+        [("a::master", torch.float32, [HUGE]), ("b::shard", torch.int8, [2**32 + 3])], {}, 4096
+    )
     path = tmp_path / "rank"
     with open(path, "wb") as file:
         file.write(plan.header)
         file.truncate(plan.size)
-        for name, at, data in (("a::master", HUGE - 2, struct.pack("<2f", 1.5, 2.5)), ("b::shard", 2**32, bytes([7, 8, 9]))):
+        for name, at, data in (
+            ("a::master", HUGE - 2, struct.pack("<2f", 1.5, 2.5)),
+            ("b::shard", 2**32, bytes([7, 8, 9])),
+        ):
             entry = next(entry for entry in plan.entries if entry.name == name)
-            os.pwrite(file.fileno(), data, len(plan.header) + entry.begin + at * entry.dtype.itemsize)
-    assert json.loads(plan.header[8:])["b::shard"]["data_offsets"] == [4 * HUGE, 4 * HUGE + 2**32 + 3]
+            os.pwrite(
+                file.fileno(), data, len(plan.header) + entry.begin + at * entry.dtype.itemsize
+            )
+    assert json.loads(plan.header[8:])["b::shard"]["data_offsets"] == [
+        4 * HUGE,
+        4 * HUGE + 2**32 + 3,
+    ]
     with TensorFile(path) as opened:
         ends, tail = torch.empty(2), torch.empty(3, dtype=torch.int8)
         opened.read_into("a::master", HUGE - 2, ends)

@@ -1,4 +1,6 @@
-"""Checkpoints of offloaded state: resumed bit for bit in the same place, and as the oracle has it in another one."""
+"""Checkpoints of offloaded state: resumed bit for bit in the same place, and as the oracle has
+it in another one.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,17 @@ class Away(Setup):
     def config(self) -> dict[str, Any]:
         config = super().config
         if self.way:
-            config["zero_optimization"] = offload(self.way, self.stage, self.folder, moments=self.moments)
+            config["zero_optimization"] = offload(
+                self.way, self.stage, self.folder, moments=self.moments
+            )
         return config
 
 
 def described(setup: Away) -> str:
-    return f"{setup.ranks} ranks stage {setup.stage} {setup.precision} {setup.way or 'device'} {setup.moments}"
+    return (
+        f"{setup.ranks} ranks stage {setup.stage} {setup.precision} "
+        f"{setup.way or 'device'} {setup.moments}"
+    )
 
 
 PLACES = ["optimizer on cpu", "optimizer in files", "half on cpu", "all on cpu", "all in files"]
@@ -52,7 +59,14 @@ SAME = [
     Away(stage=3, way="all in files", precision="fp16", model="bert"),
 ]
 MORE = [
-    Away(ranks=ranks, stage=stage, precision=precision, way=way, moments=moments, model="bert" if precision == "fp16" else "gpt2")
+    Away(
+        ranks=ranks,
+        stage=stage,
+        precision=precision,
+        way=way,
+        moments=moments,
+        model="bert" if precision == "fp16" else "gpt2",
+    )
     for way, stage, ranks, precision, moments in itertools.product(
         PLACES, range(4), (1, 2, 4), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "int8")
     )
@@ -90,19 +104,27 @@ MOVES = [
     (Away(ranks=2, stage=3, way="all in files", moments="int8"), Away(ranks=4, stage=1)),
     (Away(ranks=2, stage=0), Away(ranks=2, stage=2, way="optimizer in files", moments="bf16")),
 ]
-ANYWHERE = [Away(ranks=ranks, stage=stage, way=way) for way, stage, ranks in itertools.product(["", *PLACES], (0, 1, 2, 3), (1, 2, 4))]
+ANYWHERE = [
+    Away(ranks=ranks, stage=stage, way=way)
+    for way, stage, ranks in itertools.product(["", *PLACES], (0, 1, 2, 3), (1, 2, 4))
+]
 ANYWHERE = [setup for setup in ANYWHERE if setup.stage == 3 or not setup.way.startswith("all")]
 ALL_MOVES = [(ANYWHERE[at], ANYWHERE[(7 * at + 5) % len(ANYWHERE)]) for at in range(len(ANYWHERE))]
 
 
 def check_moved(before: Away, after: Away, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    before, after = (dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn") for setup in (before, after))
+    before, after = (
+        dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn")
+        for setup in (before, after)
+    )
     whole = run_ranks(before.ranks, first_half, before.models(), before, tmp_path / "saved", True)
     resumed = run_ranks(after.ranks, second_half, after.models(), after, tmp_path / "saved")
     expected = global_losses([losses for losses, _ in whole], before.ranks)[3:]
     exact = (before.moments, after.moments) == ("fp32", "fp32")
-    assert global_losses([losses for losses, _ in resumed], after.ranks) == pytest.approx(expected, abs=1e-5 if exact else 1e-2)
+    assert global_losses([losses for losses, _ in resumed], after.ranks) == pytest.approx(
+        expected, abs=1e-5 if exact else 1e-2
+    )
 
 
 @pytest.mark.parametrize("before, after", MOVES, ids=lambda setup: described(setup))
@@ -116,8 +138,12 @@ def test_every_place_goes_on_elsewhere(before: Away, after: Away, tmp_path: Path
     check_moved(before, after, tmp_path)
 
 
-def state_at(rank: int, models: list[Any], setup: Away, folder: Path, saves: bool) -> dict[str, Any]:
-    """Whole master weights and moments on the CPU, at the save or after the load; the same on every rank."""
+def state_at(
+    rank: int, models: list[Any], setup: Away, folder: Path, saves: bool
+) -> dict[str, Any]:
+    """Whole master weights and moments on the CPU, at the save or after the load; the same on
+    every rank.
+    """
     engine = setup.open(models[rank])
     if saves:
         train(engine, rank, range(2))
@@ -127,7 +153,10 @@ def state_at(rank: int, models: list[Any], setup: Away, folder: Path, saves: boo
     state = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            moments = [safe_get_full_optimizer_state(parameter, kind).clone() for kind in ("exp_avg", "exp_avg_sq")]
+            moments = [
+                safe_get_full_optimizer_state(parameter, kind).clone()
+                for kind in ("exp_avg", "exp_avg_sq")
+            ]
             state[name] = [safe_get_full_fp32_param(parameter).clone(), *moments]
     engine.destroy()
     return state
@@ -135,13 +164,18 @@ def state_at(rank: int, models: list[Any], setup: Away, folder: Path, saves: boo
 
 def check_moved_exactly(before: Away, after: Away, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    before, after = (dataclasses.replace(setup, folder=tmp_path / "disk", moments="fp32") for setup in (before, after))
+    before, after = (
+        dataclasses.replace(setup, folder=tmp_path / "disk", moments="fp32")
+        for setup in (before, after)
+    )
     saved = run_ranks(before.ranks, state_at, before.models(), before, tmp_path / "saved", True)
     loaded = run_ranks(after.ranks, state_at, after.models(), after, tmp_path / "saved", False)
     for state in loaded:
         assert state.keys() == saved[0].keys()
         for name, tensors in state.items():
-            assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(tensors, saved[0][name])), name
+            assert all(
+                torch.equal(one.cpu(), other.cpu()) for one, other in zip(tensors, saved[0][name])
+            ), name
 
 
 @pytest.mark.parametrize("before, after", MOVES[1:4], ids=lambda setup: described(setup))
@@ -169,16 +203,22 @@ def test_an_engine_that_has_stepped_goes_back(way: str, tmp_path: Path) -> None:
         first = train(engine, rank, range(2, 4)), full_weights(engine)
         engine.load_checkpoint(str(tmp_path / "saved"), tag="two")
         second = train(engine, rank, range(2, 4)), full_weights(engine)
-        assert first[0] == second[0] and all(torch.equal(value, second[1][name]) for name, value in first[1].items())
+        assert first[0] == second[0] and all(
+            torch.equal(value, second[1][name]) for name, value in first[1].items()
+        )
         flat = next(flat for flat in engine.flats if flat.trainable)
         moments = engine.bound.tensors(flat)["exp_avg"].clone()
         engine.load_checkpoint(str(tmp_path / "saved"), tag="two", load_optimizer_states=False)
         assert torch.equal(engine.bound.tensors(flat)["exp_avg"], moments)
         engine.load_checkpoint(str(tmp_path / "saved"), tag="start")
-        assert engine.global_steps == 0 and all(torch.equal(value, start_weights[name]) for name, value in full_weights(engine).items())
+        assert engine.global_steps == 0 and all(
+            torch.equal(value, start_weights[name]) for name, value in full_weights(engine).items()
+        )
         train(engine, rank, range(2))
         third = train(engine, rank, range(2, 4)), full_weights(engine)
-        assert first[0] == third[0] and all(torch.equal(value, third[1][name]) for name, value in first[1].items())
+        assert first[0] == third[0] and all(
+            torch.equal(value, third[1][name]) for name, value in first[1].items()
+        )
         engine.destroy()
 
     run_ranks(2, run, setup.models())
@@ -207,7 +247,9 @@ def test_converted_it_is_the_model_that_was_trained(way: str, stage: int, tmp_pa
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     converted = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in weights.items():
-        assert torch.equal(whole[name], value.bfloat16()) and torch.equal(state[name], value.bfloat16()), name
+        assert torch.equal(whole[name], value.bfloat16()) and torch.equal(
+            state[name], value.bfloat16()
+        ), name
         assert torch.equal(converted[name].float(), earlier[name]), name
 
 
@@ -228,11 +270,17 @@ def test_saving_what_is_in_files_takes_the_memory_of_one_flat(tmp_path: Path) ->
     def run(rank: int) -> None:
         model = deep()
         nvme = {"device": "nvme", "nvme_path": str(tmp_path / "disk")}
-        section = {"stage": 3, "offload_optimizer": {**nvme, "buffer_size": 1 << 18}, "offload_param": {**nvme, "max_in_cpu": 0}}
+        section = {
+            "stage": 3,
+            "offload_optimizer": {**nvme, "buffer_size": 1 << 18},
+            "offload_param": {**nvme, "max_in_cpu": 0},
+        }
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
         engine = start(model, torch.optim.AdamW(model.parameters()), config)
         assert len(engine.flats) == 10
-        assert grows(lambda: checkpoint.save(engine, tmp_path / "saved")) < 96 * MB, "state is 480 MB"
+        assert grows(lambda: checkpoint.save(engine, tmp_path / "saved")) < 96 * MB, (
+            "state is 480 MB"
+        )
         assert (
             grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 200 * MB
         )  # a flat's master, moments and shard, and buffers beside

@@ -1,4 +1,6 @@
-"""What waits for checkpoints that are being written is done once, when all of them in its folder are whole, and never when one fails."""
+"""What waits for checkpoints that are being written is done once, when all of them in its folder
+are whole, and never when one fails.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_not_where_one_fails(fails: int, tmp_path: Path, done: list[str]) -> Non
     assert done == ["next"]
 
 
-def test_a_folder_by_another_way_to_it(tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_by_another_way_to_it(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""Checkpoints of adapters over quantised weights: bytes as they are, what stands beside them, and without the frozen base."""
+"""Checkpoints of adapters over quantised weights: bytes as they are, what stands beside them,
+and without the frozen base.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def saved(folder, stage=3, storage=torch.uint8, **options):
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (3, 2), (2, 3)])
 def test_training_goes_on_where_it_was(tmp_path, before, after, exclude):
-    """Without the frozen weights the checkpoint holds adapters alone, and the model that has the base takes them."""
+    """Without the frozen weights the checkpoint holds adapters alone, and the model that has the
+    base takes them.
+    """
     want, _ = by_hand(adam, [[(1.0, 0)]] * 4, RANKS, build=build())
     given = saved(tmp_path, before, exclude_frozen_parameters=exclude)
 
@@ -50,13 +54,19 @@ def test_training_goes_on_where_it_was(tmp_path, before, after, exclude):
                 model.get_parameter(name).data.zero_()
             model.get_parameter(PACKED[0]).quant_state.absmax.zero_()
         else:
-            assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items() if "lora_" not in name)
+            assert all(
+                torch.equal(value, given[name])
+                for name, value in model.state_dict().items()
+                if "lora_" not in name
+            )
         engine = start(model, adam(model), config_of(after))
         engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 2
         steps(engine, rank, range(2, 4))
         state = model.state_dict()
-        assert all(alike(value, given[name]) for name, value in state.items() if "lora_" not in name)
+        assert all(
+            alike(value, given[name]) for name, value in state.items() if "lora_" not in name
+        )
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run, build=build()):
@@ -70,7 +80,9 @@ def test_without_the_frozen_weights_it_is_small(tmp_path):
     def names(folder):
         return {key for file in folder.glob("*/*.safetensors") for key in load_file(file)}
 
-    assert any("frozen" in name for name in names(tmp_path / "all")) and f"buffer::{SCALES}" in names(tmp_path / "all")
+    assert any(
+        "frozen" in name for name in names(tmp_path / "all")
+    ) and f"buffer::{SCALES}" in names(tmp_path / "all")
     assert not any("frozen" in name or "absmax" in name for name in names(tmp_path / "trained"))
     assert any("lora" in name for name in convert(tmp_path / "trained", tmp_path / "out"))
 
@@ -86,7 +98,11 @@ def test_converting_casts_no_bytes_and_keeps_what_stands_beside_them(tmp_path, s
     given = saved(tmp_path / "run", storage=storage)
     made = convert(tmp_path / "run", tmp_path / "out", dtype)
     assert set(made) == set(given)
-    assert all(alike(made[name], given[name]) for name in given if "up.base_layer.weight" in name or "down.weight" in name)
+    assert all(
+        alike(made[name], given[name])
+        for name in given
+        if "up.base_layer.weight" in name or "down.weight" in name
+    )
     assert made["enter.weight"].dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
 
 
@@ -113,7 +129,9 @@ def test_bytes_of_another_kind_are_refused(tmp_path):
         model.blocks[0].down = LinearOfBytes(torch.nn.Linear(64, 32), torch.float8_e4m3fn)
         engine = start(model, adam(model), config_of(3))
         with pytest.raises(
-            CheckpointError, match=r"not cast: blocks\.0\.down\.weight \(checkpoint torch\.int8, model torch\.float8_e4m3fn\); quantise"
+            CheckpointError,
+            match=r"not cast: blocks\.0\.down\.weight \(checkpoint torch\.int8, model "
+            r"torch\.float8_e4m3fn\); quantise",
         ):
             engine.load_checkpoint(tmp_path)
 
@@ -126,7 +144,10 @@ def test_facts_that_the_model_cannot_take_are_refused(tmp_path):
     def run(rank, model):
         model.get_parameter(PACKED[0]).quant_state.blocksize = 32
         engine = start(model, adam(model), config_of(3))
-        with pytest.raises(CheckpointError, match=r"other values of blocks\.0\.up\.base_layer\.weight\.quant_state\.stand_in__nf4"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"other values of blocks\.0\.up\.base_layer\.weight\.quant_state\.stand_in__nf4",
+        ):
             engine.load_checkpoint(tmp_path)
 
     on_ranks(RANKS, run, build=build())
@@ -138,7 +159,9 @@ def test_adapters_fit_an_unquantised_base(tmp_path):
 
     def run(rank, model):
         layer = model.blocks[0].up.base_layer
-        model.blocks[0].up.base_layer = torch.nn.Linear(layer.in_features, layer.out_features).requires_grad_(False)
+        model.blocks[0].up.base_layer = torch.nn.Linear(
+            layer.in_features, layer.out_features
+        ).requires_grad_(False)
         engine = start(model, adam(model), config_of(3))
         engine.load_checkpoint(tmp_path)
         return {name: p.clone() for name, p in full_weights(engine).items() if "lora_" in name}
@@ -152,4 +175,8 @@ def test_hf_zero_reads_it_into_a_plain_model(tmp_path):
     model = build()()
     model.get_parameter(PACKED[0]).data.zero_()
     load_state_dict_from_zero_checkpoint(model, tmp_path)
-    assert all(alike(value, given[name]) for name, value in model.state_dict().items() if "lora_" not in name)
+    assert all(
+        alike(value, given[name])
+        for name, value in model.state_dict().items()
+        if "lora_" not in name
+    )

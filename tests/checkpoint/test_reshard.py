@@ -21,7 +21,9 @@ def stored(names, sizes, cuts, shards):
         layout = FlatLayout.build([(name, (sizes[name],)) for name in own], shards)
         chunks = tuple(Chunk(rank, *layout.rank_range(rank), ("master",)) for rank in range(shards))
         flats.append(FlatEntry(f"flat{len(flats)}", True, torch.float32, layout, chunks))
-    return SimpleNamespace(slots={slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots})
+    return SimpleNamespace(
+        slots={slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -29,9 +31,16 @@ def stored(names, sizes, cuts, shards):
 def test_every_element_comes_from_its_place(data):
     names = [f"p{index}" for index in range(data.draw(st.integers(1, 7)))]
     sizes = {name: data.draw(st.sampled_from([0, 1, 3, 8, 20])) for name in names}
-    manifest = stored(names, sizes, data.draw(st.lists(st.integers(0, 3), max_size=3)), data.draw(st.integers(1, 5)))
+    manifest = stored(
+        names,
+        sizes,
+        data.draw(st.lists(st.integers(0, 3), max_size=3)),
+        data.draw(st.integers(1, 5)),
+    )
     wanted = data.draw(st.permutations(names))
-    layout = FlatLayout.build([(name, (sizes[name],)) for name in wanted], data.draw(st.integers(1, 5)))
+    layout = FlatLayout.build(
+        [(name, (sizes[name],)) for name in wanted], data.draw(st.integers(1, 5))
+    )
     held = {name: name for name in wanted if data.draw(st.booleans())}
     for rank in range(layout.shards):
         start, stop = layout.rank_range(rank)
@@ -58,8 +67,15 @@ def test_neighbours_merge_and_gaps_part_them():
     manifest = stored(["a", "b"], {"a": 8, "b": 8}, [], 1)
     both = {"a": "a", "b": "b"}
     beside = FlatLayout.build([("a", (8,)), ("b", (8,))], 1)
-    assert [(run.source, run.target, run.length) for run in runs(manifest, beside, 0, 16, both)] == [(0, 0, 16)]
+    assert [
+        (run.source, run.target, run.length) for run in runs(manifest, beside, 0, 16, both)
+    ] == [(0, 0, 16)]
     apart = FlatLayout.build([("a", (8,)), ("x", (8,)), ("b", (8,))], 1)
-    assert [(run.source, run.target, run.length) for run in runs(manifest, apart, 0, 24, both)] == [(0, 0, 8), (8, 16, 8)]
+    assert [(run.source, run.target, run.length) for run in runs(manifest, apart, 0, 24, both)] == [
+        (0, 0, 8),
+        (8, 16, 8),
+    ]
     turned = FlatLayout.build([("b", (8,)), ("a", (8,))], 1)
-    assert [(run.source, run.target, run.length) for run in runs(manifest, turned, 0, 16, both)] == [(8, 0, 8), (0, 8, 8)]
+    assert [
+        (run.source, run.target, run.length) for run in runs(manifest, turned, 0, 16, both)
+    ] == [(8, 0, 8), (0, 8, 8)]

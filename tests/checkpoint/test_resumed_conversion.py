@@ -1,4 +1,6 @@
-"""A conversion that was interrupted goes on where it was, and the files are the same, to the byte, however it is cut or split."""
+"""A conversion that was interrupted goes on where it was, and the files are the same, to the
+byte, however it is cut or split.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import alone, convert_checkpoint, filling, iterate_state_dict, journal, outputs
+from hf_zero.checkpoint import (
+    alone,
+    convert_checkpoint,
+    filling,
+    iterate_state_dict,
+    journal,
+    outputs,
+)
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.fakes import Job, small
 from tests.checkpoint.test_export import saved
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 class Killed(BaseException):
@@ -43,7 +56,9 @@ CALLS = ("pwrite", "write", "fsync", "replace", "ftruncate", "unlink")
 
 
 def until(monkeypatch, last: int, action) -> tuple[bool, int]:
-    """Run ``action`` with its ``last``-th system call that changes something cut off: whether it came to the end, bytes that it wrote."""
+    """Run ``action`` with its ``last``-th system call that changes something cut off: whether it
+    came to the end, bytes that it wrote.
+    """
     count, wrote = [0], [0]
     with monkeypatch.context() as patch:
         for call in CALLS:
@@ -72,7 +87,13 @@ def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, cut_often, size
     points, kept = 0, []
     while True:
         out = tmp_path / f"out{points}"
-        ended, _ = until(monkeypatch, points, lambda out=out: convert_checkpoint(tmp_path / "run", out, max_shard_size=size, workers=1))
+        ended, _ = until(
+            monkeypatch,
+            points,
+            lambda out=out: convert_checkpoint(
+                tmp_path / "run", out, max_shard_size=size, workers=1
+            ),
+        )
         done = convert_checkpoint(tmp_path / "run", out, max_shard_size=size)
         assert content(out) == want, points
         kept.append(done.kept)
@@ -89,15 +110,21 @@ def test_what_was_written_is_not_written_again(tmp_path, monkeypatch, cut_often)
     out = tmp_path / "out"
     total = convert_checkpoint(tmp_path / "run", tmp_path / "whole").nbytes
     calls, first = 60, 0
-    ended, first = until(monkeypatch, calls, lambda: convert_checkpoint(tmp_path / "run", out, workers=1))
+    ended, first = until(
+        monkeypatch, calls, lambda: convert_checkpoint(tmp_path / "run", out, workers=1)
+    )
     assert not ended and first > 4096
     results = []
-    ended, second = until(monkeypatch, 10**9, lambda: results.append(convert_checkpoint(tmp_path / "run", out)))
+    ended, second = until(
+        monkeypatch, 10**9, lambda: results.append(convert_checkpoint(tmp_path / "run", out))
+    )
     size = (out / "model.safetensors").stat().st_size
     left = total - results[0].kept  # bytes; they begin and end with a page
     assert ended and results[0].kept > 0
     assert left <= second < left + 4096
-    assert first + second <= size + 3 * 4096, "what lies behind the last note is done twice, and no more"
+    assert first + second <= size + 3 * 4096, (
+        "what lies behind the last note is done twice, and no more"
+    )
 
 
 def test_a_torn_line_of_the_journal(tmp_path, monkeypatch, cut_often):
@@ -137,7 +164,12 @@ def test_another_conversion_starts_anew(tmp_path, monkeypatch, cut_often):
         return done.kept
 
     assert converted() > 0
-    assert converted(dtype="bfloat16") == converted(max_shard_size="20KB") == converted(only="*embeddings*") == 0
+    assert (
+        converted(dtype="bfloat16")
+        == converted(max_shard_size="20KB")
+        == converted(only="*embeddings*")
+        == 0
+    )
     os.utime(next((tmp_path / "run").rglob("rank-00001*")), (1, 1))  # restored from elsewhere, say
     assert converted() == 0
     saved(tmp_path / "run", tag="global_step2")
@@ -163,7 +195,9 @@ def test_a_journal_removes_nothing_outside_of_its_folder(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     names = ["../mine", str(tmp_path / "mine"), "a/../../mine", 3, ""]
-    (out / journal.JOURNAL).write_text(json.dumps({"identity": "of another", "files": names}) + "\n")
+    (out / journal.JOURNAL).write_text(
+        json.dumps({"identity": "of another", "files": names}) + "\n"
+    )
     convert_checkpoint(tmp_path / "run", out)
     assert mine.read_text() == "mine"
 
@@ -225,12 +259,17 @@ def test_workers_that_make_no_sense(tmp_path, workers):
 
 def test_only_what_fits_a_pattern(tmp_path):
     weights = saved(tmp_path / "run", small)
-    done = convert_checkpoint(tmp_path / "run", tmp_path / "out", only=["first.*", "norm.running_*"])
+    done = convert_checkpoint(
+        tmp_path / "run", tmp_path / "out", only=["first.*", "norm.running_*"]
+    )
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert set(tensors) == {"first.weight", "first.bias", "norm.running_mean", "norm.running_var"}
     assert torch.equal(tensors["first.weight"], weights["first.weight"])
     assert (done.tensors, done.parameters) == (4, 13 * 6 + 13)
-    assert dict(iterate_state_dict(tmp_path / "run", only="first.*", dtype="bfloat16")).keys() == {"first.weight", "first.bias"}
+    assert dict(iterate_state_dict(tmp_path / "run", only="first.*", dtype="bfloat16")).keys() == {
+        "first.weight",
+        "first.bias",
+    }
 
 
 @pytest.mark.parametrize(
@@ -300,7 +339,10 @@ def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
     def meanwhile(self, *args):
         if not refused:
             before = content(tmp_path / "out")
-            with pytest.raises(CheckpointError, match="out is being written by another conversion; wait until it ends, or choose") as told:
+            with pytest.raises(
+                CheckpointError,
+                match="out is being written by another conversion; wait until it ends, or choose",
+            ) as told:
                 convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
             refused.append(told)
             assert content(tmp_path / "out") == before
@@ -332,7 +374,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, code):
 
 
 def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):
-    """The holder removes its file when it ends: a lock on that file, taken after that, keeps nobody out."""
+    """The holder removes its file when it ends: a lock on that file, taken after that, keeps
+    nobody out.
+    """
     flock, seen = fcntl.flock, []
 
     def late(descriptor, how):
@@ -345,5 +389,8 @@ def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):
     with alone.alone_in(tmp_path):
         monkeypatch.undo()
         assert len(seen) == 2 and (tmp_path / alone.LOCK).exists()
-        with pytest.raises(CheckpointError, match="is being written by another conversion"), alone.alone_in(tmp_path):
+        with (
+            pytest.raises(CheckpointError, match="is being written by another conversion"),
+            alone.alone_in(tmp_path),
+        ):
             pass

@@ -1,4 +1,7 @@
-"""Which checkpoints stay: the newest whole ones. What is damaged, what `latest` names and what is called otherwise stays too."""
+"""Which checkpoints stay: the newest whole ones.
+
+What is damaged, what `latest` names and what is called otherwise stays too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,11 @@ TWO = Job(2, 3, cuts=(3,))
 
 
 def save(folder: Path, step: int, **options):
-    return run(TWO, small, lambda engine: (train_some(engine, step), checkpoint.save(engine, folder, **options)))[1]
+    return run(
+        TWO,
+        small,
+        lambda engine: (train_some(engine, step), checkpoint.save(engine, folder, **options)),
+    )[1]
 
 
 def names(folder: Path) -> list[str]:
@@ -63,7 +70,16 @@ def test_other_names_are_not_looked_at(tmp_path):
     os.symlink(tmp_path / "kept" / "global_step1", tmp_path / "global_step5")
     for step in (2, 3):
         good(save(tmp_path, step, keep=1))
-    assert names(tmp_path) == ["best", "epoch1", "global_step0", "global_step3", "global_step5", "kept", "latest", "zero_to_fp32.py"]
+    assert names(tmp_path) == [
+        "best",
+        "epoch1",
+        "global_step0",
+        "global_step3",
+        "global_step5",
+        "kept",
+        "latest",
+        "zero_to_fp32.py",
+    ]
     assert folders.is_checkpoint(tmp_path / "global_step5")
 
 
@@ -81,7 +97,10 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
     cut_short(tmp_path / "global_step3")
     good(save(tmp_path, 4, keep=2))
     assert sorted(folders.tags(tmp_path)) == ["global_step2", "global_step3", "global_step4"]
-    assert any("global_step3 is damaged and is neither counted nor removed" in text and "cut short" in text for text in heard)
+    assert any(
+        "global_step3 is damaged and is neither counted nor removed" in text and "cut short" in text
+        for text in heard
+    )
 
 
 def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
@@ -109,7 +128,10 @@ def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
     monkeypatch.setattr(folders, "rename", busy)
     good(save(tmp_path, 2, keep=1))
     assert sorted(folders.tags(tmp_path)) == ["global_step1", "global_step2"]
-    assert any("global_step1 is to be removed" in text and "make the folder writable" in text for text in heard)
+    assert any(
+        "global_step1 is to be removed" in text and "make the folder writable" in text
+        for text in heard
+    )
     monkeypatch.undo()
     good(save(tmp_path, 3, keep=1))
     assert folders.tags(tmp_path) == ["global_step3"]
@@ -140,7 +162,11 @@ def test_numbers_that_cannot_be_kept(tmp_path, keep):
 def test_the_key_of_the_configuration(tmp_path):
     """It holds for tags that the engine chooses; with tags of one's own the argument does."""
     model = ARCHITECTURES["gpt2"].build()
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "checkpoint": {"keep": 2}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"keep": 2},
+    }
     engine = start(model, adamw(model), config)
     for step in (1, 2, 3):
         engine.counters.global_steps = step

@@ -1,4 +1,6 @@
-"""Save under (N, stage), load under (M, stage'): every element of weights and moments comes back bit for bit."""
+"""Save under (N, stage), load under (M, stage'): every element of weights and moments comes back
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(saved=jobs, wanted=jobs, number=st.integers(0, 1 << 40))
 def test_any_ranks_stage_units_precision_and_order_of_groups(tmp_path, saved, wanted, number):
     """Master weights and moments come back bit for bit."""
@@ -95,7 +99,8 @@ def test_replicas_write_each_element_once(tmp_path):
     job = Job(4, 3, shard=2, cuts=(3,))
     before = trained(job, tmp_path)
     sizes = [path.stat().st_size for path in sorted((tmp_path / "global_step2").glob("rank-*"))]
-    assert sizes[2] < sizes[0] / 1.1 and sizes[3] < sizes[0] / 1.1  # rank 2 and 3 repeat what 0 and 1 hold
+    # rank 2 and 3 repeat what 0 and 1 hold
+    assert sizes[2] < sizes[0] / 1.1 and sizes[3] < sizes[0] / 1.1
     assert_equal(before, loaded(Job(3, 1), tmp_path)[0])
 
 
@@ -103,7 +108,9 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     """Also hyper-parameters that changed in training, and the schedule."""
 
     def schedule(engine: Engine) -> None:
-        engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.bound.optimizer, max_lr=0.1, total_steps=20)
+        engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            engine.bound.optimizer, max_lr=0.1, total_steps=20
+        )
 
     def whole(engine: Engine):
         schedule(engine)
@@ -151,7 +158,9 @@ def test_states_that_one_group_has(tmp_path):
         for kind, tensor in kinds.items():
             if "bias" not in name:
                 assert torch.equal(tensor, state_of(before)[name][kind]), (name, kind)
-    assert torch.equal(state_of(after)["second.bias"]["weights"], state_of(before)["second.bias"]["weights"])
+    assert torch.equal(
+        state_of(after)["second.bias"]["weights"], state_of(before)["second.bias"]["weights"]
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -165,8 +174,12 @@ def test_16_bit_keeps_the_masters(tmp_path, precision):
 
 def test_other_precision_and_trainability(tmp_path):
     """What was frozen in bf16 is trained in fp32, with no moments; what was trained is frozen."""
-    before = state_of(trained(Job(2, 3, precision="bf16", frozen=lambda name: "first" in name), tmp_path))
-    engines, _ = loaded(Job(2, 1, frozen=lambda name: "second" in name), tmp_path, before=train_some)
+    before = state_of(
+        trained(Job(2, 3, precision="bf16", frozen=lambda name: "first" in name), tmp_path)
+    )
+    engines, _ = loaded(
+        Job(2, 1, frozen=lambda name: "second" in name), tmp_path, before=train_some
+    )
     after = state_of(engines)
     assert torch.equal(after["first.weight"]["weights"], before["first.weight"]["weights"].float())
     assert not after["first.weight"]["exp_avg"].any()
@@ -195,7 +208,9 @@ def test_buffers(tmp_path):
 def test_weights_only(tmp_path):
     before = trained(Job(2, 3), tmp_path, client_state={"epoch": 3})
     engines, results = loaded(Job(2, 3), tmp_path, load_module_only=True)
-    assert torch.equal(state_of(engines)["second.weight"]["weights"], state_of(before)["second.weight"]["weights"])
+    assert torch.equal(
+        state_of(engines)["second.weight"]["weights"], state_of(before)["second.weight"]["weights"]
+    )
     assert not engines[0].bound.optimizer.state
     assert engines[0].counters.global_steps == 0
     assert results[0][1] == {"epoch": 3}
@@ -212,8 +227,15 @@ def test_an_engine_without_optimizer(tmp_path):
     before = trained(Job(2, 3), tmp_path)
     after, _ = loaded(Job(3, 3, optimizer=None), tmp_path)
     weights = state_of(before)
-    assert all(torch.equal(kinds["weights"], weights[name]["weights"]) for name, kinds in state_of(after).items())
-    run(Job(3, 3, optimizer=None), small, lambda engine: checkpoint.save(engine, tmp_path, tag="bare"))
+    assert all(
+        torch.equal(kinds["weights"], weights[name]["weights"])
+        for name, kinds in state_of(after).items()
+    )
+    run(
+        Job(3, 3, optimizer=None),
+        small,
+        lambda engine: checkpoint.save(engine, tmp_path, tag="bare"),
+    )
     again, _ = loaded(Job(2, 3), tmp_path, tag="bare", load_optimizer_states=False)
     assert torch.equal(state_of(again)["first.bias"]["weights"], small().first.bias.detach())
 
@@ -229,7 +251,13 @@ def test_loss_scale(tmp_path):
 
 
 def test_client_state_of_both_kinds(tmp_path):
-    state = {"epoch": 3, "best": float("inf"), "seen": (1, 2), "means": torch.arange(3.0), "nested": {"a": [1, None, "x"]}}
+    state = {
+        "epoch": 3,
+        "best": float("inf"),
+        "seen": (1, 2),
+        "means": torch.arange(3.0),
+        "nested": {"a": [1, None, "x"]},
+    }
     trained(Job(2, 3), tmp_path, client_state=state)
     for _, given_back in loaded(Job(1, 0), tmp_path)[1]:
         assert given_back.keys() == state.keys()

@@ -1,4 +1,6 @@
-"""The container: the safetensors library reads what is written, and no damaged file gets further than an error."""
+"""The container: the safetensors library reads what is written, and no damaged file gets further
+than an error.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,36 @@ DTYPES = sorted(CODES, key=str)
 
 
 def some(dtype: torch.dtype, count: int) -> torch.Tensor:
-    return torch.arange(count * dtype.itemsize, dtype=torch.uint8).view(dtype) if dtype != torch.bool else torch.arange(count) % 2 == 0
+    return (
+        torch.arange(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
+        if dtype != torch.bool
+        else torch.arange(count) % 2 == 0
+    )
 
 
 def write(path, tensors, alignment=8):
-    plan = plan_file([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()], {"format": "pt"}, alignment)
+    plan = plan_file(
+        [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()],
+        {"format": "pt"},
+        alignment,
+    )
     return plan, write_tensors(path, plan, tensors)
 
 
 def test_the_library_reads_every_dtype(tmp_path):
     tensors = {str(dtype): some(dtype, 5) for dtype in DTYPES}
-    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "matrix": torch.arange(6.0).reshape(2, 3), "ä|::": torch.ones(3)}
+    tensors |= {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "matrix": torch.arange(6.0).reshape(2, 3),
+        "ä|::": torch.ones(3),
+    }
     plan, digest = write(tmp_path / "f", tensors, 4096)
-    assert digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest((tmp_path / 'f').read_bytes())}" == hash_of_file(tmp_path / "f")
+    assert (
+        digest
+        == f"xxh3_128:{xxhash.xxh3_128_hexdigest((tmp_path / 'f').read_bytes())}"
+        == hash_of_file(tmp_path / "f")
+    )
     assert plan.size == (tmp_path / "f").stat().st_size
     assert len(plan.header) % 4096 == 0
     with safe_open(tmp_path / "f", "pt") as file:
@@ -45,11 +64,17 @@ def test_the_library_reads_every_dtype(tmp_path):
         for name, tensor in tensors.items():
             read = file.get_tensor(name)
             assert read.dtype == tensor.dtype and read.shape == tensor.shape
-            assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+            )
 
 
 def test_it_reads_what_the_library_writes(tmp_path):
-    save_file({"a": torch.arange(10.0), "b": torch.arange(4, dtype=torch.int8)}, tmp_path / "f", {"key": "value"})
+    save_file(
+        {"a": torch.arange(10.0), "b": torch.arange(4, dtype=torch.int8)},
+        tmp_path / "f",
+        {"key": "value"},
+    )
     with TensorFile(tmp_path / "f") as file:
         out = torch.empty(3)
         file.read_into("a", 4, out)
@@ -71,7 +96,9 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
         assert torch.equal(out, tensor[100:1000])
 
 
-@pytest.mark.parametrize("size", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 5000])
+@pytest.mark.parametrize(
+    "size", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 5000]
+)
 def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
     image = streaming.aligned(size).random_(256)
     write_image(tmp_path / "f", tensorfile.bytes_view(image))
@@ -118,7 +145,11 @@ def test_strided_tensors_are_written_in_order(tmp_path):
 def test_ranges_outside_are_refused(tmp_path):
     write(tmp_path / "f", {"a": torch.arange(6.0), "b": torch.arange(6.0)})
     with TensorFile(tmp_path / "f") as file:
-        for start, out in ((4, torch.empty(3)), (-1, torch.empty(1)), (0, torch.empty(2, dtype=torch.int32))):
+        for start, out in (
+            (4, torch.empty(3)),
+            (-1, torch.empty(1)),
+            (0, torch.empty(2, dtype=torch.int32)),
+        ):
             with pytest.raises(ValueError, match="pass a range"):
                 file.read_into("a", start, out)
 
@@ -157,7 +188,9 @@ DAMAGED = {
     "metadata is a list": raw({"__metadata__": []}),
     "unknown dtype": raw({"a": entry(0, 8, dtype="F31")}, bytes(8)),
     "a number for an entry": raw({"a": 3}),
-    "three offsets": raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, bytes(8)),
+    "three offsets": raw(
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, bytes(8)
+    ),
     "negative shape": raw({"a": entry(0, 8, shape=(-1, -2))}, bytes(8)),
     "a flag for a size": raw({"a": entry(0, 4, shape=(True,))}, bytes(4)),
     "a float for an offset": raw({"a": entry(0.0, 8)}, bytes(8)),
@@ -175,11 +208,15 @@ DAMAGED = {
 def test_damage_is_an_error_that_names_the_file(tmp_path, kind):
     path = tmp_path / "broken.safetensors"
     path.write_bytes(DAMAGED[kind])
-    with pytest.raises(CheckpointError, match=r"broken\.safetensors is damaged: .*; restore the file"):
+    with pytest.raises(
+        CheckpointError, match=r"broken\.safetensors is damaged: .*; restore the file"
+    ):
         TensorFile(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_no_mutation_gets_past_the_checks(tmp_path, data):
     """A mutated file is either refused or read without leaving its bounds."""
@@ -188,7 +225,9 @@ def test_no_mutation_gets_past_the_checks(tmp_path, data):
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    content = (
+        content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    )
     path.write_bytes(content)
     try:
         with TensorFile(path) as file:

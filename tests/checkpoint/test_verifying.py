@@ -1,4 +1,6 @@
-"""``verify``: a whole checkpoint is whole, every kind of damage is named with its file, and nothing a file can hold breaks the check."""
+"""``verify``: a whole checkpoint is whole, every kind of damage is named with its file, and
+nothing a file can hold breaks the check.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def save(folder: Path, **options) -> Path:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, bytes]:
     """The files of one checkpoint, to be damaged again and again."""
-    folder = save(tmp_path_factory.mktemp("run"), tag="a", client_state={"epoch": 2, "when": (1, 2)})
+    folder = save(
+        tmp_path_factory.mktemp("run"), tag="a", client_state={"epoch": 2, "when": (1, 2)}
+    )
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
@@ -47,7 +51,9 @@ def put(files: dict[str, bytes], folder: Path) -> Path:
 
 
 def unsigned(files: dict[str, bytes]) -> dict[str, Any]:
-    """The manifest of ``files`` without its digest, so that what is changed in it is what is found."""
+    """The manifest of ``files`` without its digest, so that what is changed in it is what is
+    found.
+    """
     document = json.loads(files["manifest.json"])
     del document["digest"]
     return document
@@ -62,7 +68,10 @@ def test_a_whole_one(saved, tmp_path):
     assert verdict.whole and verdict.files == 3
     assert verdict.nbytes == sum(len(saved[name]) for name in (*rank_files(saved), "objects.pt"))
     model = small()
-    assert (verdict.parameters, verdict.elements) == (len([*model.parameters()]), sum(p.numel() for p in model.parameters()))
+    assert (verdict.parameters, verdict.elements) == (
+        len([*model.parameters()]),
+        sum(p.numel() for p in model.parameters()),
+    )
 
 
 def test_everything_that_is_wrong_is_named_at_once(saved, tmp_path):
@@ -89,7 +98,9 @@ def test_a_file_of_another_save(saved, tmp_path):
 def test_chunks_that_miss_elements(saved, tmp_path):
     manifest = unsigned(saved)
     manifest["flats"][0]["chunks"][0]["stop"] -= 1
-    verdict = checkpoint.verify_checkpoint(put({**saved, "manifest.json": json.dumps(manifest).encode()}, tmp_path / "a"))
+    verdict = checkpoint.verify_checkpoint(
+        put({**saved, "manifest.json": json.dumps(manifest).encode()}, tmp_path / "a")
+    )
     assert len(verdict.problems) == 1 and "does not continue at" in verdict.problems[0]
 
 
@@ -108,7 +119,12 @@ def test_the_command(saved, tmp_path):
     one = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert one.exit_code == 0 and "whole" in one.stdout and str(tmp_path / "a") in one.stdout
     both = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
-    assert both.exit_code == 1 and "damaged" in both.stdout and damaged in both.stderr and "cut short" in both.stderr
+    assert (
+        both.exit_code == 1
+        and "damaged" in both.stdout
+        and damaged in both.stderr
+        and "cut short" in both.stderr
+    )
     rows = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--all", "--json"]).stdout)
     assert {Path(row["folder"]).name: row["whole"] for row in rows} == {"a": True, "b": False}
 
@@ -121,7 +137,10 @@ def test_all_names_what_has_no_manifest_and_a_latest_that_leads_nowhere(saved, t
     found = {verdict.folder.name: verdict.problems for verdict in checkpoint.verify_all(tmp_path)}
     assert found.keys() == {"a", "b", "latest"} and found["a"] == ()
     assert f"{tmp_path / 'b' / 'manifest.json'} is missing; restore it" in found["b"][0]
-    assert "no checkpoint 'b'" in found["latest"][0] and "pass one of the tags that exist: a" in found["latest"][0]
+    assert (
+        "no checkpoint 'b'" in found["latest"][0]
+        and "pass one of the tags that exist: a" in found["latest"][0]
+    )
     command = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
     assert command.exit_code == 1 and "manifest.json is missing" in command.stderr
     (tmp_path / "latest").write_text("a")
@@ -129,7 +148,15 @@ def test_all_names_what_has_no_manifest_and_a_latest_that_leads_nowhere(saved, t
     assert all(verdict.whole for verdict in checkpoint.verify_all(tmp_path))
 
 
-@pytest.mark.parametrize("where", ["manifest.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "objects.pt"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "manifest.json",
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+        "objects.pt",
+    ],
+)
 def test_no_bit_can_flip_unseen(saved, tmp_path, where):
     """In 60 places of each file, the ends included."""
     content = saved[where]
@@ -137,8 +164,14 @@ def test_no_bit_can_flip_unseen(saved, tmp_path, where):
         at = step * (len(content) - 1) // 59
         changed = bytearray(content)
         changed[at] ^= 1 << (step % 8)
-        verdict = checkpoint.verify_checkpoint(put({**saved, where: bytes(changed)}, tmp_path / "a"))
-        assert not verdict.whole and where in verdict.problems[0] and re.search("restore|name a folder", verdict.problems[0]), (at, verdict)
+        verdict = checkpoint.verify_checkpoint(
+            put({**saved, where: bytes(changed)}, tmp_path / "a")
+        )
+        assert (
+            not verdict.whole
+            and where in verdict.problems[0]
+            and re.search("restore|name a folder", verdict.problems[0])
+        ), (at, verdict)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +191,12 @@ def test_no_bit_can_flip_unseen(saved, tmp_path, where):
 def test_each_kind_of_damage(saved, tmp_path, damage, says, where):
     damage(put(saved, tmp_path / "a") / where)
     command = CliRunner().invoke(app, ["verify", str(tmp_path / "a")])
-    assert command.exit_code == 1 and f"{where} " in command.stderr and says in command.stderr and "restore" in command.stderr
+    assert (
+        command.exit_code == 1
+        and f"{where} " in command.stderr
+        and says in command.stderr
+        and "restore" in command.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
@@ -172,22 +210,31 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monk
     monkeypatch.setattr(opened, "hash_of_file", failing)
     problems = checkpoint.verify_checkpoint(folder).problems
     assert [first in problems[0], second in problems[1], "objects.pt" in problems[2]] == [True] * 3
-    assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0] and "cut short" in problems[1]
+    assert (
+        f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0]
+        and "cut short" in problems[1]
+    )
     monkeypatch.undo()
 
     def broken(fd, buffers, at):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "preadv", broken)
-    header, content = (text for text in checkpoint.verify_checkpoint(folder).problems if first in text)
+    header, content = (
+        text for text in checkpoint.verify_checkpoint(folder).problems if first in text
+    )
     assert f"cannot be read ({os.strerror(number)}); restore the file" in header
     assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in content
 
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -195,7 +242,13 @@ JSON = st.recursive(
 def places(value, path=()):
     """Every place in a JSON document."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -217,13 +270,18 @@ def test_any_manifest_is_read_or_refused(saved, tmp_path, data):
     changed = replaced(document, path, data.draw(JSON))
     folder = put({**saved, "manifest.json": json.dumps(changed).encode()}, tmp_path / "a")
     verdict = checkpoint.verify_checkpoint(folder)
-    assert verdict.whole or all("manifest" in problem or "rank-" in problem or "objects.pt" in problem for problem in verdict.problems)
+    assert verdict.whole or all(
+        "manifest" in problem or "rank-" in problem or "objects.pt" in problem
+        for problem in verdict.problems
+    )
 
 
 @FUZZ
 @given(data=st.data())
 def test_any_header_is_read_or_refused(saved, tmp_path, data):
-    """Bytes of a rank file's header replaced, its length included: refused, since the hash is another, and nothing large is allocated."""
+    """Bytes of a rank file's header replaced, its length included: refused, since the hash is
+    another, and nothing large is allocated.
+    """
     name = rank_files(saved)[0]
     content = bytearray(saved[name])
     length = struct.unpack("<Q", content[:8])[0]
@@ -238,5 +296,7 @@ def test_any_header_is_read_or_refused(saved, tmp_path, data):
 def test_a_path_out_of_the_folder_is_refused(saved, tmp_path, name):
     document = unsigned(saved)
     document["files"][0]["name"] = name
-    (problem,) = checkpoint.verify_checkpoint(put({**saved, "manifest.json": json.dumps(document).encode()}, tmp_path / "a")).problems
+    (problem,) = checkpoint.verify_checkpoint(
+        put({**saved, "manifest.json": json.dumps(document).encode()}, tmp_path / "a")
+    ).problems
     assert "leads out of the folder" in problem

@@ -1,4 +1,6 @@
-"""A training script whose rank ``odd`` ends in the way that is asked for; test_endings.py starts it, plainly or by a launcher."""
+"""A training script whose rank ``odd`` ends in the way that is asked for; test_endings.py starts
+it, plainly or by a launcher.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ def train(rank: int, way: str, odd: int, stage: int) -> None:
 
 
 def spawned(rank: int, port: str, way: str, odd: int, stage: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
     train(rank, way, odd, stage)
 
 

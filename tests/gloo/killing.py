@@ -1,8 +1,9 @@
-"""Two ranks that train and save after every step until they are killed; test_killed.py starts them again and again.
+"""Two ranks that train and save after every step until they are killed; test_killed.py starts them
+again and again.
 
-Each rank is one process of a fork server that has imported everything, so that a start costs a fraction of a second. It says
-over a pipe where it is: ``loaded STEP``, ``saving STEP``, ``saved STEP``. Whatever it holds at a step is compared with what an
-uninterrupted run held there.
+Each rank is one process of a fork server that has imported everything, so that a start costs a
+fraction of a second. It says over a pipe where it is: ``loaded STEP``, ``saving STEP``, ``saved
+STEP``. Whatever it holds at a step is compared with what an uninterrupted run held there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Wide(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """``tag``: all saves go over the same one, else each step has its own and ``keep`` of them stay."""
+    """``tag``: all saves go over the same one, else each step has its own and ``keep`` of them
+    stay.
+    """
 
     folder: Path
     stage: int
@@ -49,12 +52,22 @@ class Plan:
 
 
 def digest(engine: Any) -> str:
-    """Of master weights, moments, step counts, counters and schedule: what this rank holds, bit for bit."""
+    """Of master weights, moments, step counts, counters and schedule: what this rank holds, bit
+    for bit.
+    """
     found = hashlib.sha256()
     for flat in engine.flats:
         for name, tensor in sorted(engine.bound.tensors(flat).items()):
-            found.update(f"{flat.key} {name}".encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    numbers = [engine.bound.scalars(), engine.bound.hyperparameters(), vars(engine.counters), engine.lr_scheduler.state_dict()]
+            found.update(
+                f"{flat.key} {name}".encode()
+                + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            )
+    numbers = [
+        engine.bound.scalars(),
+        engine.bound.hyperparameters(),
+        vars(engine.counters),
+        engine.lr_scheduler.state_dict(),
+    ]
     found.update(json.dumps(numbers, sort_keys=True, default=str).encode())
     return found.hexdigest()
 
@@ -62,10 +75,21 @@ def digest(engine: Any) -> str:
 def rank_main(rank: int, port: int, plan: Plan, expected: list[str], pipe: Connection) -> None:
     """``expected``: this rank's digest after 0, 1, 2 … steps; empty: say them."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_ZERO_LOG_LEVEL="ERROR")
     model = seeded(Wide)
-    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 500, "warmup_max_lr": 1e-2}}}
+    schedule = {
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 5, "total_num_steps": 500, "warmup_max_lr": 1e-2},
+        }
+    }
     engine = start(model, adamw(model), {**config_of(plan.stage, timeout=60), **schedule})
 
     def compare() -> None:

@@ -1,4 +1,6 @@
-"""A training script under offload to files, whose rank ``odd`` ends in the way that is asked for; test_offload_endings.py starts it."""
+"""A training script under offload to files, whose rank ``odd`` ends in the way that is asked
+for; test_offload_endings.py starts it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def train(way: str, odd: int, stage: int, disk: str) -> None:
         os.environ["HF_ZERO_IO_FAULT"] = FAULTS[way]
     if rank == odd and way == "no room":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    engine = start(model, adamw(model), config_of(stage, Plan(clip=1.0), zero_optimization=section, timeout=300))
+    engine = start(
+        model,
+        adamw(model),
+        config_of(stage, Plan(clip=1.0), zero_optimization=section, timeout=300),
+    )
     for step in range(30):
         if rank == odd and step == 2 and way == "kill":
             time.sleep(1.0)  # the other waits by now

@@ -1,4 +1,6 @@
-"""A training script that ends in the way that is asked for while checkpoints are being written; test_save_endings.py starts it."""
+"""A training script that ends in the way that is asked for while checkpoints are being written;
+test_save_endings.py starts it.
+"""
 
 from __future__ import annotations
 

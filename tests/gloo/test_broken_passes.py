@@ -1,6 +1,8 @@
-"""An exception in a forward or backward, and a script that goes on: alike on all ranks it may; on one rank it is an error on all.
+"""An exception in a forward or backward, and a script that goes on: alike on all ranks it may; on
+one rank it is an error on all.
 
-With gloo and with a backend of which the engine knows nothing, where collectives of different passes would meet unseen.
+With gloo and with a backend of which the engine knows nothing, where collectives of different
+passes would meet unseen.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ CASES = [
 
 
 def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float], str]]:
-    """For each case the norms of the steps after an exception on all ranks, and the error that one on a single rank comes to."""
+    """For each case the norms of the steps after an exception on all ranks, and the error that
+    one on a single rank comes to.
+    """
     found = []
     for number, (backend, stage, where) in enumerate(cases):
         say(f"{where} at stage {stage} with {backend}")
@@ -53,6 +57,11 @@ def test_a_script_that_goes_on_after_an_exception():
     for number, case in enumerate(CASES):
         (norms, first), (others, second) = (each[number] for each in answers)
         wanted = wanted or norms
-        assert norms == others and torch.allclose(torch.tensor(norms), torch.tensor(wanted), rtol=1e-5), case
+        assert norms == others and torch.allclose(
+            torch.tensor(norms), torch.tensor(wanted), rtol=1e-5
+        ), case
         for text in (first, second):
-            assert text.startswith(f"RankMismatchError: rank {ODD} goes on with another ") and "after an exception" in text, (case, text)
+            assert (
+                text.startswith(f"RankMismatchError: rank {ODD} goes on with another ")
+                and "after an exception" in text
+            ), (case, text)

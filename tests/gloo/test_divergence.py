@@ -1,4 +1,5 @@
-"""Ranks that part ways on real gloo processes: each ends with an error that says where both are, and none is aborted natively.
+"""Ranks that part ways on real gloo processes: each ends with an error that says where both are,
+and none is aborted natively.
 
 The process group is made anew for each kind, so that one launch tries many.
 """
@@ -24,7 +25,10 @@ from tests.helpers.stacks import squared
 from tests.helpers.training import At, Plan, plain_sgd
 
 ODD = 1  # the rank that parts
-COLLECTIVES = r"all-gather|reduce-scatter|all-reduce|exchange|broadcast|barrier|gather of|end of the pass|agreement|backward after|step \d"
+COLLECTIVES = (
+    r"all-gather|reduce-scatter|all-reduce|exchange|broadcast|barrier|gather of|end of "
+    r"the pass|agreement|backward after|step \d"
+)
 LIMIT = 100  # seconds of the configuration's timeout: an error that comes by it names it
 
 
@@ -33,7 +37,11 @@ class Job:
 
     def __init__(self, rank: int, stage: int, accumulation: int = 1):
         self.rank, self.model, self.at, self.accumulation = rank, seeded(Armed), 0, accumulation
-        self.engine = start(self.model, plain_sgd(self.model), config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT))
+        self.engine = start(
+            self.model,
+            plain_sgd(self.model),
+            config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT),
+        )
 
     def backward(self) -> None:
         self.at += 1
@@ -139,7 +147,11 @@ Case = tuple[str, int, int, int]  # function, stage, accumulation, steps before 
 
 
 def cases_of(steps: int) -> list[Case]:
-    return [(fn.__name__, stage, accumulation, steps) for fn, stages, accumulation in PARTED for stage in stages]
+    return [
+        (fn.__name__, stage, accumulation, steps)
+        for fn, stages, accumulation in PARTED
+        for stage in stages
+    ]
 
 
 def part(rank: int, cases: list[Case]) -> list[str]:
@@ -150,7 +162,9 @@ def part(rank: int, cases: list[Case]) -> list[str]:
         say(f"{name} at stage {stage} after {steps} steps")
         dist.destroy_process_group()
         own = dist.PrefixStore(f"case {number}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=200))
+        dist.init_process_group(
+            "gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=200)
+        )
         try:
             job = Job(rank, stage, accumulation)
             for _ in range(steps):
@@ -175,9 +189,21 @@ def check(ranks: int, cases: list[Case], timeout: float) -> None:
             text = answers[rank][number]
             where = f"rank {rank} of {name} at stage {stage} after {steps} steps: {text}"
             places = len(re.findall(COLLECTIVES, text))
-            named = f"rank {ODD}" in text and "which is the timeout" not in text and places >= (1 if "destroyed" in text else 2)
-            through = text == "nothing" and f"which rank {rank} will never join" in answers[ODD if rank != ODD else 0][number]
-            if text != "RankMismatchError: over" and not through and not (text.startswith("RankMismatchError") and named):
+            named = (
+                f"rank {ODD}" in text
+                and "which is the timeout" not in text
+                and places >= (1 if "destroyed" in text else 2)
+            )
+            through = (
+                text == "nothing"
+                and f"which rank {rank} will never join"
+                in answers[ODD if rank != ODD else 0][number]
+            )
+            if (
+                text != "RankMismatchError: over"
+                and not through
+                and not (text.startswith("RankMismatchError") and named)
+            ):
                 wrong.append(where)
     assert not wrong, "\n".join(wrong)
 
@@ -202,12 +228,19 @@ BEFORE_THE_FIRST_STEP = [
     ("takes_the_state_dict", 3, 1, 0),
     ("waits_elsewhere", 3, 1, 0),
 ]
-ONE_OF_THREE = [("more_micro_batches", 0, 1, 2), ("saves", 2, 1, 2), ("evaluates", 3, 1, 2), ("catches_an_error_in_backward", 3, 1, 2)]
+ONE_OF_THREE = [
+    ("more_micro_batches", 0, 1, 2),
+    ("saves", 2, 1, 2),
+    ("evaluates", 3, 1, 2),
+    ("catches_an_error_in_backward", 3, 1, 2),
+]
 
 
 @pytest.mark.long
 def test_ranks_that_part():
-    check(2, [case for case in cases_of(2) if case not in FAST] + BEFORE_THE_FIRST_STEP, timeout=590)
+    check(
+        2, [case for case in cases_of(2) if case not in FAST] + BEFORE_THE_FIRST_STEP, timeout=590
+    )
 
 
 @pytest.mark.long
@@ -216,7 +249,9 @@ def test_one_of_three_ranks_parts():
 
 
 def slow(rank: int, folder: str) -> list[float]:
-    """A rank that is slow in its own code, one that is slow to save, and errors that a script gets over: all is well."""
+    """A rank that is slow in its own code, one that is slow to save, and errors that a script
+    gets over: all is well.
+    """
     found = []
     for stage in (0, 2, 3):
         job = Job(rank, stage)

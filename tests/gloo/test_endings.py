@@ -1,4 +1,6 @@
-"""A rank is killed, raises, or is through before the others: these end, and what they print names it and its error."""
+"""A rank is killed, raises, or is through before the others: these end, and what they print
+names it and its error.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ ENDED = {
     "shape": r"rank {odd} has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     "device": r"rank {odd} has failed: RuntimeError: .*meta",
     "dtype": r"rank {odd} has failed: RuntimeError: .*dtype",
-    "late": r"rank {odd} has failed: PartitionError: gradients of \['blocks\.2'\] came after their reduction",
+    "late": r"rank {odd} has failed: PartitionError: gradients of \['blocks\.2'\] came "
+    r"after their reduction",
     "finish": r"rank {odd}.* has ended",
 }
 
@@ -62,7 +65,10 @@ def check_plain(way: str, odd: int, stage: int) -> None:
     code, other = ends[1 - odd]
     assert code == 1, other
     assert re.search(ENDED[way].format(odd=odd), other, re.MULTILINE), other
-    assert re.search(rf"rank {1 - odd} (waits for|could not finish) (all-gather|reduce-scatter|all-reduce) of", other), other
+    assert re.search(
+        rf"rank {1 - odd} (waits for|could not finish) (all-gather|reduce-scatter|all-reduce) of",
+        other,
+    ), other
 
 
 def test_a_rank_that_is_killed_is_named_by_the_other():
@@ -93,7 +99,16 @@ def test_a_rank_that_ends_is_named_by_the_other(way: str, odd: int, stage: int):
     check_plain(way, odd, stage)
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:0"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    f"{HOST}:0",
+]
 CONFIGURATION = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "DEEPSPEED",
@@ -116,17 +131,28 @@ LAUNCHERS = {
 @pytest.mark.parametrize("way", ["kill", "raise"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_what_a_user_of_a_launcher_sees(launcher: str, way: str, tmp_path: Path):
-    """The launcher ends the other rank at once: its message is printed before. The first failure is the right one."""
+    """The launcher ends the other rank at once: its message is printed before.
+
+    The first failure is the right one.
+    """
     (tmp_path / "zero.yaml").write_text(yaml.safe_dump(CONFIGURATION))
     output = launched(LAUNCHERS[launcher], tmp_path, way, "1", "3")
-    if launcher == "spawn" and way == "kill":  # it ends the others the moment it sees that, and says who was first
+    # it ends the others the moment it sees that, and says who was first
+    if launcher == "spawn" and way == "kill":
         assert "process 1 terminated with signal SIGKILL" in output, output
         return
     assert re.search(r"hf-zero ERROR rank 0\] rank 0 .* of \(root\), ", output), output
     if launcher == "spawn" and way == "raise":  # it swallows the exception, and shows it itself
-        assert "rank 1 will never join: it has ended" in output and "ValueError: bad batch" in output, output
+        assert (
+            "rank 1 will never join: it has ended" in output and "ValueError: bad batch" in output
+        ), output
     else:
-        assert re.search(r"rank 1 died without a word" if way == "kill" else r"rank 1 has failed: ValueError: bad batch", output), output
+        assert re.search(
+            r"rank 1 died without a word"
+            if way == "kill"
+            else r"rank 1 has failed: ValueError: bad batch",
+            output,
+        ), output
     if launcher != "spawn":
         first = output.partition("Root Cause (first observed failure)")[2]
         assert re.search(r"rank +: 1 ", first), output
@@ -139,8 +165,16 @@ def test_a_port_in_use_is_named_with_the_remedy():
         port = taken.getsockname()[1]
         code = f"import hf_zero; hf_zero.init_distributed(timeout=20, port={port})"
         place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-        done = subprocess.run([sys.executable, "-c", code], env={**environment(), **place}, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**environment(), **place},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
     assert done.returncode == 1
     assert re.search(
-        rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses the port.*--master-port", done.stderr
+        rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses "
+        rf"the port.*--master-port",
+        done.stderr,
     ), done.stderr

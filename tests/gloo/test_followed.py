@@ -1,4 +1,6 @@
-"""A backend whose waits return before its collectives are completed, as on a device: a hang is found all the same, and its reason told."""
+"""A backend whose waits return before its collectives are completed, as on a device: a hang is
+found all the same, and its reason told.
+"""
 
 from __future__ import annotations
 
@@ -51,4 +53,7 @@ def leave(rank: int) -> str:
 
 def test_a_rank_that_leaves_others_to_their_devices():
     said, _ = run_processes(2, leave, timeout=100)
-    assert f"rank {ODD} will never join: it has destroyed its engine" in said and "rank 0 waits for reduce-scatter of" in said, said
+    assert (
+        f"rank {ODD} will never join: it has destroyed its engine" in said
+        and "rank 0 waits for reduce-scatter of" in said
+    ), said

@@ -1,4 +1,6 @@
-"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training goes on as it went on there; damage is told."""
+"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training goes on as it
+went on there; damage is told.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,24 @@ def write(rank: int, folder: str) -> list[float]:
     for step in range(STEPS):
         if step == SAVED_AFTER:
             weights, states = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": states, "extra": {"epoch": 3}}, checkpoint_id=f"{folder}/one")
-            dcp.save({"model": weights}, checkpoint_id=f"{folder}/two/pytorch_model_fsdp_0")  # as Accelerate lays them
+            dcp.save(
+                {"model": weights, "optimizer": states, "extra": {"epoch": 3}},
+                checkpoint_id=f"{folder}/one",
+            )
+            # as Accelerate lays them
+            dcp.save({"model": weights}, checkpoint_id=f"{folder}/two/pytorch_model_fsdp_0")
             dcp.save({"optimizer": states}, checkpoint_id=f"{folder}/two/optimizer_0")
             dcp.save({"app": Application(weights, states)}, checkpoint_id=f"{folder}/stateful")
-            flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
-            dcp.async_save({"model": weights, "optimizer": flat}, checkpoint_id=f"{folder}/flattened").result()
-            dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/unnamed")
+            flat = get_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+            )[1]
+            dcp.async_save(
+                {"model": weights, "optimizer": flat}, checkpoint_id=f"{folder}/flattened"
+            ).result()
+            dcp.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                checkpoint_id=f"{folder}/unnamed",
+            )
             dcp.save(weights, checkpoint_id=f"{folder}/bare")
             beside = {"runs": {"a": {"step": 1}, "b": {"step": 2}}, "seen": [torch.ones(2), 5]}
             dcp.save({"model": weights, **beside}, checkpoint_id=f"{folder}/beside")
@@ -54,7 +67,9 @@ def write(rank: int, folder: str) -> list[float]:
 
 
 class Application:
-    """What torch's recipe for checkpoints saves: one object that has the model and the optimizer."""
+    """What torch's recipe for checkpoints saves: one object that has the model and the
+    optimizer.
+    """
 
     def __init__(self, weights, states) -> None:
         self.held = {"model": weights, "optim": states}
@@ -74,8 +89,14 @@ def written(tmp_path_factory) -> tuple[Path, list[float]]:
 
 
 def go_on(rank: int, folder: Path, models, stage: int):
-    config = {"train_micro_batch_size_per_gpu": 6 // len(models), "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
-    engine = hf_zero.initialize(model=models[rank], optimizer=optimizer_of(models[rank]), config=config)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 6 // len(models),
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+    }
+    engine = hf_zero.initialize(
+        model=models[rank], optimizer=optimizer_of(models[rank]), config=config
+    )[0]
     _, client_state = engine.load_checkpoint(folder.parent, tag=folder.name)
     losses = []
     for step in range(SAVED_AFTER, STEPS):
@@ -91,7 +112,9 @@ def go_on(rank: int, folder: Path, models, stage: int):
 def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):
     folder, want = written
     results = run_ranks(ranks, go_on, folder / form, [build(True) for _ in range(ranks)], stage)
-    assert torch.tensor([losses for losses, _ in results]).mean(0).tolist() == pytest.approx(want[SAVED_AFTER:], rel=2e-6)
+    assert torch.tensor([losses for losses, _ in results]).mean(0).tolist() == pytest.approx(
+        want[SAVED_AFTER:], rel=2e-6
+    )
     assert results[0][1] == ({"extra": {"epoch": 3}} if form == "one" else {})
 
 
@@ -111,23 +134,35 @@ def test_every_form_converts_to_the_same(written, form, tmp_path):
     folder, _ = written
     done = hf_zero.convert_checkpoint(folder / form, tmp_path / form)
     want = hf_zero.convert_checkpoint(folder / "one", tmp_path / "one")
-    got, want = load_file(tmp_path / form / done.files[0]), load_file(tmp_path / "one" / want.files[0])
+    got, want = (
+        load_file(tmp_path / form / done.files[0]),
+        load_file(tmp_path / "one" / want.files[0]),
+    )
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
     with open_foreign(written[0] / "beside") as opened:
-        assert opened.client_state() == {"runs": {"a": {"step": 1}, "b": {"step": 2}}, "seen": [None, 5]}
+        assert opened.client_state() == {
+            "runs": {"a": {"step": 1}, "b": {"step": 2}},
+            "seen": [None, 5],
+        }
     assert "holds tensors beside the model, which the client state is without: seen.0" in heard[0]
 
 
 def test_states_that_no_engine_names_are_left_out(written, heard):
     """By their places alone they would go to the wrong parameters."""
     with open_foreign(written[0] / "unnamed") as opened:
-        assert opened.manifest.optimizer is None and {name for flat in opened.manifest.flats for name in flat.states} == set()
+        assert (
+            opened.manifest.optimizer is None
+            and {name for flat in opened.manifest.flats for name in flat.states} == set()
+        )
     assert "does not say which parameters its optimizer's state belongs to" in heard[0]
     model = build(True)
-    other = [[name for name, p in model.named_parameters() if p.requires_grad and p.ndim == ndim] for ndim in (1, 2)]
+    other = [
+        [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == ndim]
+        for ndim in (1, 2)
+    ]
     with open_foreign(written[0] / "unnamed", other) as opened:
         assert opened.manifest.optimizer is None
 
@@ -154,11 +189,16 @@ class Harm:
         return Harm.done.append, ("run",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Harm()), pickle.dumps({"a": 1}), b"", b"no pickle"])
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(Harm()), pickle.dumps({"a": 1}), b"", b"no pickle"]
+)
 def test_metadata_of_another_kind(written, tmp_path, content):
     folder = damaged(written, tmp_path)
     (folder / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged, or not what torch.distributed.checkpoint writes"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\.metadata is damaged, or not what torch.distributed.checkpoint writes",
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
     assert Harm.done == []
 
@@ -221,7 +261,9 @@ def test_states_cut_in_other_places(written, tmp_path):
                 del data.storage_data[index]
 
     rewritten(folder, change)
-    with pytest.raises(CheckpointError, match=r"'embed.weight' and its optimizer's state cut in different places"):
+    with pytest.raises(
+        CheckpointError, match=r"'embed.weight' and its optimizer's state cut in different places"
+    ):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
@@ -229,8 +271,14 @@ def test_a_chunk_of_another_length(written, tmp_path):
     folder = damaged(written, tmp_path)
 
     def change(data):
-        held = {index: info for index, info in data.storage_data.items() if index.fqn == "model.embed.weight"}
-        norm = next(info for index, info in data.storage_data.items() if index.fqn == "model.norm.weight")
+        held = {
+            index: info
+            for index, info in data.storage_data.items()
+            if index.fqn == "model.embed.weight"
+        }
+        norm = next(
+            info for index, info in data.storage_data.items() if index.fqn == "model.norm.weight"
+        )
         for index in held:
             data.storage_data[index] = norm
 

@@ -44,5 +44,7 @@ def test_a_failure_in_a_process_is_raised_with_its_rank():
 
 @pytest.mark.long
 def test_a_process_that_hangs_is_shown_and_ended():
-    with pytest.raises(RanksHung, match=r"ranks \[0\] did not return[\s\S]*rank 0 is here[\s\S]*one_waits"):
+    with pytest.raises(
+        RanksHung, match=r"ranks \[0\] did not return[\s\S]*rank 0 is here[\s\S]*one_waits"
+    ):
         run_processes(2, one_waits, timeout=25)

@@ -1,4 +1,6 @@
-"""Mixtures of experts over real gloo processes: one launch runs all cases inside the same processes."""
+"""Mixtures of experts over real gloo processes: one launch runs all cases inside the same
+processes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from tests.ranks.test_moe import MODELS, PATTERNS, Flat, Layered, Patterned, Rou
 
 Cell = tuple[str, str, int]  # what kind of job, its name, the stage
 
-KINDS = {"model": Routed, "layered": lambda name: Patterned(Layered, name), "flat": lambda name: Patterned(Flat, name)}
+KINDS = {
+    "model": Routed,
+    "layered": lambda name: Patterned(Layered, name),
+    "flat": lambda name: Patterned(Flat, name),
+}
 
 
 def job_of(cell: Cell) -> Job:
@@ -32,13 +38,23 @@ def check(ranks: int, cells: list[Cell], timeout: float) -> None:
     plan = Plan(ranks=ranks, steps=4, accumulation=2)
     answers = run_processes(ranks, train_cells, cells, plan, timeout=timeout)
     for index, cell in enumerate(cells):
-        oracle.compare(merge([traces[index] for traces in answers]), oracle.kept(job_of(cell), plan))
+        oracle.compare(
+            merge([traces[index] for traces in answers]), oracle.kept(job_of(cell), plan)
+        )
 
 
 @pytest.mark.long
 def test_experts_on_two_processes() -> None:
     patterns = ("none on one rank in one step", "in step 2 as never before")
-    check(2, [("model", "mixtral", 3), *(("flat", name, 3) for name in patterns), ("layered", patterns[0], 2)], timeout=120)
+    check(
+        2,
+        [
+            ("model", "mixtral", 3),
+            *(("flat", name, 3) for name in patterns),
+            ("layered", patterns[0], 2),
+        ],
+        timeout=120,
+    )
 
 
 @pytest.mark.long

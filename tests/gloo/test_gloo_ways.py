@@ -1,4 +1,6 @@
-"""The same ways and a slice of the matrix over real gloo processes: one launch runs all cases inside the same processes."""
+"""The same ways and a slice of the matrix over real gloo processes: one launch runs all cases
+inside the same processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def job_of(name: str) -> Job:
 
 
 def train_cells(rank: int, cells: list[Cell]) -> list[Trace | str]:
-    """Train each cell; a cell that raises gives its error and, as the ranks may now differ, ends the list."""
+    """Train each cell; a cell that raises gives its error and, as the ranks may now differ, ends
+    the list.
+    """
     traces: list[Trace | str] = []
     for name, stage, plan in cells:
         say(f"{name} at stage {stage}, {plan}")
@@ -39,7 +43,9 @@ def check(ranks: int, cells: list[Cell], timeout: float) -> None:
     for index, (name, stage, plan) in enumerate(cells[:reached]):
         traces = [answers[rank][index] for rank in range(ranks)]
         where = f"{name!r} at stage {stage} on {ranks} processes"
-        broken = [f"rank {rank}: {trace}" for rank, trace in enumerate(traces) if isinstance(trace, str)]
+        broken = [
+            f"rank {rank}: {trace}" for rank, trace in enumerate(traces) if isinstance(trace, str)
+        ]
         assert not broken, f"{where} failed:\n" + "\n".join(broken)
         try:
             got = merge(traces)
@@ -48,23 +54,38 @@ def check(ranks: int, cells: list[Cell], timeout: float) -> None:
             else:
                 exact = Plan(ranks=plan.ranks, steps=plan.steps, accumulation=plan.accumulation)
                 factor = oracle.factor_at(stage, ranks)
-                oracle.compare_mixed(got, oracle.mixed(job_of(name), plan, stage), oracle.kept(job_of(name), exact), plan.dtype, factor)
+                oracle.compare_mixed(
+                    got,
+                    oracle.mixed(job_of(name), plan, stage),
+                    oracle.kept(job_of(name), exact),
+                    plan.dtype,
+                    factor,
+                )
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from error
     assert reached == len(cells), f"only {reached} of {len(cells)} cells ran"
 
 
 def cells_of(ranks: int, names: list[str], stages=STAGES) -> list[Cell]:
-    return [(name, stage, Plan(ranks=ranks, steps=3, accumulation=2)) for name in names for stage in stages]
+    return [
+        (name, stage, Plan(ranks=ranks, steps=3, accumulation=2))
+        for name in names
+        for stage in stages
+    ]
 
 
 def mixed_cells(ranks: int) -> list[Cell]:
-    plans = [Plan(ranks=ranks, steps=5, accumulation=2, precision=precision) for precision in ("bf16", "fp16")]
+    plans = [
+        Plan(ranks=ranks, steps=5, accumulation=2, precision=precision)
+        for precision in ("bf16", "fp16")
+    ]
     return [("bert", stage, plan) for stage in STAGES for plan in plans]
 
 
 def some_cells() -> list[Cell]:
-    """Each architecture at stage 3, one at each other stage; each stage in 16 bits, the last in both; some ways, at stages 1 and 3 in turn."""
+    """Each architecture at stage 3, one at each other stage; each stage in 16 bits, the last in
+    both; some ways, at stages 1 and 3 in turn.
+    """
     cells = cells_of(2, list(ARCHITECTURES), stages=(3,))
     for stage, name in zip(STAGES[:3], ARCHITECTURES):
         cells += cells_of(2, [name], stages=(stage,))

@@ -1,4 +1,6 @@
-"""SIGKILL in the middle of saves, of two real ranks, at random moments: each time the job resumes exactly, and loses no step it had saved."""
+"""SIGKILL in the middle of saves, of two real ranks, at random moments: each time the job
+resumes exactly, and loses no step it had saved.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Running:
         port = free_port()
         for rank in range(2):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main, args=(rank, port, plan, expected[rank], theirs), daemon=True)
+            process = context.Process(
+                target=rank_main, args=(rank, port, plan, expected[rank], theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -104,11 +108,15 @@ def uninterrupted(plan: Plan) -> tuple[list[list[str]], float]:
             began = 0.0
     running.end()
     digests = [[value for kind, value in words if kind == "digest"] for words in running.said]
-    assert [len(each) for each in digests] == [plan.steps + 1] * 2 and len(set(digests[0])) == plan.steps + 1
+    assert [len(each) for each in digests] == [plan.steps + 1] * 2 and len(
+        set(digests[0])
+    ) == plan.steps + 1
     return digests, sorted(spent)[len(spent) // 2]
 
 
-def kill_again_and_again(tmp_path: Path, stage: int, kills: int, draw: random.Random, **how: Any) -> None:
+def kill_again_and_again(
+    tmp_path: Path, stage: int, kills: int, draw: random.Random, **how: Any
+) -> None:
     steps = 2 * kills
     expected, seconds = uninterrupted(Plan(tmp_path / "whole", stage, steps, **how))
     plan = Plan(tmp_path / "killed", stage, steps, **how)
@@ -119,15 +127,19 @@ def kill_again_and_again(tmp_path: Path, stage: int, kills: int, draw: random.Ra
         running.until("saving", draw.randint(1, 2))
         time.sleep(draw.uniform(0, 1.3 * seconds))
         running.kill(draw.randrange(2))
-        assert not running.steps("differs"), f"another state than that of the uninterrupted run: {running.said}"
+        assert not running.steps("differs"), (
+            f"another state than that of the uninterrupted run: {running.said}"
+        )
         loaded = running.steps("loaded")
-        assert loaded and set(loaded) <= {reached, reached + 1}, f"{reached} was saved, resumed from {loaded}"
+        assert loaded and set(loaded) <= {reached, reached + 1}, (
+            f"{reached} was saved, resumed from {loaded}"
+        )
         resumed_from |= set(loaded)
         reached = max([reached, *loaded, *running.steps("saved")])
         # In a save: begun by one, not ended on both.
-        inside += bool(running.steps("saving")) and min(_last(running.said[rank], "saved") for rank in range(2)) < max(
-            running.steps("saving")
-        )
+        inside += bool(running.steps("saving")) and min(
+            _last(running.said[rank], "saved") for rank in range(2)
+        ) < max(running.steps("saving"))
         if (plan.folder / "latest").exists():
             assert hf_zero.verify_checkpoint(plan.folder).problems == ()
             for tag in folders.tags(plan.folder):
@@ -143,7 +155,9 @@ def kill_again_and_again(tmp_path: Path, stage: int, kills: int, draw: random.Ra
     last.end()
     assert last.steps("done") == [steps, steps] and not last.steps("differs")
     left = [
-        path.name for path in plan.folder.iterdir() if path.name.startswith(folders.RESERVED) and not path.name.startswith(folders.SAVING)
+        path.name
+        for path in plan.folder.iterdir()
+        if path.name.startswith(folders.RESERVED) and not path.name.startswith(folders.SAVING)
     ]
     assert not left and len(folders.tags(plan.folder)) <= (how.get("keep") or 1)
 
@@ -162,5 +176,7 @@ def test_killed_a_few_times(tmp_path: Path, draw: random.Random) -> None:
     [(3, {"keep": 2}), (1, {"tag": "last"}), (2, {"keep": 1})],
     ids=["tags of their own", "over the same tag", "one that stays"],
 )
-def test_killed_at_many_moments(tmp_path: Path, stage: int, how: dict[str, Any], draw: random.Random) -> None:
+def test_killed_at_many_moments(
+    tmp_path: Path, stage: int, how: dict[str, Any], draw: random.Random
+) -> None:
     kill_again_and_again(tmp_path, stage, 60, draw, **how)

@@ -1,4 +1,6 @@
-"""Ranks that leave out blocks, on processes: with gloo, and with a backend of which the engine knows nothing."""
+"""Ranks that leave out blocks, on processes: with gloo, and with a backend of which the engine
+knows nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.helpers.processes import run_processes, say
 from tests.helpers.training import Plan, Trace, merge
 
 COMPILED = {"compile": {"blocks": True, "backend": "aot_eager"}}
-Case = tuple[str, int, int, object, object, dict[str, object]]  # backend, stage, accumulation, what is left out, checkpoints, configuration
+# backend, stage, accumulation, what is left out, checkpoints, configuration
+Case = tuple[str, int, int, object, object, dict[str, object]]
 
 
 def job_of(case: Case) -> LeftOut:
@@ -30,7 +33,11 @@ def train_cases(rank: int, ranks: int, cases: list[Case]) -> list[Trace]:
         say(f"{case}")
         join_again(backend, f"case {number}")
         plan, job = Plan(ranks=ranks, steps=3, accumulation=accumulation), job_of(case)
-        traces.append(train_on_rank(rank, {rank: job.build()}, job, plan, engine_opener(stage, timeout=60, **more)))
+        traces.append(
+            train_on_rank(
+                rank, {rank: job.build()}, job, plan, engine_opener(stage, timeout=60, **more)
+            )
+        )
     return traces
 
 
@@ -39,7 +46,11 @@ def check(ranks: int, cases: list[Case], timeout: float) -> None:
     for number, case in enumerate(cases):
         job, plan = job_of(case), Plan(ranks=ranks, steps=3, accumulation=case[2])
         try:
-            oracle.compare(merge([each[number] for each in answers]), oracle.run(job, plan), weight_floor=oracle.ROUNDING)
+            oracle.compare(
+                merge([each[number] for each in answers]),
+                oracle.run(job, plan),
+                weight_floor=oracle.ROUNDING,
+            )
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 

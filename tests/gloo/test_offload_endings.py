@@ -1,4 +1,6 @@
-"""A disk that fails on one rank, and a rank that is killed, while state is in files: all ranks end with words, and no file is left."""
+"""A disk that fails on one rank, and a rank that is killed, while state is in files: all ranks
+end with words, and no file is left.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,19 @@ def check(way: str, odd: int, stage: int, disk: Path) -> None:
     (code, own), (other_code, other) = found[odd], found[1 - odd]
     assert other_code == 1 and code == (-9 if way == "kill" else 1), own + other
     if way == "read":
-        assert re.search(rf"OSError: \[Errno 5\] Input/output error \(reading .* of rank {odd};.*{disk}", own), own
-        assert re.search(rf"rank {odd} has failed: OSError: \[Errno 5\] Input/output error", other), other
+        assert re.search(
+            rf"OSError: \[Errno 5\] Input/output error \(reading .* of rank {odd};.*{disk}", own
+        ), own
+        assert re.search(
+            rf"rank {odd} has failed: OSError: \[Errno 5\] Input/output error", other
+        ), other
     elif way == "write":
         for output in (own, other):
-            assert re.search(rf"OffloadError: a write of offloaded state has failed: rank {odd}: \[Errno 28\].*{disk}", output), output
+            assert re.search(
+                rf"OffloadError: a write of offloaded state has failed: rank {odd}: "
+                rf"\[Errno 28\].*{disk}",
+                output,
+            ), output
     elif way == "no room":
         assert "Error" in own and re.search(r"ulimit|RLIMIT_FSIZE|file size", own), own
         assert re.search(rf"rank {odd}|does not fit", other), other
@@ -32,7 +42,9 @@ def check(way: str, odd: int, stage: int, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("way, odd, stage", [("read", 1, 3)])
-def test_a_disk_that_fails_on_one_rank_ends_both(way: str, odd: int, stage: int, tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_one_rank_ends_both(
+    way: str, odd: int, stage: int, tmp_path: Path
+) -> None:
     check(way, odd, stage, tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""Real ranks that end while a checkpoint is being written: whole where they could finish, else not to be seen."""
+"""Real ranks that end while a checkpoint is being written: whole where they could finish, else
+not to be seen.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ def test_a_rank_ends_while_a_checkpoint_is_written(way: str, whole: bool, tmp_pa
     assert time.monotonic() - begun < LIMIT
     assert all((code == 0) == (way in ("return", "full")) for code in codes), outputs
     if way == "full":  # nobody is left to raise it to
-        assert all("No space left on device" in output and "free space or save into another folder" in output for output in outputs), (
-            outputs
-        )
+        assert all(
+            "No space left on device" in output
+            and "free space or save into another folder" in output
+            for output in outputs
+        ), outputs
     assert (tmp_path / "latest").read_text() == ("new" if whole else "old"), outputs
     assert verify_checkpoint(tmp_path).problems == ()
     assert (tmp_path / "new").exists() == whole
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".hf-zero-saving-new")], "rank 0 has cleaned up"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".hf-zero-saving-new")], (
+        "rank 0 has cleaned up"
+    )

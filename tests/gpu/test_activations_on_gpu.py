@@ -1,6 +1,8 @@
-"""Activations that leave a GPU and come back: same bits whatever is slow, less memory, and a host that waits for nothing.
+"""Activations that leave a GPU and come back: same bits whatever is slow, less memory, and a host
+that waits for nothing.
 
-tests/unit/test_core_saved.py shows the same logic on the CPU, with copies that run as late as they may.
+tests/unit/test_core_saved.py shows the same logic on the CPU, with copies that run as late as they
+may.
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "offload, one at a time": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}},
     "offload, pageable": {"activation_offload": {**SMALL, "pin_memory": False}},
     "blocks": {"activation_checkpointing": {"blocks": True}},
-    "blocks, inputs offloaded": {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}, "activation_offload": SMALL},
-    "selective, offloaded": {"activation_checkpointing": {"blocks": "selective"}, "activation_offload": SMALL},
+    "blocks, inputs offloaded": {
+        "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
+        "activation_offload": SMALL,
+    },
+    "selective, offloaded": {
+        "activation_checkpointing": {"blocks": "selective"},
+        "activation_offload": SMALL,
+    },
 }
 
 
@@ -77,7 +85,10 @@ class Net(nn.Module):
 
 
 def train(
-    more: dict[str, Any], stage: int = 2, precision: str = "fp32", around: Callable[[nn.Module], None] | None = None
+    more: dict[str, Any],
+    stage: int = 2,
+    precision: str = "fp32",
+    around: Callable[[nn.Module], None] | None = None,
 ) -> list[torch.Tensor]:
     """Losses, gradients and weights of :data:`STEPS` steps of two micro-batches."""
     model = seeded(Net)
@@ -93,7 +104,12 @@ def train(
     found: list[torch.Tensor] = []
     for step in range(2 * STEPS):
         torch.manual_seed(step)
-        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+        x = torch.randn(
+            ROWS,
+            WIDTH,
+            device="cuda",
+            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        )
         loss = engine(x)
         engine.backward(loss)
         trample(x.device)
@@ -108,7 +124,9 @@ def train(
 
 def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(one, other), f"tensor {number} of {len(want)} is off by {(one - other).abs().max()}"
+        assert torch.equal(one, other), (
+            f"tensor {number} of {len(want)} is off by {(one - other).abs().max()}"
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -155,7 +173,9 @@ def test_the_same_bits_whoever_is_slow(name: str, delays: random.Random) -> None
 
 
 def alone(in_flight: int = 2 * ACTIVATION) -> Offload:
-    away = offload_of(torch.device("cuda", torch.cuda.current_device()), ActivationOffload(True, 1, in_flight))
+    away = offload_of(
+        torch.device("cuda", torch.cuda.current_device()), ActivationOffload(True, 1, in_flight)
+    )
     assert away is not None
     return away
 
@@ -171,7 +191,9 @@ def run(model: nn.Module, x: torch.Tensor, away: Offload | None) -> torch.Tensor
 
 
 def test_graphs_that_are_dropped_leave_nothing_behind(delays: random.Random) -> None:
-    """Backwards that stop half way or never come, between others: regions and device memory are used again under copy."""
+    """Backwards that stop half way or never come, between others: regions and device memory are
+    used again under copy.
+    """
     model, away = seeded(Net).cuda(), alone()
     x = torch.randn(ROWS, WIDTH, device="cuda")
     model.eval()
@@ -234,8 +256,14 @@ def test_the_host_waits_for_nothing() -> None:
 def peak(more: dict[str, Any]) -> int:
     """Bytes above what lies there before the third step's forward."""
     model = seeded(lambda: Net(24))
-    config = {"train_micro_batch_size_per_gpu": 16 * ROWS, "zero_optimization": {"stage": 2}, **more}
-    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 16 * ROWS,
+        "zero_optimization": {"stage": 2},
+        **more,
+    }
+    engine = hf_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+    )[0]
     x = torch.randn(16 * ROWS, WIDTH, device="cuda")
     for _ in range(3):
         torch.cuda.synchronize()
@@ -256,7 +284,12 @@ def test_peaks() -> None:
     half = peak({"activation_checkpointing": {"blocks": 12}})
     selective = peak({"activation_checkpointing": {"blocks": "selective"}})
     offload = peak({"activation_offload": away})
-    both = peak({"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}, "activation_offload": {**away, "enabled": False}})
+    both = peak(
+        {
+            "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
+            "activation_offload": {**away, "enabled": False},
+        }
+    )
     assert blocks < half < plain and selective < plain
     assert offload < plain / 2
     assert both < blocks
@@ -276,7 +309,11 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
 
     checkpointing.configure()
     want = gradients()
-    checkpointing.configure(None, {"activation_offload": {"min_bytes": 1, "in_flight_bytes": ACTIVATION}}, checkpoint_in_cpu=True)
+    checkpointing.configure(
+        None,
+        {"activation_offload": {"min_bytes": 1, "in_flight_bytes": ACTIVATION}},
+        checkpoint_in_cpu=True,
+    )
     try:
         for round_ in range(5):
             delays.seed(round_)
@@ -288,7 +325,9 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
 
 @pytest.mark.parametrize("blocks", [None, True, "selective"])
 def test_compiled_blocks(blocks: Any) -> None:
-    """With inductor around the checkpoints and copies around that; no dropout, which a compiler draws otherwise."""
+    """With inductor around the checkpoints and copies around that; no dropout, which a compiler
+    draws otherwise.
+    """
 
     def gradients(compiled: bool) -> list[torch.Tensor]:
         model = seeded(Net)
@@ -298,7 +337,9 @@ def test_compiled_blocks(blocks: Any) -> None:
             "activation_offload": SMALL,
             "activation_checkpointing": {"blocks": blocks},
         }
-        engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+        engine = hf_zero.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+        )[0]
         engine.eval()
         if compiled:
             engine.compile()
@@ -311,4 +352,5 @@ def test_compiled_blocks(blocks: Any) -> None:
         return found
 
     for got, want in zip(gradients(compiled=True), gradients(compiled=False), strict=True):
-        assert (got - want).norm() <= 2e-3 * want.norm() + 1e-7  # TF32 is off: other orders of sums alone
+        # TF32 is off: other orders of sums alone
+        assert (got - want).norm() <= 2e-3 * want.norm() + 1e-7

@@ -1,4 +1,6 @@
-"""Compiled blocks on one GPU, by inductor: as near to fp32 as uncompiled ones, compiled once, and no step waits for the device."""
+"""Compiled blocks on one GPU, by inductor: as near to fp32 as uncompiled ones, compiled once,
+and no step waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def fresh() -> Iterator[None]:
 def bert() -> nn.Module:
     torch.manual_seed(3)
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=4 * HIDDEN,
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4,
+        intermediate_size=4 * HIDDEN,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
@@ -43,7 +46,8 @@ def bert() -> nn.Module:
 def llama() -> nn.Module:
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -53,7 +57,9 @@ MODELS = {"bert": bert, "llama": llama}
 
 
 def ids(number: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    return torch.randint(
+        3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(number)
+    ).to(DEVICE)
 
 
 def started(model: nn.Module, stage: int, precision: str, **more: Any) -> Any:
@@ -68,7 +74,9 @@ def started(model: nn.Module, stage: int, precision: str, **more: Any) -> Any:
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def train(name: str, stage: int, precision: str, checkpointed: bool = False, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def train(
+    name: str, stage: int, precision: str, checkpointed: bool = False, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of the first batch and the losses of all."""
     model = MODELS[name]()
     if checkpointed:
@@ -98,7 +106,10 @@ def test_bf16_errs_no_more_than_uncompiled(name: str, stage: int, checkpointed: 
     got, losses = train(name, stage, "bf16", checkpointed, compile="blocks")
     assert counters["stats"]["unique_graphs"] == 1
     assert (got - exact).norm() <= 1.1 * (plain - exact).norm() + 1e-3
-    assert losses.sub(exact_losses).abs().max() <= 1.1 * plain_losses.sub(exact_losses).abs().max() + 2e-2
+    assert (
+        losses.sub(exact_losses).abs().max()
+        <= 1.1 * plain_losses.sub(exact_losses).abs().max() + 2e-2
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,7 +139,13 @@ def test_a_step_never_waits_for_the_device(stage: int) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_attention_runs_on_the_kernels_that_come_first(backend: str, compiled: bool) -> None:
-    engine = started(model := bert(), 0, "bf16", attention_backend=backend, **({"compile": "blocks"} if compiled else {}))
+    engine = started(
+        model := bert(),
+        0,
+        "bf16",
+        attention_backend=backend,
+        **({"compile": "blocks"} if compiled else {}),
+    )
     model.train()
 
     def step() -> None:

@@ -1,4 +1,6 @@
-"""Activations, dropout + residual, rotary embedding and packed layers at the sizes models have, kernel beside reference and torch."""
+"""Activations, dropout + residual, rotary embedding and packed layers at the sizes models have,
+kernel beside reference and torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def test_gelu(shape, approximate, dtype, monkeypatch):
         [x, bias],
         monkeypatch,
     )
-    compare(lambda x: gelu(x, approximate=approximate), lambda x: F.gelu(x, approximate=approximate), [x], monkeypatch)
+    compare(
+        lambda x: gelu(x, approximate=approximate),
+        lambda x: F.gelu(x, approximate=approximate),
+        [x],
+        monkeypatch,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,36 +49,54 @@ def test_gates(shape, dtype, monkeypatch):
     gate, up = randn(*shape, dtype=dtype) * 3, randn(*shape, dtype=dtype)
     compare(swiglu, lambda gate, up: F.silu(gate) * up, [gate, up], monkeypatch)
     compare(geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, [gate, up], monkeypatch)
-    compare(swiglu_packed, lambda both: F.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1], [torch.cat((gate, up), -1)], monkeypatch)
+    compare(
+        swiglu_packed,
+        lambda both: F.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        [torch.cat((gate, up), -1)],
+        monkeypatch,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16_384, 1024), (8, 509, 768), (1001, 1003)])
 def test_dropout_add(shape, dtype, monkeypatch):
     seed = torch.tensor([2026], device=GPU)
-    kept = kept_rows(seed, shape[0] if len(shape) == 2 else shape[0] * shape[1], shape[-1], 0.1).view(shape)
+    kept = kept_rows(
+        seed, shape[0] if len(shape) == 2 else shape[0] * shape[1], shape[-1], 0.1
+    ).view(shape)
 
     def plain(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return residual + (x + bias) * kept.to(x.dtype) / 0.9
 
     inputs = [randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)]
-    compare(lambda x, r, b: dropout_add(x, r, b, dropout=0.1, training=True, seed=seed), plain, inputs, monkeypatch)
+    compare(
+        lambda x, r, b: dropout_add(x, r, b, dropout=0.1, training=True, seed=seed),
+        plain,
+        inputs,
+        monkeypatch,
+    )
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos.to(x.dtype).unsqueeze(1) + torch.cat((-second, first), -1) * sin.to(x.dtype).unsqueeze(1)
+    rotated = rotated * cos.to(x.dtype).unsqueeze(1) + torch.cat((-second, first), -1) * sin.to(
+        x.dtype
+    ).unsqueeze(1)
     return torch.cat((rotated, rest), dim=-1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "width", "rotated"), [(32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (32, 32, 80, 32), (14, 2, 64, 64)]
+    ("heads", "key_heads", "width", "rotated"),
+    [(32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (32, 32, 80, 32), (14, 2, 64, 64)],
 )
 def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
     batch, sequence = 2, 1021
-    angle = torch.outer(torch.arange(sequence, device=GPU), 10_000 ** -torch.linspace(0, 1, rotated // 2, device=GPU)).repeat(1, 2)[None]
+    angle = torch.outer(
+        torch.arange(sequence, device=GPU),
+        10_000 ** -torch.linspace(0, 1, rotated // 2, device=GPU),
+    ).repeat(1, 2)[None]
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     qkv = randn(batch, sequence, (heads + 2 * key_heads) * width, dtype=dtype)
 
@@ -87,7 +112,12 @@ def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
         q, k, v = parts(qkv)
         return torch.cat((*rotary(q, k, cos, sin), v), dim=1)
 
-    compare(lambda qkv: torch.cat(split_rotary(qkv, cos, sin, heads, key_heads), dim=1), plain, [qkv], monkeypatch)
+    compare(
+        lambda qkv: torch.cat(split_rotary(qkv, cos, sin, heads, key_heads), dim=1),
+        plain,
+        [qkv],
+        monkeypatch,
+    )
     compare(by_views, plain, [qkv], monkeypatch)
 
 
@@ -102,10 +132,15 @@ def test_packed_layers(packed, dtype):
     assert adjacent(weights) == packed
     x = randn(4, 1021, 2048, dtype=dtype)
     results = []
-    for function in (lambda x: packed_linear(x, weights, biases), lambda x: [F.linear(x, w, b) for w, b in zip(weights, biases)]):
+    for function in (
+        lambda x: packed_linear(x, weights, biases),
+        lambda x: [F.linear(x, w, b) for w, b in zip(weights, biases)],
+    ):
         leaf = x.clone().requires_grad_()
         outs = function(leaf)
-        grads = torch.autograd.grad(sum(out.float().square().mean() for out in outs), [leaf, *weights, *biases])
+        grads = torch.autograd.grad(
+            sum(out.float().square().mean() for out in outs), [leaf, *weights, *biases]
+        )
         results.append([*outs, *grads])
     limit = 1e-2 if dtype == torch.bfloat16 else 2e-3  # fp32 products may take TF32
     for number, (ours, theirs) in enumerate(zip(*results)):
@@ -119,11 +154,18 @@ def test_a_compiled_block_is_the_plain_one():
     pack_(weights)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return dropout_add(F.linear(swiglu_packed(packed_linear_whole(x, weights)), down), x) + gelu(x)
+        return dropout_add(
+            F.linear(swiglu_packed(packed_linear_whole(x, weights)), down), x
+        ) + gelu(x)
 
     compiled = torch.compile(block, fullgraph=True)
     x = randn(64, 256, dtype=torch.bfloat16)
-    for a, b in zip(*(torch.autograd.grad((f(x) ** 2).float().mean(), [*weights, down]) for f in (compiled, block))):
+    for a, b in zip(
+        *(
+            torch.autograd.grad((f(x) ** 2).float().mean(), [*weights, down])
+            for f in (compiled, block)
+        )
+    ):
         assert ((a - b).norm() / b.norm()).item() < 2e-2
 
 
@@ -133,7 +175,9 @@ def test_beyond_32_bits_of_elements():
         pytest.skip("needs 40 GiB")
     x = torch.zeros(2**31 + 4096, dtype=torch.bfloat16, device=GPU).view(-1, 4096)
     x[-1] = 2
-    assert (gelu(x)[-1] == F.gelu(x[-1])).all() and (swiglu(x, x)[-1].float() - 2 * F.silu(x[-1].float())).abs().max() < 0.02
+    assert (gelu(x)[-1] == F.gelu(x[-1])).all() and (
+        swiglu(x, x)[-1].float() - 2 * F.silu(x[-1].float())
+    ).abs().max() < 0.02
     y = dropout_add(x, x, dropout=0.5, training=True, seed=torch.tensor([1], device=GPU))
     assert set(y[-1].unique().tolist()) == {2.0, 6.0}
 
@@ -143,8 +187,12 @@ def test_heads_further_apart_than_31_bits():
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB")
     apart = 2**30
-    q = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU).as_strided((1, 3, 1, 16), (1, apart, 16, 1))
+    q = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU).as_strided(
+        (1, 3, 1, 16), (1, apart, 16, 1)
+    )
     q.copy_(randn(1, 3, 1, 16))
     angle = randn(1, 1, 16)
-    for one, other in zip(rotary(q, q, angle, angle), rotary(q.contiguous(), q.contiguous(), angle, angle)):
+    for one, other in zip(
+        rotary(q, q, angle, angle), rotary(q.contiguous(), q.contiguous(), angle, angle)
+    ):
         assert torch.equal(one, other)

@@ -66,7 +66,11 @@ def test_losses_equal_the_plain_loop(stage, precision, tolerance):
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     losses = []
     for inputs in batches():
-        loss = loss_of(engine, inputs) if precision == "fp32" else engine(inputs.bfloat16()).float().square().mean()
+        loss = (
+            loss_of(engine, inputs)
+            if precision == "fp32"
+            else engine(inputs.bfloat16()).float().square().mean()
+        )
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -1,4 +1,6 @@
-"""The flat optimizers on a GPU at real sizes: beside torch's fused step and fp64, in engines with and without them, and never waiting."""
+"""The flat optimizers on a GPU at real sizes: beside torch's fused step and fp64, in engines
+with and without them, and never waiting.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ import torch
 
 from hf_zero.core import comm
 from hf_zero.ops import dispatch
-from hf_zero.ops.flat_optimizers import Piece, Settings, Tiles, adam_, advance_, lion_, settings_table, squared_norm
+from hf_zero.ops.flat_optimizers import (
+    Piece,
+    Settings,
+    Tiles,
+    adam_,
+    advance_,
+    lion_,
+    settings_table,
+    squared_norm,
+)
 from hf_zero.optim.lion import Lion
 from tests.helpers.engines import STAGES, start
 from tests.helpers.stacks import stack
@@ -44,7 +55,12 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
     theirs = [torch.nn.Parameter(part.clone()) for part in master.split(sizes)]
     halves = [theirs[::2], theirs[1::2]]
     optimizer = torch.optim.AdamW(
-        [{"params": half, "lr": lr, "weight_decay": decay} for half, lr, decay in zip(halves, (1e-2, 3e-3), (0.1, 0.0)) if half], fused=True
+        [
+            {"params": half, "lr": lr, "weight_decay": decay}
+            for half, lr, decay in zip(halves, (1e-2, 3e-3), (0.1, 0.0))
+            if half
+        ],
+        fused=True,
     )
     pieces, at = [], 0
     for index, size in enumerate(sizes):
@@ -52,7 +68,10 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
         at += size
     tiles = Tiles.cut(pieces, DEVICE)
     mean, square = torch.zeros_like(master), torch.zeros_like(master)
-    copy, steps = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE), torch.zeros(2, device=DEVICE)
+    copy, steps = (
+        torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE),
+        torch.zeros(2, device=DEVICE),
+    )
     rows = [Settings(1e-2, weight_decay=0.1), Settings(3e-3, weight_decay=0.0)]
     divisor = torch.full((), 1.7, device=DEVICE)
     for _ in range(STEPS):
@@ -66,7 +85,9 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
     record_property("largest difference of a weight", f"{(master - want).abs().max().item():.1e}")
     torch.testing.assert_close(master, want, rtol=1e-6, atol=1e-6)
     for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
-        torch.testing.assert_close(ours, torch.cat([optimizer.state[p][name] for p in theirs]), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            ours, torch.cat([optimizer.state[p][name] for p in theirs]), rtol=1e-6, atol=1e-7
+        )
     assert torch.equal(copy, master.bfloat16())
 
 
@@ -81,7 +102,8 @@ def test_lion_is_ours_in_torch():
         parameter.grad = torch.randn(numel, device=DEVICE)
         optimizer.step()
         lion_(master, parameter.grad, mean, tiles, advance_(steps, settings_table(rows, DEVICE)))
-    # Where the two terms of the direction cancel, its sign is that of a rounding: those elements are few, and off by two steps.
+    # Where the two terms of the direction cancel, its sign is that of a rounding: those elements
+    # are few, and off by two steps.
     off = (master - parameter.detach()).abs()
     assert off.max() <= 2e-3 * STEPS + 1e-6 and (off > 1e-6).float().mean() < 1e-4
     torch.testing.assert_close(mean, optimizer.state[parameter]["exp_avg"], rtol=1e-6, atol=1e-7)
@@ -103,17 +125,30 @@ def test_the_norm_is_that_of_fp64(dtype, record_property):
     parts = [*buffer.split(lengths(buffer.numel(), 300))]
     total, found = squared_norm(parts)
     exact = buffer.double().square().sum()
-    error, one_sum = abs((total / exact).item() - 1), abs((buffer.float().square().sum().double() / exact).item() - 1)
+    error, one_sum = (
+        abs((total / exact).item() - 1),
+        abs((buffer.float().square().sum().double() / exact).item() - 1),
+    )
     record_property("relative error", f"{error:.1e}, of torch's fp32 sum {one_sum:.1e}")
     assert error < 1e-7 and found.item() == 0.0
     buffer[12_345_678] = float("inf")
     assert squared_norm(parts)[1].item() == 1.0
-    assert squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0].item() == pytest.approx(1e-45, rel=1e-5)
+    assert squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0].item() == pytest.approx(
+        1e-45, rel=1e-5
+    )
 
 
-def run_engine(kernels: bool, stage: int, precision: str, monkeypatch: pytest.MonkeyPatch, watched: bool = False) -> list[float]:
+def run_engine(
+    kernels: bool,
+    stage: int,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    watched: bool = False,
+) -> list[float]:
     """Losses of five steps; ``watched``: an error where one of the later waits for the device."""
-    monkeypatch.setattr(dispatch, "wanted", lambda name, asked, device: kernels and dispatch.runs_on(device))
+    monkeypatch.setattr(
+        dispatch, "wanted", lambda name, asked, device: kernels and dispatch.runs_on(device)
+    )
     torch.manual_seed(0)
     model = stack()
     config = {
@@ -147,7 +182,9 @@ def run_engine(kernels: bool, stage: int, precision: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 1e-2)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_engines_with_and_without_lose_alike(stage, precision, tolerance, process_group, monkeypatch):
+def test_engines_with_and_without_lose_alike(
+    stage, precision, tolerance, process_group, monkeypatch
+):
     ours, theirs = (run_engine(kernels, stage, precision, monkeypatch) for kernels in (True, False))
     assert ours == pytest.approx(theirs, rel=tolerance)
 

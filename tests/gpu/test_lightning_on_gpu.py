@@ -1,4 +1,5 @@
-"""Lightning on GPUs: ZeroStrategy by its names, and the stock DeepSpeedStrategy, which needs CUDA to start.
+"""Lightning on GPUs: ZeroStrategy by its names, and the stock DeepSpeedStrategy, which needs CUDA
+to start.
 
 tests/matrix/test_lightning.py shows the same cases on CPU ranks.
 """
@@ -24,10 +25,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def run(folder: Path, *strategies: str, ranks: int = RANKS) -> Run:
     """Epochs of whole windows, which Lightning and DeepSpeed understand alike."""
     more = ("--accelerator", "gpu", "--samples", "64", "--strategies", ",".join(strategies))
-    return cases(folder, *more, "--cases", "evaluated_first,manual_unclipped,fit,saved", ranks=ranks)
+    return cases(
+        folder, *more, "--cases", "evaluated_first,manual_unclipped,fit,saved", ranks=ranks
+    )
 
 
-@pytest.mark.parametrize("strategy", ["zero_stage_3", "zero_stage_2", "deepspeed_stage_3", "deepspeed_stage_2"])
+@pytest.mark.parametrize(
+    "strategy", ["zero_stage_3", "zero_stage_2", "deepspeed_stage_3", "deepspeed_stage_2"]
+)
 def test_training_is_that_of_one_process(strategy: str, plain: Run, tmp_path: Path) -> None:
     got = run(tmp_path, strategy)
     for case in ("evaluated_first", "manual_unclipped"):

@@ -1,4 +1,6 @@
-"""The loss at real sizes on a GPU: the kernel against the reference, the chunked head against whole logits, memory, and that nothing waits."""
+"""The loss at real sizes on a GPU: the kernel against the reference, the chunked head against
+whole logits, memory, and that nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, terms: Terms, vocabular
     labels[::7] = -100
     one = torch.ones(1, device=DEVICE)
     exact = logits.double()
-    expected = reference.cross_entropy_(exact, vocabulary, labels, one.double(), None, *terms.numbers())
+    expected = reference.cross_entropy_(
+        exact, vocabulary, labels, one.double(), None, *terms.numbers()
+    )
     found = CROSS_ENTROPY(logits, vocabulary, labels, one, None, *terms.numbers())
     assert "cross_entropy" not in dispatch.broken()
     for each, true in zip(found, expected):
@@ -49,13 +53,20 @@ def test_rows_whose_offsets_pass_31_bits(tokens: int) -> None:
     logits = torch.zeros(tokens, vocabulary, device=DEVICE, dtype=torch.bfloat16)
     logits[-1, -1] = 8.0
     labels = torch.full((tokens,), vocabulary - 1, device=DEVICE)
-    losses, lse = CROSS_ENTROPY(logits, vocabulary, labels, torch.ones(1, device=DEVICE), None, *Terms().numbers())
+    losses, lse = CROSS_ENTROPY(
+        logits, vocabulary, labels, torch.ones(1, device=DEVICE), None, *Terms().numbers()
+    )
     expected = torch.logsumexp(torch.tensor([0.0] * (vocabulary - 1) + [8.0]), 0)
     assert abs(float(lse[-1] - expected)) < 1e-4 and abs(float(losses[-1] - (expected - 8))) < 1e-4
-    assert abs(float(logits[-1, -1]) - (float(torch.exp(8 - expected)) - 1)) < 4e-3 and float(logits[0, -1]) == -1.0
+    assert (
+        abs(float(logits[-1, -1]) - (float(torch.exp(8 - expected)) - 1)) < 4e-3
+        and float(logits[0, -1]) == -1.0
+    )
 
 
-def operands(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+def operands(
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     hidden = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).to(dtype).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
@@ -66,7 +77,9 @@ def operands(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tu
 @pytest.mark.parametrize("chunk", [None, 1024])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("vocabulary", [30_522, 50_257])
-def test_the_chunked_head_errs_no_more_than_torch(dtype: torch.dtype, vocabulary: int, chunk: int | None) -> None:
+def test_the_chunked_head_errs_no_more_than_torch(
+    dtype: torch.dtype, vocabulary: int, chunk: int | None
+) -> None:
     given, labels = operands(4096, 1024, vocabulary, dtype)
     wide = (
         [each.detach().double().requires_grad_() for each in given]
@@ -81,7 +94,10 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype: torch.dtype, vocabulary
     ):
         results.append([loss.detach(), *torch.autograd.grad(loss, each)])
     for true, ours, torchs in zip(*results):
-        error, bound = (float((each.double() - true.double()).norm() / true.double().norm()) for each in (ours, torchs))
+        error, bound = (
+            float((each.double() - true.double()).norm() / true.double().norm())
+            for each in (ours, torchs)
+        )
         print(f"{dtype} {vocabulary} chunk {chunk}: error {error:.3e}, torch's {bound:.3e}")
         assert error <= 1.1 * bound + 1e-6
 
@@ -89,10 +105,16 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype: torch.dtype, vocabulary
 def test_log_probabilities() -> None:
     given, labels = operands(2048, 1024, 50_257, torch.float32)
     found = linear_log_probs(*given, labels)
-    exact = torch.log_softmax(given[0] @ given[1].t(), -1).gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0.0)
+    exact = (
+        torch.log_softmax(given[0] @ given[1].t(), -1)
+        .gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        .where(labels != -100, 0.0)
+    )
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
     above = torch.randn_like(found)
-    for one, other in zip(torch.autograd.grad(found, given, above), torch.autograd.grad(exact, given, above)):
+    for one, other in zip(
+        torch.autograd.grad(found, given, above), torch.autograd.grad(exact, given, above)
+    ):
         assert float((one - other).norm() / other.norm()) < 1e-4
 
 
@@ -104,7 +126,9 @@ def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
     def step() -> torch.Tensor:
         places = capacity.places(RowCount(labels), labels.device)
         rows, kept, _ = select_rows(given[0], labels, capacity=places)
-        loss = linear_cross_entropy(rows, given[1], kept, num_items=count) + linear_cross_entropy(*given, labels, chunk=1024)
+        loss = linear_cross_entropy(rows, given[1], kept, num_items=count) + linear_cross_entropy(
+            *given, labels, chunk=1024
+        )
         loss.backward()
         return loss
 
@@ -130,7 +154,10 @@ def test_whole_logits_are_never_there() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     hidden, weight = (each.nbytes for each in given)
     chunk = 4096 * 128_256 * 2
-    print(f"peak {peak / 2**30:.2f} GiB: chunk {chunk / 2**30:.2f}, weight's gradient in fp32 {2 * weight / 2**30:.2f}")
+    print(
+        f"peak {peak / 2**30:.2f} GiB: chunk {chunk / 2**30:.2f}, weight's gradient in fp32 "
+        f"{2 * weight / 2**30:.2f}"
+    )
     assert peak < 1.05 * (chunk + 2 * weight + 2 * hidden) and peak < 16_384 * 128_256 * 2
 
 
@@ -150,14 +177,27 @@ def test_labels_on_the_device_are_counted_before_what_is_queued_behind_them() ->
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("name", ["llama, tied", "gemma2, capped", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama, tied",
+        "gemma2, capped",
+        "mixtral, with its routers' loss",
+        "gpt2",
+        "bert",
+        "distilbert",
+        "t5",
+    ],
+)
 def test_fused_models_are_the_models(name: str, dtype: torch.dtype) -> None:
     from hf_zero.integrations.fused.heads import fuse_head
     from tests.integrations.fused.languages import batch, gradients, pair
 
     plain, fused = (each.to(DEVICE) for each in pair(name))
     assert not isinstance(fuse_head(fused), str)
-    given: dict[str, Any] = {key: value.to(DEVICE) for key, value in batch(rows=8, length=24).items()}
+    given: dict[str, Any] = {
+        key: value.to(DEVICE) for key, value in batch(rows=8, length=24).items()
+    }
     losses = []
     for model in (plain, fused):
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -165,5 +205,8 @@ def test_fused_models_are_the_models(name: str, dtype: torch.dtype) -> None:
         losses[-1].backward()
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance)
-    ours, theirs = (torch.cat([each.flatten() for each in gradients(model).values()]) for model in (fused, plain))
+    ours, theirs = (
+        torch.cat([each.flatten() for each in gradients(model).values()])
+        for model in (fused, plain)
+    )
     assert float((ours - theirs).norm() / theirs.norm()) < 2 * tolerance

@@ -1,4 +1,6 @@
-"""Fused kernels in models on the GPU: loss and gradients against the untouched model, in fp32 and bf16, dropout, checkpointing, an engine."""
+"""Fused kernels in models on the GPU: loss and gradients against the untouched model, in fp32
+and bf16, dropout, checkpointing, an engine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_ev
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = (*BLOCKS, "loss")
 WIDE: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
     "bert": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
     "gpt2": {"n_embd": 256, "n_head": 4},
 }
@@ -56,7 +63,10 @@ def test_bf16_is_no_further_from_fp32_than_torchs(name: str) -> None:
         kept = {"dtype": torch.bfloat16, "seed": seed}
         right = step(put(name, **kept).float(), batch)[1]
         size = sum(float(grad.square().sum()) for grad in right.values())
-        for model, is_ours in ((hf_zero.optimize(put(name, **kept), BLOCKS), True), (put(name, **kept), False)):
+        for model, is_ours in (
+            (hf_zero.optimize(put(name, **kept), BLOCKS), True),
+            (put(name, **kept), False),
+        ):
             grads = step(model, batch)[1]
             squared = sum(float((grads[key] - right[key]).square().sum()) for key in right) / size
             ours, plain = (ours + squared, plain) if is_ours else (ours, plain + squared)
@@ -71,8 +81,14 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
     batch = inputs(name, device=DEVICE, rows=4, tokens=333)
     options = {"dtype": dtype, "initializer_range": 0.05, **WIDE[name], **positions}
     right = step(put(name, **options).float(), batch)[1]
-    grads, plain = step(hf_zero.optimize(put(name, **options), ALL), batch)[1], step(put(name, **options), batch)[1]
-    squared = [sum(float((found[key] - right[key]).square().sum()) for key in right) for found in (grads, plain)]
+    grads, plain = (
+        step(hf_zero.optimize(put(name, **options), ALL), batch)[1],
+        step(put(name, **options), batch)[1],
+    )
+    squared = [
+        sum(float((found[key] - right[key]).square().sum()) for key in right)
+        for found in (grads, plain)
+    ]
     size = sum(float(grad.square().sum()) for grad in right.values())
     assert squared[0] <= 1.1**2 * squared[1] + 1e-10 * size, (squared, size)
 
@@ -80,8 +96,13 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "vit"])
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch, models = inputs(name, device=DEVICE), [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)]
-    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    batch, models = (
+        inputs(name, device=DEVICE),
+        [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)],
+    )
+    models[1].gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
     if reentrant and name != "vit":
         for model in models:
             model.enable_input_require_grads()
@@ -98,7 +119,15 @@ def test_an_engine_with_auto_follows_one_without(name: str, stage: int) -> None:
         torch.manual_seed(0)
         model = put(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-        engine = start(model, optimizer, {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, "kernels": kernels})
+        engine = start(
+            model,
+            optimizer,
+            {
+                "train_micro_batch_size_per_gpu": 3,
+                "zero_optimization": {"stage": stage},
+                "kernels": kernels,
+            },
+        )
         losses.append([])
         for seed in range(4):
             loss = engine(**inputs(name, device=DEVICE, seed=seed)).loss
@@ -106,4 +135,6 @@ def test_an_engine_with_auto_follows_one_without(name: str, stage: int) -> None:
             engine.step()
             losses[-1].append(loss.item())
         engine.destroy()
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=1e-5
+    )

@@ -1,4 +1,6 @@
-"""The norms' kernels, compiled, at the sizes of real models; tests/kernels/test_norms.py runs them in the interpreter."""
+"""The norms' kernels, compiled, at the sizes of real models; tests/kernels/test_norms.py runs
+them in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,17 @@ from hf_zero.ops import dispatch, norms
 
 GPU = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16]
-# BERT's rows, a Llama's, GPT-2 XL's odd width, Qwen3's heads, the widest there are, and one that no access of 16 bytes fits.
-SHAPES = [(4096, 1024), (4096, 768), (2048, 4096), (1024, 1600), (65_536, 128), (512, 8192), (4097, 1023)]
+# BERT's rows, a Llama's, GPT-2 XL's odd width, Qwen3's heads, the widest there are, and one that no
+# access of 16 bytes fits.
+SHAPES = [
+    (4096, 1024),
+    (4096, 768),
+    (2048, 4096),
+    (1024, 1600),
+    (65_536, 128),
+    (512, 8192),
+    (4097, 1023),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +40,21 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 16_384)], ids=str)
-@pytest.mark.parametrize("variant", ["layer", "rms", "layer of a sum", "dropout", "dropout, inverted"])
-def test_kernels_are_their_reference(variant: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "variant", ["layer", "rms", "layer of a sum", "dropout", "dropout, inverted"]
+)
+def test_kernels_are_their_reference(
+    variant: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     centered, inverted, dropped = variant != "rms", "inverted" in variant, "dropout" in variant
     rows, width = shape
-    if width > (norms.WIDEST_WITH_DROPOUT if dropped else norms.WIDEST_CENTERED if centered else norms.WIDEST):
+    if width > (
+        norms.WIDEST_WITH_DROPOUT
+        if dropped
+        else norms.WIDEST_CENTERED
+        if centered
+        else norms.WIDEST
+    ):
         pytest.skip("goes to the reference")
     x, weight = drawn(rows, width, dtype=dtype), drawn(width, dtype=dtype) / 4 + 1
     residual = drawn(rows, width, dtype=dtype) if "sum" in variant or dropped else None
@@ -41,28 +62,67 @@ def test_kernels_are_their_reference(variant: str, shape: tuple[int, int], dtype
     seed, rate = (torch.tensor([987_654_321], device=GPU), 0.1) if dropped else (None, 0.0)
     keep = residual is not None and not inverted
     forward = (x, residual, weight, bias, seed, 1e-6, 0.0, rate, centered, keep)
-    close: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-2}
+    close: dict[str, float] = (
+        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-2}
+    )
     expected = norms.NORM.reference(*forward)
-    for name, one, other in zip(("y", "total", "mean", "rstd"), norms.NORM.launcher()(*forward), expected, strict=True):
-        torch.testing.assert_close(one, other, **close, msg=lambda said, name=name: f"{name}: {said}")
+    for name, one, other in zip(
+        ("y", "total", "mean", "rstd"), norms.NORM.launcher()(*forward), expected, strict=True
+    ):
+        torch.testing.assert_close(
+            one, other, **close, msg=lambda said, name=name: f"{name}: {said}"
+        )
     y, total, mean, rstd = expected
     saved = y if inverted else x if residual is None else total
     dy, d_total = drawn(rows, width, dtype=dtype), drawn(rows, width, dtype=dtype) if keep else None
-    backward = (dy, d_total, saved, weight, bias, mean, rstd, seed, 0.0, rate, centered, inverted, True, norms.TINY)
-    ours, expected = norms.NORM_BACKWARD.launcher()(*backward), norms.NORM_BACKWARD.reference(*backward)
-    for name, one, other in zip(("d_total", "dx", "d_weight", "d_bias"), ours, expected, strict=True):
+    backward = (
+        dy,
+        d_total,
+        saved,
+        weight,
+        bias,
+        mean,
+        rstd,
+        seed,
+        0.0,
+        rate,
+        centered,
+        inverted,
+        True,
+        norms.TINY,
+    )
+    ours, expected = (
+        norms.NORM_BACKWARD.launcher()(*backward),
+        norms.NORM_BACKWARD.reference(*backward),
+    )
+    for name, one, other in zip(
+        ("d_total", "dx", "d_weight", "d_bias"), ours, expected, strict=True
+    ):
         # Sums over rows: their error grows with the root of the rows, as their values do.
-        over_rows = {"rtol": close["rtol"], "atol": close["atol"] * rows**0.5} if "_w" in name or "_b" in name else close
-        torch.testing.assert_close(one, other, **over_rows, msg=lambda said, name=name: f"{name}: {said}")
-    assert all(torch.equal(one, other) for one, other in zip(ours, norms.NORM_BACKWARD.launcher()(*backward)))
+        over_rows = (
+            {"rtol": close["rtol"], "atol": close["atol"] * rows**0.5}
+            if "_w" in name or "_b" in name
+            else close
+        )
+        torch.testing.assert_close(
+            one, other, **over_rows, msg=lambda said, name=name: f"{name}: {said}"
+        )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(ours, norms.NORM_BACKWARD.launcher()(*backward))
+    )
 
 
 def relative_errors(
-    ours: Callable[..., torch.Tensor], theirs: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+    ours: Callable[..., torch.Tensor],
+    theirs: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
 ) -> list[tuple[float, float]]:
     """Of the output and each gradient in bf16: our error against fp32, and torch's."""
 
-    def run(operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(
+        operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         leaves = [each.detach().clone().requires_grad_() for each in tensors]
         y = operator(*leaves)
         y.backward(outer.to(y.dtype))
@@ -72,21 +132,33 @@ def relative_errors(
     exact = run(theirs, [each.float() for each in inputs])
     found = []
     for one, other, truth in zip(run(ours, inputs), run(theirs, inputs), exact, strict=True):
-        found.append((float((one.float() - truth).norm() / truth.norm()), float((other.float() - truth).norm() / truth.norm())))
+        found.append(
+            (
+                float((one.float() - truth).norm() / truth.norm()),
+                float((other.float() - truth).norm() / truth.norm()),
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bf16_is_as_exact_as_torch(shape: tuple[int, int]) -> None:
     rows, width = shape
-    inputs = [drawn(rows, width, dtype=torch.bfloat16) for _ in range(2)] + [(drawn(width) / 4 + 1).bfloat16(), drawn(width).bfloat16()]
+    inputs = [drawn(rows, width, dtype=torch.bfloat16) for _ in range(2)] + [
+        (drawn(width) / 4 + 1).bfloat16(),
+        drawn(width).bfloat16(),
+    ]
     for ours, theirs, tensors in (
         (
             lambda x, r, w, b: norms.layer_norm_of_sum(x, r, w, b),
             lambda x, r, w, b: F.layer_norm(x + r, w.shape, w, b),
             inputs,
         ),
-        (lambda x, w: norms.rms_norm(x, w), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), [inputs[0], inputs[2]]),
+        (
+            lambda x, w: norms.rms_norm(x, w),
+            lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
+            [inputs[0], inputs[2]],
+        ),
     ):
         errors = relative_errors(ours, theirs, tensors)
         assert all(mine <= 1.1 * torchs + 1e-6 for mine, torchs in errors), errors
@@ -112,7 +184,9 @@ def test_a_tensor_with_more_than_2_31_elements() -> None:
 
 def test_nothing_waits_for_the_gpu() -> None:
     x, residual = (drawn(256, 1024, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-    weight, bias = (torch.ones(1024, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    weight, bias = (
+        torch.ones(1024, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+    )
 
     def step() -> None:
         y, total = norms.add_layer_norm(x, residual, weight, bias, dropout=0.1, training=True)
@@ -127,7 +201,9 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 
 def test_a_compiled_block_runs_them() -> None:
-    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def block(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         y, total = norms.add_layer_norm(F.gelu(x), residual, weight, bias)
         return F.gelu(y) + total
 

@@ -1,4 +1,5 @@
-"""Offload on one GPU: equal to the same training on the device, whatever is slow, in pinned memory of the size asked for.
+"""Offload on one GPU: equal to the same training on the device, whatever is slow, in pinned memory
+of the size asked for.
 
 tests/ranks/test_offload.py shows the same numbers on the CPU, where transfers are copies.
 """
@@ -53,7 +54,9 @@ def batches() -> list[torch.Tensor]:
 
 
 def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """It steps itself, on the device and on the host: one update of elements, but kernels of two devices."""
+    """It steps itself, on the device and on the host: one update of elements, but kernels of two
+    devices.
+    """
     return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
 
 
@@ -87,7 +90,10 @@ def train(
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
-    weights = {name: hf_zero.safe_get_full_fp32_param(p).float().cpu().clone() for name, p in model.named_parameters()}
+    weights = {
+        name: hf_zero.safe_get_full_fp32_param(p).float().cpu().clone()
+        for name, p in model.named_parameters()
+    }
     engine.destroy()
     return weights, [loss.item() for loss in losses]
 
@@ -95,12 +101,16 @@ def train(
 def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """The difference, relative in norm."""
     difference = sum(float((got[name] - want[name]).double().square().sum()) for name in want)
-    return (difference / sum(float(weights.double().square().sum()) for weights in want.values())) ** 0.5
+    return (
+        difference / sum(float(weights.double().square().sum()) for weights in want.values())
+    ) ** 0.5
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 5e-3)])
 @pytest.mark.parametrize("way, stage", CELLS)
-def test_every_way_equals_the_device(way: str, stage: int, precision: str, tolerance: float, tmp_path: Path) -> None:
+def test_every_way_equals_the_device(
+    way: str, stage: int, precision: str, tolerance: float, tmp_path: Path
+) -> None:
     want, losses = train({"stage": stage}, precision)
     got, away = train(offload(way, stage, tmp_path), precision)
     assert apart(got, want) < tolerance
@@ -134,7 +144,9 @@ def test_moments_in_fewer_bits_stay_close(moments: str, make: Make, tmp_path: Pa
 
 @pytest.fixture(params=["nothing", "gradients", "parameters", "compute", "host"])
 def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of the parties sleeps before each of its transfers: who does not wait for it reads what was there before."""
+    """One of the parties sleeps before each of its transfers: who does not wait for it reads
+    what was there before.
+    """
     kind = request.param
 
     def sleeping(function: Any, stream: Callable[[Any], torch.cuda.Stream | None]) -> Any:
@@ -147,7 +159,9 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         return slept
 
     if kind == "gradients":
-        monkeypatch.setattr(Homeward, "send", sleeping(Homeward.send, lambda homeward: homeward._stream))
+        monkeypatch.setattr(
+            Homeward, "send", sleeping(Homeward.send, lambda homeward: homeward._stream)
+        )
     elif kind == "parameters":
         monkeypatch.setattr(Flat, "store_part", sleeping(Flat.store_part, lambda flat: None))
         monkeypatch.setattr(Flat, "bring_shard", sleeping(Flat.bring_shard, lambda flat: None))
@@ -166,9 +180,18 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("make", [adamw, rmsprop])
 @pytest.mark.parametrize(
-    "way, stage", [("optimizer on cpu", 0), ("optimizer on cpu", 2), ("optimizer on cpu", 3), ("all on cpu", 3), ("all in files", 3)]
+    "way, stage",
+    [
+        ("optimizer on cpu", 0),
+        ("optimizer on cpu", 2),
+        ("optimizer on cpu", 3),
+        ("all on cpu", 3),
+        ("all in files", 3),
+    ],
 )
-def test_nobody_reads_what_has_not_come(way: str, stage: int, make: Make, slow: str, tmp_path: Path) -> None:
+def test_nobody_reads_what_has_not_come(
+    way: str, stage: int, make: Make, slow: str, tmp_path: Path
+) -> None:
     want, _ = train({"stage": stage}, make=make)
     got, _ = train(offload(way, stage, tmp_path), make=make)
     assert apart(got, want) < 1e-5, slow
@@ -213,8 +236,12 @@ def test_blocking_launches_change_nothing(way: str, stage: int, tmp_path: Path) 
         env = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
         env.pop("MASTER_PORT", None)
         command = [sys.executable, "-c", ALONE, way, str(stage), str(tmp_path)]
-        answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
-        said.append(json.loads(next(line for line in answer.splitlines() if line.startswith("@"))[1:]))
+        answer = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
+        said.append(
+            json.loads(next(line for line in answer.splitlines() if line.startswith("@"))[1:])
+        )
     assert said[0] == said[1]
 
 
@@ -231,11 +258,17 @@ def test_pinned_memory_is_what_was_asked_for() -> None:
 
 
 def peak_of(section: dict[str, Any]) -> tuple[int, int]:
-    """Most bytes of the GPU in some bf16 steps of a model of 50M parameters, and what it computes with alone."""
+    """Most bytes of the GPU in some bf16 steps of a model of 50M parameters, and what it
+    computes with alone.
+    """
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = seeded(lambda: Stack(depth=12, width=1024)).bfloat16()
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": section, "bf16": {"enabled": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": section,
+        "bf16": {"enabled": True},
+    }
     engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
     torch.cuda.reset_peak_memory_stats()
     for inputs in batches():
@@ -248,7 +281,9 @@ def peak_of(section: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
-    """Parameters (2 bytes) stay, and gradients of a bounded number of units; at stage 3 with parameters away, a few units."""
+    """Parameters (2 bytes) stay, and gradients of a bounded number of units; at stage 3 with
+    parameters away, a few units.
+    """
     whole, numel = peak_of({"stage": 2})
     unit = numel // 12
     assert whole > 16 * numel
@@ -260,12 +295,21 @@ def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
 
 def test_weights_after_the_oracle_in_bf16(tmp_path: Path) -> None:
     """Llama against the plain mixed-precision loop, as on the CPU."""
-    job, plan = ArchitectureJob(ARCHITECTURES["llama"]), Plan(ranks=1, steps=4, precision="bf16", clip=1.0)
+    job, plan = (
+        ArchitectureJob(ARCHITECTURES["llama"]),
+        Plan(ranks=1, steps=4, precision="bf16", clip=1.0),
+    )
     exact, mixed = oracle.kept(job, Plan(ranks=1, steps=4, clip=1.0)), oracle.mixed(job, plan, 2)
     model = job.build()
-    engine = start(model, job.optimizer(model), config_of(2, plan, zero_optimization=offload("optimizer on cpu", 2, tmp_path)))
+    engine = start(
+        model,
+        job.optimizer(model),
+        config_of(2, plan, zero_optimization=offload("optimizer on cpu", 2, tmp_path)),
+    )
     for step in range(plan.steps):
-        batch = {name: value.cuda() for name, value in ARCHITECTURES["llama"].batch(step, 0, 0).items()}
+        batch = {
+            name: value.cuda() for name, value in ARCHITECTURES["llama"].batch(step, 0, 0).items()
+        }
         engine.backward(engine(**batch).loss)
         engine.step()
     got = {name: weights.cpu() for name, weights in full_weights(engine).items()}

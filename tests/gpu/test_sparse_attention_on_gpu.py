@@ -1,4 +1,6 @@
-"""Block-sparse attention's kernels on a GPU: against the reference at middling sizes, against given rows at 16k tokens, in a model."""
+"""Block-sparse attention's kernels on a GPU: against the reference at middling sizes, against
+given rows at 16k tokens, in a model.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,20 @@ BOUND = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 @pytest.fixture(autouse=True)
 def nothing_fell_back() -> Any:
     yield
-    assert not [name for name in dispatch.broken() if name.startswith("sparse_attention")], dispatch.broken()
+    assert not [name for name in dispatch.broken() if name.startswith("sparse_attention")], (
+        dispatch.broken()
+    )
 
 
-def inputs(batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(
+    batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """q, k, v and the output's gradient, as projections lie in memory."""
     counts = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(batch, length, count, width, device=DEVICE).to(dtype).transpose(1, 2) for count in counts]
+    return [
+        torch.randn(batch, length, count, width, device=DEVICE).to(dtype).transpose(1, 2)
+        for count in counts
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -42,16 +51,40 @@ def inputs(batch: int, heads: int, kv_heads: int, length: int, width: int, dtype
     ("config", "causal", "ragged", "dropout"),
     [
         (BigBirdSparsityConfig(8, 64, num_random_blocks=3), False, 0, 0.0),
-        (BigBirdSparsityConfig(8, 64, num_random_blocks=3, different_layout_per_head=True), True, 17, 0.0),
+        (
+            BigBirdSparsityConfig(8, 64, num_random_blocks=3, different_layout_per_head=True),
+            True,
+            17,
+            0.0,
+        ),
         (BigBirdSparsityConfig(8, 128, num_random_blocks=1), False, 64, 0.1),
-        (FixedSparsityConfig(8, 32, True, num_different_global_patterns=4, attention="unidirectional"), True, 5, 0.1),
+        (
+            FixedSparsityConfig(
+                8, 32, True, num_different_global_patterns=4, attention="unidirectional"
+            ),
+            True,
+            5,
+            0.1,
+        ),
         (LocalSlidingWindowSparsityConfig(8, 16), True, 1, 0.0),
         (DenseSparsityConfig(8, 64), False, 0, 0.0),
     ],
-    ids=["bigbird", "bigbird-heads", "blocks-128-dropout", "fixed-32-dropout", "window-16", "dense"],
+    ids=[
+        "bigbird",
+        "bigbird-heads",
+        "blocks-128-dropout",
+        "fixed-32-dropout",
+        "window-16",
+        "dense",
+    ],
 )
 def test_kernels_against_the_reference(
-    config: SparsityConfig, causal: bool, ragged: int, dropout: float, width: int, dtype: torch.dtype
+    config: SparsityConfig,
+    causal: bool,
+    ragged: int,
+    dropout: float,
+    width: int,
+    dtype: torch.dtype,
 ) -> None:
     if dtype == torch.float32 and width > 128:
         pytest.skip("fp32 tiles of 256 do not fit shared memory; the reference runs")
@@ -65,7 +98,9 @@ def test_kernels_against_the_reference(
     o, lse = FORWARD.launcher()(q, k, v, *rest)
     ours = [o, lse, *BACKWARD.launcher()(grad, q, k, v, o, lse, *rest)]
     again = BACKWARD.launcher()(grad, q, k, v, o, lse, *rest)
-    assert all(torch.equal(a, b) for a, b in zip(ours[2:], again)), "gradients are the same bits every time"
+    assert all(torch.equal(a, b) for a, b in zip(ours[2:], again)), (
+        "gradients are the same bits every time"
+    )
     wide = [x.float() for x in (q, k, v, grad)]
     true_o, true_lse = reference.forward(*wide[:3], *rest)
     truth = [true_o, true_lse, *reference.backward(wide[3], *wide[:3], true_o, true_lse, *rest)]
@@ -73,7 +108,9 @@ def test_kernels_against_the_reference(
         finite = true.isfinite()
         assert torch.equal(mine.isfinite(), finite), name
         error = (mine.float() - true)[finite].abs().max().item()
-        assert error <= BOUND[dtype] * max(1.0, true[finite].abs().max().item()), f"{name}: {error:.1e}"
+        assert error <= BOUND[dtype] * max(1.0, true[finite].abs().max().item()), (
+            f"{name}: {error:.1e}"
+        )
 
 
 def test_rounding_is_no_worse_than_flash_attentions() -> None:
@@ -102,7 +139,9 @@ def test_rows_at_16k_tokens() -> None:
     mask = config.make_layout(length)[0].bool().repeat_interleave(64, 1).to(DEVICE)  # [blocks, S]
     for row in (0, 63, 64, 5000, length - 1):
         scores = (k @ q[:, :, row, :, None]).squeeze(-1) / 8  # [1, heads, S]
-        expected = (scores.masked_fill(~mask[row // 64], -torch.inf).softmax(-1)[..., None] * v).sum(2)
+        expected = (
+            scores.masked_fill(~mask[row // 64], -torch.inf).softmax(-1)[..., None] * v
+        ).sum(2)
         torch.testing.assert_close(out[:, :, row].double(), expected, atol=4e-3, rtol=2e-2)
     grad = torch.zeros_like(out)
     grad[:, :, 5000] = 1.0  # one row's gradient: dv is that row's probabilities
@@ -117,7 +156,13 @@ def test_a_model_trains_without_synchronising() -> None:
 
     from hf_zero.integrations.fused.attention import sparsify
 
-    config = hf.BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=64)
+    config = hf.BertConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        vocab_size=64,
+    )
     config.max_position_embeddings = 1024
     model = hf.BertForMaskedLM(config).to(DEVICE, torch.bfloat16).train()
     sparsify(model, BigBirdSparsityConfig(2, 64))

@@ -1,7 +1,8 @@
-"""An accelerator that is not there: what hf_zero asks of it is answered, and what it launches is written down.
+"""An accelerator that is not there: what hf_zero asks of it is answered, and what it launches is
+written down.
 
-Streams run inline, so numbers are those of the CPU; the log says who has waited for whom. What runs late, and what that does to
-memory, is the simulated device's to show.
+Streams run inline, so numbers are those of the CPU; the log says who has waited for whom. What runs
+late, and what that does to memory, is the simulated device's to show.
 """
 
 from __future__ import annotations

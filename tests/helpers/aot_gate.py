@@ -1,14 +1,17 @@
-"""What a GPU would make of a Triton kernel, found without one: each is compiled for sm_80, sm_90 and sm_100, and the machine code looked at.
+"""What a GPU would make of a Triton kernel, found without one: each is compiled for sm_80, sm_90
+and sm_100, and the machine code looked at.
 
-A family of kernels declares its `Case`s, one for each configuration it ships, in ``tests/kernels/gate/<family>.py`` as ``CASES``. Each must
-compile, fit into registers without spilling and into shared memory, use the tensor cores where it multiplies matrices and 16-byte loads
+A family of kernels declares its `Case`s, one for each configuration it ships, in
+``tests/kernels/gate/<family>.py`` as ``CASES``. Each must compile, fit into registers without
+spilling and into shared memory, use the tensor cores where it multiplies matrices and 16-byte loads
 where it streams, and reach the occupancy it states.
 
-    python -m tests.helpers.aot_gate            # prints the table and what is wrong; --only NAME, --arch 90
-    python -m tests.helpers.aot_gate --write    # writes the table into kernels/README.md
+    python -m tests.helpers.aot_gate            # prints the table and what is wrong; --only NAME,
+    --arch 90 python -m tests.helpers.aot_gate --write    # writes the table into kernels/README.md
 
-Triton compiles only where its interpreter is off, and that is decided when it is imported: tests ask a process of their own (`measure`).
-Results are kept in the user's cache, by the hash of the kernel's source (what it calls included), the case and Triton's version.
+Triton compiles only where its interpreter is off, and that is decided when it is imported: tests
+ask a process of their own (`measure`). Results are kept in the user's cache, by the hash of the
+kernel's source (what it calls included), the case and Triton's version.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 GATE = ROOT / "tests" / "kernels" / "gate"
 README = ROOT / "kernels" / "README.md"
-BEGIN, END = "<!-- gate: written by python -m tests.helpers.aot_gate --write -->", "<!-- gate: end -->"
+BEGIN, END = (
+    "<!-- gate: written by python -m tests.helpers.aot_gate --write -->",
+    "<!-- gate: end -->",
+)
 ARCHS = (80, 90, 100)
 WORKERS = 2
 
@@ -46,14 +52,16 @@ INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
     "cp.async": r"\bcp\.async\.c[ag]\.shared\.global",
-    "16-byte loads": r"\bld\.global\S*\.(?:v4\.(?:b32|u32|f32)|v2\.(?:b64|u64)|v8\.b32)|\bcp\.async\.c[ag]\.shared\.global[^;]*, 0x10\b",
+    "16-byte loads": r"\bld\.global\S*\.(?:v4\.(?:b32|u32|f32)|v2\.(?:b64|u64)|v8\.b32)"
+    r"|\bcp\.async\.c[ag]\.shared\.global[^;]*, 0x10\b",
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as it is launched: ``signature`` has the types of its arguments ("*bf16", "i32", "i64", "fp32"), ``aligned`` names those
-    that are divisible by 16 (pointers: 16-byte aligned), ``min_occupancy`` is of the SM's 64 warps.
+    """A kernel as it is launched: ``signature`` has the types of its arguments ("*bf16", "i32",
+    "i64", "fp32"), ``aligned`` names those that are divisible by 16 (pointers: 16-byte aligned),
+    ``min_occupancy`` is of the SM's 64 warps.
 
     ``streams`` asks for 16-byte loads; by default every kernel without ``dot`` does.
     """
@@ -78,7 +86,10 @@ class Case:
         """What is wrong with the names of the case, or ""."""
         wanted, given = set(self.kernel.arg_names), {*self.signature, *self.constexprs}
         if wanted != given or set(self.signature) & set(self.constexprs):
-            return f"the kernel takes {sorted(wanted)}, the case has {sorted(self.signature)} and as constants {sorted(self.constexprs)}"
+            return (
+                f"the kernel takes {sorted(wanted)}, the case has {sorted(self.signature)} and "
+                f"as constants {sorted(self.constexprs)}"
+            )
         strange = set(self.aligned) - set(self.signature)
         return f"aligned names {sorted(strange)}, which are no arguments" if strange else ""
 
@@ -103,7 +114,12 @@ class Report:
         per_warp = -(-self.registers * 32 // 256) * 256
         whole = SHARED_PER_BLOCK[self.arch] + RESERVED_SHARED
         by_registers = REGISTERS_PER_SM // (max(per_warp, 1) * self.num_warps)
-        return min(by_registers, whole // (self.shared + RESERVED_SHARED), WARPS_PER_SM // self.num_warps, BLOCKS_PER_SM)
+        return min(
+            by_registers,
+            whole // (self.shared + RESERVED_SHARED),
+            WARPS_PER_SM // self.num_warps,
+            BLOCKS_PER_SM,
+        )
 
     @property
     def occupancy(self) -> float:
@@ -118,21 +134,29 @@ def problems(case: Case, report: Report) -> list[str]:
     if report.spilled:
         found.append(f"{report.spilled} bytes of registers spill")
     if report.shared > SHARED_PER_BLOCK[report.arch]:
-        found.append(f"{report.shared:,} bytes of shared memory; a block of sm_{report.arch} has {SHARED_PER_BLOCK[report.arch]:,}")
+        found.append(
+            f"{report.shared:,} bytes of shared memory; a block of sm_{report.arch} has "
+            f"{SHARED_PER_BLOCK[report.arch]:,}"
+        )
     elif report.traps:
         found.append("the compiler put a trap in its place")
     if report.serialized:
         found.append("wgmma instructions are serialized")
     if case.dot and not report.instructions[TENSOR_CORE[report.arch]]:
         found.append(
-            f"no {TENSOR_CORE[report.arch]}: has {', '.join(name for name, count in report.instructions.items() if count) or 'none'}"
+            f"no {TENSOR_CORE[report.arch]}: has "
+            f"{', '.join(name for name, count in report.instructions.items() if count) or 'none'}"
         )
-    if (not case.dot if case.streams is None else case.streams) and not report.instructions["16-byte loads"]:
+    if (not case.dot if case.streams is None else case.streams) and not report.instructions[
+        "16-byte loads"
+    ]:
         found.append("no 16-byte loads")
     if report.occupancy < case.min_occupancy:
         found.append(
-            f"occupancy {report.occupancy:.2f} where {case.min_occupancy:.2f} is stated: {report.registers} registers, "
-            f"{report.shared:,} bytes of shared memory, {report.num_warps} warps, {report.blocks_per_sm} blocks on an SM"
+            f"occupancy {report.occupancy:.2f} where {case.min_occupancy:.2f} is stated: "
+            f"{report.registers} registers, "
+            f"{report.shared:,} bytes of shared memory, {report.num_warps} warps, "
+            f"{report.blocks_per_sm} blocks on an SM"
         )
     return found
 
@@ -144,7 +168,9 @@ def cases() -> dict[str, Case]:
     for path in sorted(GATE.glob("[!_]*.py")):
         for case in importlib.import_module(f"tests.kernels.gate.{path.stem}").CASES:
             if case.label in found:
-                raise ValueError(f"two cases are called {case.label!r}; the second is in {path.name}")
+                raise ValueError(
+                    f"two cases are called {case.label!r}; the second is in {path.name}"
+                )
             found[case.label] = case
     return found
 
@@ -164,20 +190,34 @@ def why_not() -> str:
 def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
     """Compiles (label, architecture) pairs in a process without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    )
     asked = json.dumps(sorted(wanted))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"], input=asked, env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"],
+        input=asked,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
-        raise RuntimeError(f"the compiling process ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return {(report.label, report.arch): report for report in (Report(**each) for each in json.loads(done.stdout.splitlines()[-1]))}
+        raise RuntimeError(
+            f"the compiling process ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
+    return {
+        (report.label, report.arch): report
+        for report in (Report(**each) for each in json.loads(done.stdout.splitlines()[-1]))
+    }
 
 
 def compile_all(wanted: Sequence[tuple[str, int]]) -> list[Report]:
     """As `measure`, in this process and its children."""
     cases()  # read before the children are forked
-    with ProcessPoolExecutor(min(WORKERS, max(1, len(wanted))), mp_context=multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(
+        min(WORKERS, max(1, len(wanted))), mp_context=multiprocessing.get_context("fork")
+    ) as pool:
         return list(pool.map(_compiled, *zip(*wanted))) if wanted else []
 
 
@@ -188,16 +228,34 @@ def _compiled(label: str, arch: int) -> Report:
     wrong = case.unnamed()
     if wrong:
         return Report(label, arch, case.num_warps, error=wrong)
-    described = (case.kernel.cache_key, case.signature, case.constexprs, case.aligned, case.num_warps, case.num_stages, arch)
+    described = (
+        case.kernel.cache_key,
+        case.signature,
+        case.constexprs,
+        case.aligned,
+        case.num_warps,
+        case.num_stages,
+        arch,
+    )
     tool = (triton.__version__, Path(__file__).read_text())
     key = hashlib.sha256(repr((*described, *tool)).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero" / "aot_gate" / f"{key}.json"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "hf_zero"
+        / "aot_gate"
+        / f"{key}.json"
+    )
     if cache.is_file():
         return Report(**{**json.loads(cache.read_text()), "label": label})
     try:
         report = _inspect(case, arch)
     except Exception as error:  # whatever the compiler says is what the test reports
-        return Report(label, arch, case.num_warps, error=f"does not compile: {type(error).__name__}: {str(error).strip()[-600:]}")
+        return Report(
+            label,
+            arch,
+            case.num_warps,
+            error=f"does not compile: {type(error).__name__}: {str(error).strip()[-600:]}",
+        )
     cache.parent.mkdir(parents=True, exist_ok=True)
     fresh = cache.with_suffix(f".{os.getpid()}")
     fresh.write_text(json.dumps(asdict(report)))
@@ -212,12 +270,18 @@ def _inspect(case: Case, arch: int) -> Report:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    signature = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in names}
+    signature = {
+        name: "constexpr" if name in case.constexprs else case.signature[name] for name in names
+    }
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
     compiled = triton.compile(
         ASTSource(case.kernel, signature, constexprs=case.constexprs, attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True},
+        options={
+            "num_warps": case.num_warps,
+            "num_stages": case.num_stages,
+            "enable_fp_fusion": True,
+        },
     )
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
@@ -225,12 +289,22 @@ def _inspect(case: Case, arch: int) -> Report:
         source.write_text(ptx)
         target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
         said = subprocess.run(
-            [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(source), "-o", str(source.with_suffix(".cubin"))],
+            [
+                get_ptxas(arch).path,
+                "-v",
+                f"--gpu-name={target}",
+                str(source),
+                "-o",
+                str(source.with_suffix(".cubin")),
+            ],
             capture_output=True,
             text=True,
             check=True,
         ).stderr
-    registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers, spills = (
+        re.search(r"Used (\d+) registers", said),
+        re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said),
+    )
     if registers is None or spills is None:
         raise RuntimeError(f"ptxas did not say what the kernel uses: {said}")
     return Report(
@@ -242,12 +316,15 @@ def _inspect(case: Case, arch: int) -> Report:
         shared=compiled.metadata.shared,
         serialized="serialized" in said,
         traps=re.search(r"\btrap;", ptx) is not None,
-        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
+        instructions={
+            name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()
+        },
     )
 
 
 HEADER = (
-    "| kernel | configuration | warps | registers (sm_80 / 90 / 100) | shared, kB | blocks on an SM | occupancy | instructions on sm_90 |",
+    "| kernel | configuration | warps | registers (sm_80 / 90 / 100) | shared, kB | blocks on an "
+    "SM | occupancy | instructions on sm_90 |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
@@ -276,27 +353,53 @@ def table(reports: dict[tuple[str, int], Report]) -> str:
 def labels_in(readme: str) -> set[str]:
     """The cases that the table in kernels/README.md has."""
     rows = readme.partition(BEGIN)[2].partition(END)[0]
-    return {f"{kernel} {name}".strip() for kernel, name in re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", rows, re.MULTILINE)}
+    return {
+        f"{kernel} {name}".strip()
+        for kernel, name in re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", rows, re.MULTILINE)
+    }
 
 
 def write(reports: dict[tuple[str, int], Report]) -> None:
     text = README.read_text()
     if BEGIN not in text or END not in text:
-        raise ValueError(f"{README} lacks the lines {BEGIN!r} and {END!r} between which the table stands")
+        raise ValueError(
+            f"{README} lacks the lines {BEGIN!r} and {END!r} between which the table stands"
+        )
     before, _, rest = text.partition(BEGIN)
     README.write_text(f"{before}{BEGIN}\n\n{table(reports)}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
-    parser = argparse.ArgumentParser(description="Compile every Triton kernel ahead of time and look at what it became.")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {README.relative_to(ROOT)}")
+    parser = argparse.ArgumentParser(
+        description="Compile every Triton kernel ahead of time and look at what it became."
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the table into {README.relative_to(ROOT)}"
+    )
     parser.add_argument("--only", default="", help="labels that contain this")
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="this architecture only; may be repeated")
-    parser.add_argument("--answer", action="store_true", help="read pairs from stdin, print reports as JSON")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        action="append",
+        choices=ARCHS,
+        help="this architecture only; may be repeated",
+    )
+    parser.add_argument(
+        "--answer", action="store_true", help="read pairs from stdin, print reports as JSON"
+    )
     arguments = parser.parse_args()
     if arguments.answer:
-        print(json.dumps([asdict(report) for report in compile_all([(label, arch) for label, arch in json.load(sys.stdin)])]))
+        print(
+            json.dumps(
+                [
+                    asdict(report)
+                    for report in compile_all(
+                        [(label, arch) for label, arch in json.load(sys.stdin)]
+                    )
+                ]
+            )
+        )
         return 0
     if arguments.write and (arguments.only or arguments.arch):
         parser.error("--write writes every row: not with --only or --arch")
@@ -310,7 +413,8 @@ def main() -> int:
     for (label, arch), report in reports.items():
         used = ", ".join(f"{count} {name}" for name, count in report.instructions.items() if count)
         print(
-            f"{label:50} sm_{arch:<3} {report.registers:3} registers, {report.shared / 1000:6.1f} kB, occupancy {report.occupancy:.2f}, {used}"
+            f"{label:50} sm_{arch:<3} {report.registers:3} registers, {report.shared / 1000:6.1f} "
+            f"kB, occupancy {report.occupancy:.2f}, {used}"
         )
         for problem in problems(cases()[label], report):
             print(f"    {problem}")
@@ -320,6 +424,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The module that the families import Case from is this one, not a second copy under the name __main__.
+    # The module that the families import Case from is this one, not a second copy under the name
+    # __main__.
     sys.modules["tests.helpers.aot_gate"] = sys.modules["__main__"]
     sys.exit(main())

@@ -37,7 +37,9 @@ class Armed(Stack):
 
 
 class Latecomer(Stack):
-    """When told to, it also uses a weight of a block at its very start: that gradient comes when the block's is gone."""
+    """When told to, it also uses a weight of a block at its very start: that gradient comes when
+    the block's is gone.
+    """
 
     late = False
 

@@ -1,4 +1,6 @@
-"""Tensors between guards: memory around them that must stay as it is, and the reference in place of the native core."""
+"""Tensors between guards: memory around them that must stay as it is, and the reference in place
+of the native core.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ POISON = 0xA5
 
 
 class Guarded:
-    """Copies of tensors that start ``offset`` elements off the alignment of their memory, with poison on both sides."""
+    """Copies of tensors that start ``offset`` elements off the alignment of their memory, with
+    poison on both sides.
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
@@ -32,7 +36,9 @@ class Guarded:
 
     def check(self) -> None:
         for memory, start, stop in self._held:
-            assert bool((memory[:start] == POISON).all()) and bool((memory[stop:] == POISON).all()), "memory around a tensor was written"
+            assert bool((memory[:start] == POISON).all()) and bool(
+                (memory[stop:] == POISON).all()
+            ), "memory around a tensor was written"
 
 
 @contextmanager
@@ -46,5 +52,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether ``a`` and ``b`` are equal bit for bit; any NaN equals any other."""
     if a.is_floating_point():
         both = a.isnan() & b.isnan()
-        a, b = (torch.where(both, torch.zeros_like(x), x).contiguous().view(torch.uint8) for x in (a, b))
+        a, b = (
+            torch.where(both, torch.zeros_like(x), x).contiguous().view(torch.uint8) for x in (a, b)
+        )
     return torch.equal(a, b)

@@ -9,7 +9,9 @@ import pytest
 
 
 def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
-    """``cells`` (tuples, or single values) as parameters; where ``often(*cell)`` is false the long suite alone runs them."""
+    """``cells`` (tuples, or single values) as parameters; where ``often(*cell)`` is false the
+    long suite alone runs them.
+    """
     chosen = []
     for cell in cells:
         values = cell if isinstance(cell, tuple) else (cell,)

@@ -1,17 +1,21 @@
 """Triton's interpreter with what a GPU would not forgive: memory, order and rounding.
 
-The interpreter alone lets a wrong kernel pass. It keeps bf16 as raw integers and truncates, computes an fp32 ``tl.dot`` exactly, reads past
-the end of an argument, gives zeros for a masked load without ``other`` and runs programs one after the other. Inside ``checked_triton()``
+The interpreter alone lets a wrong kernel pass. It keeps bf16 as raw integers and truncates,
+computes an fp32 ``tl.dot`` exactly, reads past the end of an argument, gives zeros for a masked
+load without ``other`` and runs programs one after the other. Inside ``checked_triton()``
 
 * bf16 is bf16: every operation rounds to nearest even, as torch does (by ml_dtypes);
 * ``tl.dot`` of fp32 truncates its inputs to TF32, unless ``input_precision`` says otherwise;
-* an access outside the tensor that its pointer came from raises `MemoryFault`, naming the argument, also where it falls into another
-  argument or into a gap between the rows of a strided view;
-* lanes of a masked load without ``other`` are NaN (integers: half the largest), and so is memory of ``torch.empty``;
-* programs run in a shuffled order, and two of them that meet at an address raise, unless both only load or both use atomics.
+* an access outside the tensor that its pointer came from raises `MemoryFault`, naming the argument,
+  also where it falls into another argument or into a gap between the rows of a strided view;
+* lanes of a masked load without ``other`` are NaN (integers: half the largest), and so is memory of
+  ``torch.empty``;
+* programs run in a shuffled order, and two of them that meet at an address raise, unless both only
+  load or both use atomics.
 
-A pointer carries its argument in its upper 16 bits, which are zero in every address of user space, so that no pointer arithmetic loses it.
-Pointers that a kernel reads from a table have none: they must lie in a tensor named to ``reachable``.
+A pointer carries its argument in its upper 16 bits, which are zero in every address of user space,
+so that no pointer arithmetic loses it. Pointers that a kernel reads from a table have none: they
+must lie in a tensor named to ``reachable``.
 """
 
 from __future__ import annotations
@@ -40,13 +44,24 @@ Order = Literal["shuffled", "forward", "reverse"]
 
 
 class MemoryFault(RuntimeError):
-    """A kernel touched memory that it may not touch, or that another program writes at the same time."""
+    """A kernel touched memory that it may not touch, or that another program writes at the same
+    time.
+    """
 
 
 @contextmanager
-def checked_triton(order: Order = "shuffled", *, seed: int = 0, races: bool = True, poison: bool = True) -> Iterator[Settings]:
-    """Launches inside are checked. ``order`` and ``seed`` say in which order programs run; ``poison`` fills ``torch.empty`` with NaN."""
-    deterministic, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def checked_triton(
+    order: Order = "shuffled", *, seed: int = 0, races: bool = True, poison: bool = True
+) -> Iterator[Settings]:
+    """Launches inside are checked.
+
+    ``order`` and ``seed`` say in which order programs run; ``poison`` fills ``torch.empty`` with
+    NaN.
+    """
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     fill = torch.utils.deterministic.fill_uninitialized_memory
     with ExitStack() as stack:
         for owner, name, replacement in _replacements():
@@ -59,7 +74,8 @@ def checked_triton(order: Order = "shuffled", *, seed: int = 0, races: bool = Tr
         torch.use_deterministic_algorithms(poison or deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = poison
         stack.enter_context(patch.dict(os.environ))
-        os.environ.pop("HF_ZERO_TRITON", None)  # conftest.py switches kernels off where nobody watches them
+        # conftest.py switches kernels off where nobody watches them
+        os.environ.pop("HF_ZERO_TRITON", None)
         yield settings
 
 
@@ -73,12 +89,16 @@ class Settings:
 
     def reachable(self, *tensors: torch.Tensor) -> None:
         """Kernels may follow addresses of ``tensors`` that they read from memory."""
-        self.tables += [Argument.of(f"reachable tensor {index}", tensor) for index, tensor in enumerate(tensors)]
+        self.tables += [
+            Argument.of(f"reachable tensor {index}", tensor) for index, tensor in enumerate(tensors)
+        ]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """Where a tensor lies: addresses [start, end), and the (stride, size) in bytes of its axes where it has gaps."""
+    """Where a tensor lies: addresses [start, end), and the (stride, size) in bytes of its axes
+    where it has gaps.
+    """
 
     name: str
     start: int
@@ -89,16 +109,33 @@ class Argument:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Argument:
         item = tensor.element_size()
-        axes = sorted(((stride * item, size) for stride, size in zip(tensor.stride(), tensor.shape) if stride and size > 1), reverse=True)
+        axes = sorted(
+            (
+                (stride * item, size)
+                for stride, size in zip(tensor.stride(), tensor.shape)
+                if stride and size > 1
+            ),
+            reverse=True,
+        )
         extent = item + sum((size - 1) * stride for stride, size in axes)
         # Rows that overlap (a sliding window) or fill everything have no gaps that could be told.
-        nested = all(outer >= inner * size for (outer, _), (inner, size) in itertools.pairwise(axes))
+        nested = all(
+            outer >= inner * size for (outer, _), (inner, size) in itertools.pairwise(axes)
+        )
         gaps = nested and extent > item * tensor.numel() and bool(axes)
         start = tensor.data_ptr()
-        return cls(name, start, start + (extent if tensor.numel() else 0), item, tuple(axes) if gaps else ())
+        return cls(
+            name,
+            start,
+            start + (extent if tensor.numel() else 0),
+            item,
+            tuple(axes) if gaps else (),
+        )
 
     def outside(self, addresses: np.ndarray, width: int) -> np.ndarray:
-        """Which of ``addresses`` (int64), each read or written ``width`` bytes long, leave the tensor."""
+        """Which of ``addresses`` (int64), each read or written ``width`` bytes long, leave the
+        tensor.
+        """
         outside = (addresses < self.start) | (addresses + width > self.end)
         if self.axes:
             rest = addresses - self.start
@@ -120,26 +157,41 @@ class Access:
 class Launch:
     """One grid: its arguments, and every access of every program."""
 
-    def __init__(self, settings: Settings, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: Settings, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.settings = settings
         self.arguments: list[Argument] = []
         self.accesses: list[Access] = []
         self.program = 0
         self.order: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         known = inspect.getfullargspec(executor.fn)
-        kwargs = {name: value for name, value in kwargs.items() if name in known.args or name in known.kwonlyargs}
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if name in known.args or name in known.kwonlyargs
+        }
         called = inspect.getcallargs(executor.fn, *args, **kwargs)
         self._names = [
-            label for name, value in called.items() if name not in executor.constexprs for label, _ in _tensors_of(name, value)
+            label
+            for name, value in called.items()
+            if name not in executor.constexprs
+            for label, _ in _tensors_of(name, value)
         ].__iter__()
 
     def pointer(self, tensor: torch.Tensor, dtype: tl.dtype) -> tl.tensor:
-        """The pointer a kernel gets for ``tensor``; called in the order of the kernel's arguments."""
+        """The pointer a kernel gets for ``tensor``; called in the order of the kernel's
+        arguments.
+        """
         self.arguments.append(Argument.of(next(self._names), tensor))
         tagged = tensor.data_ptr() + (len(self.arguments) << ARGUMENT_SHIFT)
-        return tl.tensor(interpreter.TensorHandle(np.array([tagged], dtype=np.uint64), dtype), dtype)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([tagged], dtype=np.uint64), dtype), dtype
+        )
 
-    def enter(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    def enter(
+        self, index: tuple[int, int, int], grid: tuple[int, int, int]
+    ) -> tuple[int, int, int]:
         """Which program runs in place of the one at ``index``."""
         if not self.order:
             programs = list(itertools.product(*map(range, grid)))
@@ -160,30 +212,40 @@ class Launch:
         active = plain[mask].astype(np.int64)
         if active.size:
             tags = (pointers[mask] >> np.uint64(ARGUMENT_SHIFT)).astype(np.int64)
-            for tag in {int(tags.min()), int(tags.max())} if tags[0] == tags[-1] else set(tags.tolist()):
+            for tag in (
+                {int(tags.min()), int(tags.max())} if tags[0] == tags[-1] else set(tags.tolist())
+            ):
                 self._check(kind, tag, active[tags == tag], width)
             self.accesses.append(Access(kind, self.program, active, width))
         return np.ascontiguousarray(plain)
 
     def _check(self, kind: str, tag: int, addresses: np.ndarray, width: int) -> None:
         if tag > len(self.arguments):
-            raise MemoryFault(f"{kind} at no address of an argument, in program {self.program}: the pointer was computed past every tensor")
+            raise MemoryFault(
+                f"{kind} at no address of an argument, in program {self.program}: the pointer was "
+                "computed past every tensor"
+            )
         if tag == 0:
             outside = np.ones(addresses.shape, dtype=bool)
             for table in self.settings.tables:
                 outside &= table.outside(addresses, width)
             if outside.any():
                 raise MemoryFault(
-                    f"{kind} at {int(addresses[outside][0]):#x}, in program {self.program}: an address from memory, in no tensor named to reachable()"
+                    f"{kind} at {int(addresses[outside][0]):#x}, in program {self.program}: an "
+                    "address from memory, in no tensor named to reachable()"
                 )
             return
         argument = self.arguments[tag - 1]
         outside = argument.outside(addresses, width)
         if outside.any():
             offset = int(addresses[outside][0]) - argument.start
+            inside = 0 <= offset < argument.end - argument.start
+            gap = ", in a gap between rows" if inside else ""
             raise MemoryFault(
-                f"{kind} out of bounds of {argument.name!r}, in program {self.program}: {int(outside.sum())} of {addresses.size} lanes, the first at "
-                f"byte {offset} of {argument.end - argument.start} (element {offset // argument.item}{', in a gap between rows' if 0 <= offset < argument.end - argument.start else ''})"
+                f"{kind} out of bounds of {argument.name!r}, in program {self.program}: "
+                f"{int(outside.sum())} of {addresses.size} lanes, the first at "
+                f"byte {offset} of {argument.end - argument.start} (element "
+                f"{offset // argument.item}{gap})"
             )
 
     def check_races(self) -> None:
@@ -193,14 +255,34 @@ class Launch:
             return
         grain = min(access.width for access in self.accesses)
         addresses = np.concatenate([_cells(access, grain) for access in changes])
-        programs = np.concatenate([np.full(access.addresses.size * (access.width // grain), access.program) for access in changes])
-        atomic = np.concatenate([np.full(access.addresses.size * (access.width // grain), access.kind == "atomic") for access in changes])
+        programs = np.concatenate(
+            [
+                np.full(access.addresses.size * (access.width // grain), access.program)
+                for access in changes
+            ]
+        )
+        atomic = np.concatenate(
+            [
+                np.full(access.addresses.size * (access.width // grain), access.kind == "atomic")
+                for access in changes
+            ]
+        )
         order = np.lexsort((programs, addresses))
         addresses, programs, atomic = addresses[order], programs[order], atomic[order]
-        clash = (addresses[1:] == addresses[:-1]) & (programs[1:] != programs[:-1]) & ~(atomic[1:] & atomic[:-1])
+        clash = (
+            (addresses[1:] == addresses[:-1])
+            & (programs[1:] != programs[:-1])
+            & ~(atomic[1:] & atomic[:-1])
+        )
         if clash.any():
             first = int(np.argmax(clash))
-            self._race("store", int(addresses[first]), int(programs[first]), int(programs[first + 1]), int(clash.sum()))
+            self._race(
+                "store",
+                int(addresses[first]),
+                int(programs[first]),
+                int(programs[first + 1]),
+                int(clash.sum()),
+            )
         cells, first_of = np.unique(addresses, return_index=True)
         last_of = np.append(first_of[1:], len(addresses)) - 1
         for access in self.accesses:
@@ -208,18 +290,29 @@ class Launch:
                 continue
             loaded = _cells(access, grain)
             at = np.minimum(np.searchsorted(cells, loaded), len(cells) - 1)
-            # The programs at a cell are sorted: another one is among them if the first or the last is another.
-            hit = (cells[at] == loaded) & ((programs[first_of[at]] != access.program) | (programs[last_of[at]] != access.program))
+            # The programs at a cell are sorted: another one is among them if the first or the last
+            # is another.
+            hit = (cells[at] == loaded) & (
+                (programs[first_of[at]] != access.program)
+                | (programs[last_of[at]] != access.program)
+            )
             if hit.any():
                 cell = int(at[np.argmax(hit)])
-                others = {int(programs[first_of[cell]]), int(programs[last_of[cell]])} - {access.program}
+                others = {int(programs[first_of[cell]]), int(programs[last_of[cell]])} - {
+                    access.program
+                }
                 self._race("load", int(cells[cell]), access.program, others.pop(), int(hit.sum()))
 
     def _race(self, kind: str, address: int, one: int, other: int, count: int) -> None:
         where = next((each for each in self.arguments if each.start <= address < each.end), None)
-        place = f"element {(address - where.start) // where.item} of {where.name!r}" if where else f"{address:#x}"
+        place = (
+            f"element {(address - where.start) // where.item} of {where.name!r}"
+            if where
+            else f"{address:#x}"
+        )
         raise MemoryFault(
-            f"race: a {kind} of program {one} and a store of program {other} meet at {place}, and at {count - 1} other places"
+            f"race: a {kind} of program {one} and a store of program {other} meet at {place}, and "
+            f"at {count - 1} other places"
         )
 
 
@@ -244,7 +337,10 @@ def _lanes_agree(addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) ->
     addresses, values = addresses[order], values[order]
     differ = (addresses[1:] == addresses[:-1]) & (values[1:] != values[:-1])
     if differ.any():
-        raise MemoryFault(f"race: two lanes of one store write {values[:-1][differ][0]} and {values[1:][differ][0]} to one address")
+        raise MemoryFault(
+            f"race: two lanes of one store write {values[:-1][differ][0]} and "
+            f"{values[1:][differ][0]} to one address"
+        )
 
 
 def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -264,8 +360,18 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     handle = interpreter.TensorHandle
     numpy_dtype, convert = interpreter._get_np_dtype, interpreter._implicit_cvt
-    cast, fp_to_fp, dot, fma = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.create_fma
-    load, store, rmw, cas = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw, builder.create_atomic_cas
+    cast, fp_to_fp, dot, fma = (
+        builder.cast_impl,
+        builder.create_fp_to_fp,
+        builder.create_dot,
+        builder.create_fma,
+    )
+    load, store, rmw, cas = (
+        builder.create_masked_load,
+        builder.create_masked_store,
+        builder.create_atomic_rmw,
+        builder.create_atomic_cas,
+    )
     enter, run = builder.set_grid_idx, executor.__call__
 
     def true_dtype(dtype: tl.dtype) -> np.dtype:
@@ -300,19 +406,34 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         return handle((wide[0] * wide[1] + wide[2]).astype(BF16), z.dtype.scalar)
 
     def touch(kind: str, pointers: Any, mask: np.ndarray) -> Any:
-        return handle(_LAUNCHES[-1].touch(kind, pointers.data, mask, _width(pointers)), pointers.dtype)
+        return handle(
+            _LAUNCHES[-1].touch(kind, pointers.data, mask, _width(pointers)), pointers.dtype
+        )
 
-    def checked_load(self: Any, ptrs: Any, mask: Any, other: Any, policy: Any, volatile: Any) -> Any:
+    def checked_load(
+        self: Any, ptrs: Any, mask: Any, other: Any, policy: Any, volatile: Any
+    ) -> Any:
         dtype = ptrs.get_element_ty()
         plain = touch("load", ptrs, mask.data)
         if other is None:
             kind = true_dtype(dtype)
-            value = np.nan if dtype.is_floating() else np.iinfo(kind).max // 2 if kind.kind in "iu" else True
+            value = (
+                np.nan
+                if dtype.is_floating()
+                else np.iinfo(kind).max // 2
+                if kind.kind in "iu"
+                else True
+            )
             other = handle(np.full(plain.data.shape, value, dtype=kind), dtype)
         if dtype != tl.bfloat16:
             return load(self, plain, mask, other, policy, volatile)
         bits = np.ascontiguousarray(other.data).view(np.uint16)
-        return handle(interpreter._interpreter.load(plain.data, mask.data, bits, np.dtype(np.uint16)).view(BF16), dtype)
+        return handle(
+            interpreter._interpreter.load(plain.data, mask.data, bits, np.dtype(np.uint16)).view(
+                BF16
+            ),
+            dtype,
+        )
 
     def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> Any:
         plain = touch("store", ptrs, mask.data)
@@ -323,11 +444,15 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
 
     def checked_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if val.data.dtype == BF16:
-            raise NotImplementedError("an atomic on bf16: Triton's interpreter has none; accumulate in fp32")
+            raise NotImplementedError(
+                "an atomic on bf16: Triton's interpreter has none; accumulate in fp32"
+            )
         return rmw(self, op, touch("atomic", ptr, mask.data), val, mask, sem, scope)
 
     def checked_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        return cas(self, touch("atomic", ptr, np.ones(ptr.data.shape, dtype=bool)), cmp, val, sem, scope)
+        return cas(
+            self, touch("atomic", ptr, np.ones(ptr.data.shape, dtype=bool)), cmp, val, sem, scope
+        )
 
     def tagged(arg: Any) -> Any:
         if not hasattr(arg, "data_ptr"):
@@ -373,7 +498,9 @@ def _to_tf32(values: np.ndarray) -> np.ndarray:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The fault itself where a kernel raised one, however many helper functions lay between; else the interpreter's error."""
+    """The fault itself where a kernel raised one, however many helper functions lay between;
+    else the interpreter's error.
+    """
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, MemoryFault):

@@ -34,7 +34,9 @@ def config_of(stage: int, plan: Plan | None = None, **more: Any) -> dict[str, An
 
 
 class OnEngine(Session):
-    """Drives an engine the way a script does: ``engine(...)``, ``engine.backward(loss)``, ``engine.step()``."""
+    """Drives an engine the way a script does: ``engine(...)``, ``engine.backward(loss)``,
+    ``engine.step()``.
+    """
 
     def __init__(self, engine: Any, plan: Plan) -> None:
         self.engine, self.module, self.dtype, self.memory = engine, engine.module, plan.dtype, {}
@@ -61,7 +63,9 @@ class OnEngine(Session):
         self.engine.destroy()
 
 
-def start(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], **more: Any) -> Any:
+def start(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], **more: Any
+) -> Any:
     """``hf_zero.initialize``'s engine alone."""
     import hf_zero
 
@@ -77,7 +81,10 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole weights: the fp32 master of what is trained, the parameter itself where it is frozen. Collective."""
+    """Whole weights: the fp32 master of what is trained, the parameter itself where it is frozen.
+
+    Collective.
+    """
     import hf_zero
 
     weights = {}
@@ -93,7 +100,9 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
 Opener = Callable[[nn.Module, torch.optim.Optimizer, Plan], Session]
 
 
-def train_on_rank(rank: int, models: list[nn.Module], job: Job, plan: Plan, opener: Opener) -> Trace:
+def train_on_rank(
+    rank: int, models: list[nn.Module], job: Job, plan: Plan, opener: Opener
+) -> Trace:
     model = models[rank]
     session = opener(model, job.optimizer(model), plan)
     trace = train(session, job, plan, rank)
@@ -108,4 +117,6 @@ def train_on_threads(job: Job, plan: Plan, opener: Opener, timeout: float = 60.0
 
 
 def engine_opener(stage: int, **more: Any) -> Opener:
-    return lambda model, optimizer, plan: OnEngine(start(model, optimizer, config_of(stage, plan, **more)), plan)
+    return lambda model, optimizer, plan: OnEngine(
+        start(model, optimizer, config_of(stage, plan, **more)), plan
+    )

@@ -1,4 +1,6 @@
-"""Flats without an engine: parameters laid out and cut over imagined ranks, for tests of what runs on shards."""
+"""Flats without an engine: parameters laid out and cut over imagined ranks, for tests of what
+runs on shards.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class ShardFlat:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""
         for piece in self.layout.pieces(*self.owned):
             at = piece.offset - self.owned[0]
-            into[at : at + len(piece)] = values[piece.name].reshape(-1)[piece.start : piece.stop].to(into.dtype)
+            into[at : at + len(piece)] = (
+                values[piece.name].reshape(-1)[piece.start : piece.stop].to(into.dtype)
+            )
 
     def read(self, chunk: Tensor, out: dict[str, Tensor]) -> None:
         """Copy this chunk's elements out of ``chunk`` into whole flat tensors."""
@@ -37,13 +41,21 @@ class ShardFlat:
 
 
 def shard(
-    units: Sequence[Mapping[str, Tensor]], shards: int, *, together: bool, grad_dtype: torch.dtype = torch.float32
+    units: Sequence[Mapping[str, Tensor]],
+    shards: int,
+    *,
+    together: bool,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> list[list[ShardFlat]]:
     """The flats of every rank, with masters filled from the units and gradients zero.
 
-    ``together`` keeps a rank's chunks in one piece of memory, in the order of units; else each has its own.
+    ``together`` keeps a rank's chunks in one piece of memory, in the order of units; else each has
+    its own.
     """
-    layouts = [FlatLayout.build([(name, tensor.shape) for name, tensor in unit.items()], shards) for unit in units]
+    layouts = [
+        FlatLayout.build([(name, tensor.shape) for name, tensor in unit.items()], shards)
+        for unit in units
+    ]
     ranks = []
     for rank in range(shards):
         chunks = [layout.chunk for layout in layouts]
@@ -55,7 +67,13 @@ def shard(
             grads = [torch.zeros(n, dtype=grad_dtype) for n in chunks]
         flats = []
         for index, (unit, layout) in enumerate(zip(units, layouts)):
-            flat = ShardFlat(f"unit{index}|trainable|float32", layout, layout.rank_range(rank), masters[index], grads[index])
+            flat = ShardFlat(
+                f"unit{index}|trainable|float32",
+                layout,
+                layout.rank_range(rank),
+                masters[index],
+                grads[index],
+            )
             flat.write(unit, flat.master)
             flats.append(flat)
         ranks.append(flats)

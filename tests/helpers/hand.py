@@ -1,4 +1,6 @@
-"""Data parallelism written by hand, right or with one known fault: shows that the comparison can fail, and when it must."""
+"""Data parallelism written by hand, right or with one known fault: shows that the comparison can
+fail, and when it must.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FAULTS = (
 class HandMade(Session):
     """Gradients all-reduced after the last micro-batch, then a plain optimizer step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, fault: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, fault: str = ""
+    ) -> None:
         self.module, self.optimizer, self.plan, self.fault = model, optimizer, plan, fault
         self.dtype, self.memory, self.micro, self.last_norm = plan.dtype, {}, 0, 0.0
 
@@ -34,7 +38,9 @@ class HandMade(Session):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss / (1 if self.fault == "no division by accumulation" else self.plan.accumulation)).backward()
+        (
+            loss / (1 if self.fault == "no division by accumulation" else self.plan.accumulation)
+        ).backward()
         self.micro += 1
         if self.fault == "first micro-batch lost" and self.micro == 1:
             self.optimizer.zero_grad()
@@ -59,7 +65,9 @@ class HandMade(Session):
         if self.micro < self.plan.accumulation:
             return
         grads = {name: p.grad for name, p in self._named() if p.grad is not None}
-        self.last_norm = total_norm(grads) / (self.plan.ranks**0.5 if self.fault == "norm of one rank" else 1)
+        self.last_norm = total_norm(grads) / (
+            self.plan.ranks**0.5 if self.fault == "norm of one rank" else 1
+        )
         if self.plan.clip:
             limit = self.plan.clip * (0.9 if self.fault == "clipped to another norm" else 1.0)
             torch.nn.utils.clip_grad_norm_([p for _, p in self._named()], limit)

@@ -1,7 +1,9 @@
-"""Host synchronisations: operations for which the host waits until the device has caught up, counted by where they are called.
+"""Host synchronisations: operations for which the host waits until the device has caught up,
+counted by where they are called.
 
-On a CPU nothing waits, but the same operations run: a mode of the dispatcher sees them in the thread that trains. The
-threads of an engine that work in the background are outside of it, as what they wait for keeps nobody else waiting.
+On a CPU nothing waits, but the same operations run: a mode of the dispatcher sees them in the
+thread that trains. The threads of an engine that work in the background are outside of it, as what
+they wait for keeps nobody else waiting.
 """
 
 from __future__ import annotations
@@ -20,16 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 READ_BACK = frozenset(
     f"aten.{name}"
     for name in (
-        "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
+        "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "equal", "is_nonzero",
+        "_unique2", "unique_dim",
         "unique_consecutive", "bincount", "repeat_interleave.Tensor", "item", "allclose",
     )
 )  # fmt: skip
 INDEXED = frozenset(("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"))
-TO_HOST = frozenset(("cpu", "tolist", "numpy", "__array__"))  # of a tensor on a CPU these reach no dispatcher
+# of a tensor on a CPU these reach no dispatcher
+TO_HOST = frozenset(("cpu", "tolist", "numpy", "__array__"))
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts ``(package, file, operation)`` of every synchronisation while it is entered; of tensors of ``device`` alone."""
+    """Counts ``(package, file, operation)`` of every synchronisation while it is entered; of
+    tensors of ``device`` alone.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -42,7 +48,12 @@ class HostSyncs(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         super().__exit__(kind, error, trace)
         self._calls.__exit__(kind, error, trace)
 
@@ -54,28 +65,50 @@ class HostSyncs(TorchDispatchMode):
 
     def of(self, package: str) -> Counter[str]:
         """What ``package`` has called: operations by the file that they are called in."""
-        return Counter({f"{file}: {name}": count for (owner, file, name), count in self.found.items() if owner == package})
+        return Counter(
+            {
+                f"{file}: {name}": count
+                for (owner, file, name), count in self.found.items()
+                if owner == package
+            }
+        )
 
     def note(self, name: str) -> None:
         self.found[(*_caller(), name)] += 1
 
     def on_device(self, values: Any) -> bool:
-        return any(isinstance(value, torch.Tensor) and value.device.type == self.kind for value in values)
+        return any(
+            isinstance(value, torch.Tensor) and value.device.type == self.kind for value in values
+        )
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
         name, overload = str(func.overloadpacket), func._overloadname
         if name in READ_BACK or f"{name}.{overload}" in READ_BACK:
             return self.on_device(args) and kwargs.get("output_size") is None
         if name in INDEXED:
-            return any(i is not None and i.dtype in (torch.bool, torch.uint8) and i.device.type == self.kind for i in args[1])
+            return any(
+                i is not None
+                and i.dtype in (torch.bool, torch.uint8)
+                and i.device.type == self.kind
+                for i in args[1]
+            )
         if self.kind == "cpu":
             return False
         if name == "aten.copy_":
             to, source, *more = args
-            return self.on_device([source]) and to.device.type == "cpu" and not (more[0] if more else kwargs.get("non_blocking"))
+            return (
+                self.on_device([source])
+                and to.device.type == "cpu"
+                and not (more[0] if more else kwargs.get("non_blocking"))
+            )
         if name == "aten._to_copy":
             to = kwargs.get("device")
-            return self.on_device(args) and to is not None and torch.device(to).type == "cpu" and not kwargs.get("non_blocking")
+            return (
+                self.on_device(args)
+                and to is not None
+                and torch.device(to).type == "cpu"
+                and not kwargs.get("non_blocking")
+            )
         return False
 
 
@@ -87,7 +120,11 @@ class _Calls(TorchFunctionMode):
         self.syncs = syncs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.syncs.kind == "cpu" and getattr(func, "__name__", "") in TO_HOST and self.syncs.on_device(args[:1]):
+        if (
+            self.syncs.kind == "cpu"
+            and getattr(func, "__name__", "") in TO_HOST
+            and self.syncs.on_device(args[:1])
+        ):
             self.syncs.note(func.__name__)
         return func(*args, **(kwargs or {}))
 

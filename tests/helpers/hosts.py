@@ -1,7 +1,9 @@
-"""Hosts for tests: network namespaces joined by a veth pair, entered through a script that stands in for ssh.
+"""Hosts for tests: network namespaces joined by a veth pair, entered through a script that stands
+in for ssh.
 
-Where the machine forbids namespaces the hosts are two loopback addresses, on which the launcher starts its agents directly;
-``Hosts.kind`` says which they are. Whatever was made is taken away again.
+Where the machine forbids namespaces the hosts are two loopback addresses, on which the launcher
+starts its agents directly; ``Hosts.kind`` says which they are. Whatever was made is taken away
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Hosts:
     entered: Path
 
     def hostfile(self, path: Path, slots: int) -> Path:
-        path.write_text("# made for a test\n\n" + "".join(f"{name}  slots={slots}  # comment\n" for name in self.names))
+        path.write_text(
+            "# made for a test\n\n"
+            + "".join(f"{name}  slots={slots}  # comment\n" for name in self.names)
+        )
         return path
 
     def environment(self) -> dict[str, str]:
@@ -46,7 +51,11 @@ class Hosts:
 
     def inside(self, place: int, command: list[str]) -> list[str]:
         """``command`` as a process of that host."""
-        return ["ip", "netns", "exec", self.names[place], *command] if self.kind == NAMESPACES else command
+        return (
+            ["ip", "netns", "exec", self.names[place], *command]
+            if self.kind == NAMESPACES
+            else command
+        )
 
     def cut(self, place: int) -> None:
         """Take that host off the network: nothing more arrives, and nothing says so."""
@@ -70,7 +79,20 @@ def namespaces(folder: Path) -> Iterator[Hosts]:
         for name in names:
             _ip("netns", "add", name)
             made.append(name)
-        _ip("link", "add", devices[0], "netns", names[0], "type", "veth", "peer", "name", devices[1], "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            devices[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            devices[1],
+            "netns",
+            names[1],
+        )
         for name, device, address in zip(names, devices, addresses):
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
@@ -109,7 +131,11 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
     """Namespaces where they are allowed, else loopback addresses, which is said."""
     refused = namespaces_allowed()
     if refused:
-        print(f"network namespaces are refused ({refused}): two loopback addresses stand in for hosts", file=sys.stderr)
+        print(
+            f"network namespaces are refused ({refused}): two loopback "
+            "addresses stand in for hosts",
+            file=sys.stderr,
+        )
     with (loopback if refused else namespaces)(folder) as hosts:
         yield hosts
 

@@ -1,4 +1,6 @@
-"""Copies of activations that run as late as the rules allow, in order: what a GPU may do at worst, on the CPU."""
+"""Copies of activations that run as late as the rules allow, in order: what a GPU may do at
+worst, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import torch
 
 
 class Late:
-    """Transfers whose copies wait until somebody has to have them. It records what was asked in ``log``.
+    """Transfers whose copies wait until somebody has to have them. It records what was asked in
+    ``log``.
 
-    Memory that may be used again is filled with NaN bits at once, so that a copy which is later than it may be is seen.
+    Memory that may be used again is filled with NaN bits at once, so that a copy which is later
+    than it may be is seen.
     """
 
     def __init__(self) -> None:

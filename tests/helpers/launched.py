@@ -1,7 +1,8 @@
-"""Training scripts as their users write and start them: alone in one process, or on two CPU ranks under a launcher.
+"""Training scripts as their users write and start them: alone in one process, or on two CPU ranks
+under a launcher.
 
-A script takes ``--out FOLDER`` and writes ``report-RANK.json`` there. It is started as a command, so that autoload, the
-launcher's environment and the end of the interpreter are those of a user.
+A script takes ``--out FOLDER`` and writes ``report-RANK.json`` there. It is started as a command,
+so that autoload, the launcher's environment and the end of the interpreter are those of a user.
 """
 
 from __future__ import annotations
@@ -23,9 +24,28 @@ from hf_zero.hosts.reaching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
-LAUNCHERS = ("ACCELERATE_", "MPI_LOCAL", "MV2_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_")
-# The last one is set by every group that a test has made in this process, and would lead the ranks to this host's loopback.
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"}
+LAUNCHERS = (
+    "ACCELERATE_",
+    "MPI_LOCAL",
+    "MV2_",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "SLURM_",
+    "TORCHELASTIC_",
+)
+# The last one is set by every group that a test has made in this process, and would lead the ranks
+# to this host's loopback.
+RANK_VARIABLES = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+}
 
 Report = dict[str, Any]
 
@@ -39,25 +59,42 @@ KEYS: Report = {
 
 
 def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Report:
-    """The report of ``python script --out out``, with hf-zero installed and no launcher and no configuration."""
+    """The report of ``python script --out out``, with hf-zero installed and no launcher and no
+    configuration.
+    """
     return _reports([sys.executable, str(script)], out, arguments, 1, timeout)[0]
 
 
 @contextmanager
-def beside(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Iterator[Callable[[], Report]]:
-    """As :func:`alone`, while the caller starts something else: what this gives waits for the report, and keeps it."""
+def beside(
+    script: Path, out: Path, *arguments: str, timeout: float = 300.0
+) -> Iterator[Callable[[], Report]]:
+    """As :func:`alone`, while the caller starts something else: what this gives waits for the
+    report, and keeps it.
+    """
     with started([sys.executable, str(script)], out, arguments) as process:
         yield cache(lambda: _read(process, out, 1, timeout)[0])
 
 
-def torchrun(script: Path, out: Path, *arguments: str, ranks: int = 2, timeout: float = 300.0) -> list[Report]:
+def torchrun(
+    script: Path, out: Path, *arguments: str, ranks: int = 2, timeout: float = 300.0
+) -> list[Report]:
     """The reports of all ranks under torchrun."""
     return _reports(torchrun_command(script, ranks), out, arguments, ranks, timeout)
 
 
 def torchrun_command(script: Path, ranks: int = 2) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:0", "--local-addr", HOST, str(script)]
+    return [
+        *command,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{HOST}:0",
+        "--local-addr",
+        HOST,
+        str(script),
+    ]
 
 
 def accelerate_launch(
@@ -70,11 +107,23 @@ def accelerate_launch(
     top: dict[str, Any] | None = None,
     **keys: Any,
 ) -> list[Report]:
-    """The reports of all ranks under ``accelerate launch --config``. ``keys`` go below ``deepspeed_config``, ``top`` beside it."""
-    return _reports(accelerate_command(script, out, stage, ranks, top, **keys), out, arguments, ranks, timeout)
+    """The reports of all ranks under ``accelerate launch --config``.
+
+    ``keys`` go below ``deepspeed_config``, ``top`` beside it.
+    """
+    return _reports(
+        accelerate_command(script, out, stage, ranks, top, **keys), out, arguments, ranks, timeout
+    )
 
 
-def accelerate_command(script: Path, out: Path, stage: int, ranks: int = 2, top: dict[str, Any] | None = None, **keys: Any) -> list[str]:
+def accelerate_command(
+    script: Path,
+    out: Path,
+    stage: int,
+    ranks: int = 2,
+    top: dict[str, Any] | None = None,
+    **keys: Any,
+) -> list[str]:
     """Writes the configuration below ``out``, too."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "zero.yaml"
@@ -99,15 +148,30 @@ def accelerate_command(script: Path, out: Path, stage: int, ranks: int = 2, top:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what a launcher or our conftest has set in it, for ranks of one thread that reach no hub."""
-    left = RANK_VARIABLES | {"TRITON_INTERPRET"}  # with it every kernel of a script would run in the interpreter
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in left}
+    """This process's environment without what a launcher or our conftest has set in it, for
+    ranks of one thread that reach no hub.
+    """
+    # with it every kernel of a script would run in the interpreter
+    left = RANK_VARIABLES | {"TRITON_INTERPRET"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in left
+    }
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **kept,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def plainly(script: Path, *arguments: str, ranks: int = 2, limit: float) -> list[tuple[int, str]]:
-    """Exit code and output of each rank of ``script``, started without a launcher: rank 0 hosts the store. All end within ``limit`` seconds."""
+    """Exit code and output of each rank of ``script``, started without a launcher: rank 0 hosts
+    the store. All end within ``limit`` seconds.
+    """
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     running = [
         subprocess.Popen(
@@ -139,8 +203,12 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def started(command: list[str], out: Path, arguments: Iterable[str] = ()) -> Iterator[subprocess.Popen[Any]]:
-    """``command --out out arguments`` at work, its output in ``out/log.txt``; whatever is left of it at the end is killed."""
+def started(
+    command: list[str], out: Path, arguments: Iterable[str] = ()
+) -> Iterator[subprocess.Popen[Any]]:
+    """``command --out out arguments`` at work, its output in ``out/log.txt``; whatever is left
+    of it at the end is killed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "log.txt", "w") as file:
         process = subprocess.Popen(
@@ -170,12 +238,16 @@ def reports(out: Path, ranks: int) -> list[Report]:
     return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _reports(command: list[str], out: Path, arguments: tuple[str, ...], ranks: int, timeout: float) -> list[Report]:
+def _reports(
+    command: list[str], out: Path, arguments: tuple[str, ...], ranks: int, timeout: float
+) -> list[Report]:
     with started(command, out, arguments) as process:
         return _read(process, out, ranks, timeout)
 
 
 def _read(process: subprocess.Popen[Any], out: Path, ranks: int, timeout: float) -> list[Report]:
     code = ended(process, timeout)
-    assert code == 0, f"ended with {code} (None: after {timeout} s)\n{(out / 'log.txt').read_text()[-8000:]}"
+    assert code == 0, (
+        f"ended with {code} (None: after {timeout} s)\n{(out / 'log.txt').read_text()[-8000:]}"
+    )
     return reports(out, ranks)

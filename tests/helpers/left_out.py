@@ -17,7 +17,9 @@ Choose = Callable[[At], Collection[int]]
 
 
 class Dropping(Stack):
-    """A stack that runs the blocks in ``chosen``; ``checkpoints``: use_reentrant of checkpoints around each, or None."""
+    """A stack that runs the blocks in ``chosen``; ``checkpoints``: use_reentrant of checkpoints
+    around each, or None.
+    """
 
     chosen: Any = ()
     checkpoints: bool | None = None
@@ -25,7 +27,11 @@ class Dropping(Stack):
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.chosen:
             block = self.blocks[index]
-            x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+            x = (
+                block(x)
+                if self.checkpoints is None
+                else checkpoint(block, x, use_reentrant=self.checkpoints)
+            )
         return x
 
 
@@ -41,7 +47,8 @@ class LeftOut(StackJob):
         return model
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(trainable(model), lr=0.005)  # small: 40 layers in a row multiply rounding with each step
+        # small: 40 layers in a row multiply rounding with each step
+        return torch.optim.SGD(trainable(model), lr=0.005)
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         out = self.choose(at)

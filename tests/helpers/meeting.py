@@ -1,9 +1,11 @@
-"""Makes PyTorch's threaded process group behave like a real backend: asynchronous, and loud where ranks disagree.
+"""Makes PyTorch's threaded process group behave like a real backend: asynchronous, and loud where
+ranks disagree.
 
-As it comes, a collective of the threaded group blocks until all ranks have joined, also with ``async_op=True``, and takes
-whatever the ranks bring. Here the k-th collective of each rank on a group meets the k-th of the others; the last to arrive
-does the work, waiting happens in ``wait()``, and a meeting of different operations or sizes raises on the spot. An input
-that is changed before ``wait()``, or an output that is read before it, goes wrong as it would on a network.
+As it comes, a collective of the threaded group blocks until all ranks have joined, also with
+``async_op=True``, and takes whatever the ranks bring. Here the k-th collective of each rank on a
+group meets the k-th of the others; the last to arrive does the work, waiting happens in ``wait()``,
+and a meeting of different operations or sizes raises on the spot. An input that is changed before
+``wait()``, or an output that is read before it, goes wrong as it would on a network.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-SYMMETRIC = (threaded.AllReduce, threaded.AllGather, threaded.ReduceScatter)  # same sizes on each rank
+# same sizes on each rank
+SYMMETRIC = (threaded.AllReduce, threaded.AllGather, threaded.ReduceScatter)
 
 
 class Pending(dist.Work):
@@ -56,7 +59,10 @@ class Meeting:
             last = self._missing == 0
         if last:
             if len(set(self._said)) > 1:
-                raise AssertionError(f"ranks meet in different collectives ({self._name}): {dict(enumerate(self._said))}")
+                raise AssertionError(
+                    f"ranks meet in different collectives ({self._name}): "
+                    f"{dict(enumerate(self._said))}"
+                )
             collective.work(self._brought)
             self._brought = []
             self.done = True
@@ -68,12 +74,18 @@ class Meeting:
         kind = type(collective).__name__
         if not isinstance(collective, SYMMETRIC):
             return kind
-        sizes = [f"{tuple(t.shape)} {t.dtype}".replace("torch.", "") for t in threaded.flatten_list(data) if isinstance(t, torch.Tensor)]
+        sizes = [
+            f"{tuple(t.shape)} {t.dtype}".replace("torch.", "")
+            for t in threaded.flatten_list(data)
+            if isinstance(t, torch.Tensor)
+        ]
         return f"{kind} of {', '.join(sizes)}"
 
 
 class _Seat:
-    """What ``_start_coll`` gives a rank: the meeting, and the collective this rank believes it to be."""
+    """What ``_start_coll`` gives a rank: the meeting, and the collective this rank believes it
+    to be.
+    """
 
     def __init__(self, meeting: Meeting, collective: Any):
         self._meeting, self._collective = meeting, collective
@@ -83,7 +95,9 @@ class _Seat:
 
 
 def _name_of_group(group: Any) -> str:
-    """As torch's own, but it still answers while the group is being destroyed, which asks after the entry is gone."""
+    """As torch's own, but it still answers while the group is being destroyed, which asks after
+    the entry is gone.
+    """
     return group.__dict__.get("kept_name") or group._world().pg_names[group]
 
 
@@ -107,7 +121,9 @@ class Meetings:
             key = (group.pg_name, number)
             meeting = self._open.get(key)
             if meeting is None:
-                meeting = self._open[key] = Meeting(group.size(), f"number {number} of group {group.pg_name}")
+                meeting = self._open[key] = Meeting(
+                    group.size(), f"number {number} of group {group.pg_name}"
+                )
             return _Seat(meeting, collective)
 
     def release_all(self) -> None:

@@ -1,4 +1,5 @@
-"""Tiny models that are real: four transformers architectures, built from their own configs, and small hand-written ones.
+"""Tiny models that are real: four transformers architectures, built from their own configs, and
+small hand-written ones.
 
 Everything is seeded and free of dropout, so that a forward depends on weights and batch alone.
 """
@@ -49,20 +50,26 @@ def _causal(step: int, micro: int, rank: int) -> Batch:
 
 
 def _seq2seq(step: int, micro: int, rank: int) -> Batch:
-    return {"input_ids": tokens(step, micro, rank), "labels": tokens(step, micro, rank + 50)[:, :5].contiguous()}
+    return {
+        "input_ids": tokens(step, micro, rank),
+        "labels": tokens(step, micro, rank + 50)[:, :5].contiguous(),
+    }
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=2 * HIDDEN,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2,
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -70,8 +77,10 @@ def gpt2() -> nn.Module:
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN + 3, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, tie_word_embeddings=False,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN + 3,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2,
+        tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -79,8 +88,10 @@ def llama() -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=2 * HIDDEN, num_layers=LAYERS, num_heads=HEADS, dropout_rate=0.0,
-        relative_attention_num_buckets=8, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu",
+        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=2 * HIDDEN, num_layers=LAYERS,
+        num_heads=HEADS, dropout_rate=0.0,
+        relative_attention_num_buckets=8, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        feed_forward_proj="gated-gelu",
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
@@ -131,7 +142,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """An input layer, ``depth`` blocks called by :meth:`body` (which odd cases override), a head; [rows, 7] -> [rows, 5]."""
+    """An input layer, ``depth`` blocks called by :meth:`body` (which odd cases override), a
+    head; [rows, 7] -> [rows, 5].
+    """
 
     def __init__(self, depth: int = 3, width: int = HIDDEN) -> None:
         super().__init__()

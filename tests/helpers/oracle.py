@@ -1,7 +1,9 @@
-"""The oracle: a plain single-process loop over the same global batch, in fp32 or in mixed precision, and how to compare.
+"""The oracle: a plain single-process loop over the same global batch, in fp32 or in mixed
+precision, and how to compare.
 
-A gradient is the mean over ranks and accumulation steps of each micro-batch's own gradient. A trainable parameter that no
-micro-batch of a step used has none: the optimizer leaves its weight and state as they are. It is recorded as zero.
+A gradient is the mean over ranks and accumulation steps of each micro-batch's own gradient. A
+trainable parameter that no micro-batch of a step used has none: the optimizer leaves its weight and
+state as they are. It is recorded as zero.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from tests.helpers.training import At, Driver, Job, Plan, Trace
 
 FP32_TOLERANCE = 1e-5
 MIXED_FACTOR = 1.2
-# An all-reduce over more than two ranks (stage 0) adds up in the backend's order; the other stages add in the oracle's own.
+# An all-reduce over more than two ranks (stage 0) adds up in the backend's order; the other stages
+# add in the oracle's own.
 MIXED_FACTOR_OTHER_ORDER = 1.5
 ROUNDING = 1e-7
 # AdamW multiplies the rounding in gradients that are zero in theory by up to lr / eps = 1000.
@@ -32,9 +35,14 @@ class _Plain(Driver):
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.module, self.plan, self.dtype, self.memory = model, plan, plan.dtype, {}
         self.scale = plan.scale if plan.precision == "fp16" else 1.0
-        self.mean = self.scale * plan.ranks * plan.accumulation  # what a sum over the window and the ranks is divided by
+        # what a sum over the window and the ranks is divided by
+        self.mean = self.scale * plan.ranks * plan.accumulation
         self.divisor = self.mean if plan.precision == "fp16" else 1.0
-        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters() if p.requires_grad}
+        self.sums = {
+            name: torch.zeros_like(p, dtype=torch.float32)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         self.used: set[str] = set()  # in this step, by any rank
         self.sent: list[dict[str, torch.Tensor]] = []  # by message: sums over the ranks so far
         self.place = 0  # the message this rank sends next
@@ -43,7 +51,8 @@ class _Plain(Driver):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * self.scale).backward()  # the mean over the window is taken in fp32: by three is no exact division
+        # the mean over the window is taken in fp32: by three is no exact division
+        (loss * self.scale).backward()
         self.harvest()
 
     def harvest(self) -> None:
@@ -56,12 +65,22 @@ class _Plain(Driver):
             self.send()
 
     def send(self) -> None:
-        """What this rank has summed is added to the others' in the precision of the parameters, as on the wire."""
+        """What this rank has summed is added to the others' in the precision of the parameters,
+        as on the wire.
+        """
         if self.place == len(self.sent):
-            self.sent.append({name: torch.zeros_like(p) for name, p in self.module.named_parameters() if name in self.sums})
+            self.sent.append(
+                {
+                    name: torch.zeros_like(p)
+                    for name, p in self.module.named_parameters()
+                    if name in self.sums
+                }
+            )
         for name, total in self.sums.items():
             # fp16 travels before it is divided, because small gradients would vanish.
-            self.sent[self.place][name] += (total * self.divisor).to(self.sent[self.place][name].dtype)
+            self.sent[self.place][name] += (total * self.divisor).to(
+                self.sent[self.place][name].dtype
+            )
             total.zero_()
         self.place += 1
 
@@ -71,13 +90,18 @@ class _Plain(Driver):
         self.place = 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        grads = {name: torch.stack([sent[name].float() for sent in self.sent]).sum(0) / self.divisor for name in self.sums}
+        grads = {
+            name: torch.stack([sent[name].float() for sent in self.sent]).sum(0) / self.divisor
+            for name in self.sums
+        }
         self.sent = []
         return grads
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters, never buffers; what transformers keeps in fp32 stays there (its plain list holds for fp16 only)."""
+    """Cast parameters, never buffers; what transformers keeps in fp32 stays there (its plain
+    list holds for fp16 only).
+    """
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         keep += list(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -120,7 +144,9 @@ def run(job: Job, plan: Plan) -> Trace:
         trace.grads.append(grads)
     # What is frozen has no master: it is what the model computes with.
     trace.weights = {
-        name: (masters[name] if masters[name].requires_grad else p).detach().to(masters[name].dtype, copy=True)
+        name: (masters[name] if masters[name].requires_grad else p)
+        .detach()
+        .to(masters[name].dtype, copy=True)
         for name, p in model.named_parameters()
     }
     return trace
@@ -130,7 +156,9 @@ _kept: dict[tuple[str, Plan], Trace] = {}
 
 
 def kept(job: Job, plan: Plan) -> Trace:
-    """``run``, remembered by the job's name: cells that differ in stage alone share their oracle."""
+    """``run``, remembered by the job's name: cells that differ in stage alone share their
+    oracle.
+    """
     key = (job.name, plan)
     if key not in _kept:
         _kept[key] = run(job, plan)
@@ -138,7 +166,9 @@ def kept(job: Job, plan: Plan) -> Trace:
 
 
 def mixed(job: Job, plan: Plan, stage: int) -> Trace:
-    """The plain loop in ``plan``'s 16 bits, whose ranks are added up when those of ``stage`` are."""
+    """The plain loop in ``plan``'s 16 bits, whose ranks are added up when those of ``stage``
+    are.
+    """
     return kept(job, dataclasses.replace(plan, each_backward=stage >= 2))
 
 
@@ -159,36 +189,67 @@ def compare_tensors(
 ) -> None:
     """Each tensor within ``tolerance`` of its own norm plus ``floor`` of the norm over all tensors.
 
-    The second term is what rounding leaves in tensors that are zero in theory, as the gradient of an attention key's bias.
+    The second term is what rounding leaves in tensors that are zero in theory, as the gradient of
+    an attention key's bias.
     """
-    assert set(got) == set(want), f"{what}: missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+    assert set(got) == set(want), (
+        f"{what}: missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+    )
     allowed = floor * total_norm(want)
     wrong = []
     for name, expected in want.items():
-        assert got[name].shape == expected.shape, f"{what} of {name} has shape {tuple(got[name].shape)}, expected {tuple(expected.shape)}"
+        assert got[name].shape == expected.shape, (
+            f"{what} of {name} has shape {tuple(got[name].shape)}, expected {tuple(expected.shape)}"
+        )
         error, size = _distance(got[name], expected), float(expected.double().norm())
         if not error <= tolerance * size + allowed:  # written so that NaN is wrong
-            wrong.append(f"{name}: norm {float(got[name].double().norm()):.6g}, expected {size:.6g}, off by {error:.3g}")
-    assert not wrong, f"{what} wrong in {len(wrong)} of {len(want)} tensors:\n  " + "\n  ".join(wrong[:12])
+            wrong.append(
+                f"{name}: norm {float(got[name].double().norm()):.6g}, expected "
+                f"{size:.6g}, off by {error:.3g}"
+            )
+    assert not wrong, f"{what} wrong in {len(wrong)} of {len(want)} tensors:\n  " + "\n  ".join(
+        wrong[:12]
+    )
 
 
-def compare(got: Trace, want: Trace, tolerance: float = FP32_TOLERANCE, weight_floor: float = ADAM_ROUNDING) -> None:
-    """fp32: each step's loss, norm and gradients, and the last weights (after SGD, pass ``weight_floor=ROUNDING``)."""
-    assert len(got.losses) == len(want.losses), f"{len(got.losses)} steps, expected {len(want.losses)}"
+def compare(
+    got: Trace, want: Trace, tolerance: float = FP32_TOLERANCE, weight_floor: float = ADAM_ROUNDING
+) -> None:
+    """fp32: each step's loss, norm and gradients, and the last weights (after SGD, pass
+    ``weight_floor=ROUNDING``).
+    """
+    assert len(got.losses) == len(want.losses), (
+        f"{len(got.losses)} steps, expected {len(want.losses)}"
+    )
     for step, expected in enumerate(want.grads):
         compare_tensors(f"step {step}: gradient", got.grads[step], expected, tolerance)
-        for what, a, b in (("loss", got.losses[step], want.losses[step]), ("gradient norm", got.norms[step], want.norms[step])):
-            assert abs(a - b) <= tolerance * abs(b), f"step {step}: {what} {a:.8g}, expected {b:.8g}"
+        for what, a, b in (
+            ("loss", got.losses[step], want.losses[step]),
+            ("gradient norm", got.norms[step], want.norms[step]),
+        ):
+            assert abs(a - b) <= tolerance * abs(b), (
+                f"step {step}: {what} {a:.8g}, expected {b:.8g}"
+            )
     compare_tensors("weights", got.weights, want.weights, tolerance, weight_floor)
 
 
 def errors(got: Trace, exact: Trace) -> dict[str, float]:
-    """How far a run is from the fp32 one: norms over all steps of the error in loss, gradient norm and gradients, and in the weights."""
+    """How far a run is from the fp32 one: norms over all steps of the error in loss, gradient
+    norm and gradients, and in the weights.
+    """
     return {
         "loss": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.losses, exact.losses))),
         "gradient norm": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.norms, exact.norms))),
-        "gradients": math.sqrt(sum(_distance(a[name], b[name]) ** 2 for a, b in zip(got.grads, exact.grads) for name in b)),
-        "weights": math.sqrt(sum(_distance(got.weights[name], exact.weights[name]) ** 2 for name in exact.weights)),
+        "gradients": math.sqrt(
+            sum(
+                _distance(a[name], b[name]) ** 2
+                for a, b in zip(got.grads, exact.grads)
+                for name in b
+            )
+        ),
+        "weights": math.sqrt(
+            sum(_distance(got.weights[name], exact.weights[name]) ** 2 for name in exact.weights)
+        ),
     }
 
 
@@ -196,15 +257,22 @@ def factor_at(stage: int, ranks: int) -> float:
     return MIXED_FACTOR_OTHER_ORDER if stage == 0 and ranks > 2 else MIXED_FACTOR
 
 
-def compare_mixed(got: Trace, mixed: Trace, exact: Trace, dtype: torch.dtype, factor: float = MIXED_FACTOR) -> None:
-    """16-bit: the error against fp32 is at most ``factor`` times that of the same mixed-precision loop in one process.
+def compare_mixed(
+    got: Trace, mixed: Trace, exact: Trace, dtype: torch.dtype, factor: float = MIXED_FACTOR
+) -> None:
+    """16-bit: the error against fp32 is at most ``factor`` times that of the same mixed-precision
+    loop in one process.
 
-    Loss and gradient norm are single numbers, whose error may be small by luck. So the loss is also allowed a twentieth of
-    the rounding of ``dtype`` and half of what the error in the weights could do to it (gradient norm times error, to first
-    order), and the norm what the error in the gradients could do to it.
+    Loss and gradient norm are single numbers, whose error may be small by luck. So the loss is also
+    allowed a twentieth of the rounding of ``dtype`` and half of what the error in the weights could
+    do to it (gradient norm times error, to first order), and the norm what the error in the
+    gradients could do to it.
     """
     ours, theirs = errors(got, exact), errors(mixed, exact)
-    theirs["loss"] += torch.finfo(dtype).eps / 20 * math.hypot(*exact.losses) + max(exact.norms) * theirs["weights"] / 2
+    theirs["loss"] += (
+        torch.finfo(dtype).eps / 20 * math.hypot(*exact.losses)
+        + max(exact.norms) * theirs["weights"] / 2
+    )
     theirs["gradient norm"] = max(theirs["gradient norm"], theirs["gradients"])
     for what, error in ours.items():
         limit = factor * theirs[what]

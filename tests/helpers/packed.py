@@ -1,8 +1,10 @@
-"""A stand-in for bitsandbytes' 4-bit layers, with their layout: packed bytes in a parameter of a class of its own.
+"""A stand-in for bitsandbytes' 4-bit layers, with their layout: packed bytes in a parameter of a
+class of its own.
 
-As there, ``Params4bit`` carries a ``quant_state`` (scales of each block, a table of sixteen values, shape and dtype), the
-layer's own forward hands both to an autograd function that reads the bytes again in its backward and keeps them by a plain
-reference, and the layer's state dict has the tensors of the state beside the weight. The arithmetic is plain torch.
+As there, ``Params4bit`` carries a ``quant_state`` (scales of each block, a table of sixteen values,
+shape and dtype), the layer's own forward hands both to an autograd function that reads the bytes
+again in its backward and keeps them by a plain reference, and the layer's state dict has the
+tensors of the state beside the weight. The arithmetic is plain torch.
 """
 
 from __future__ import annotations
@@ -15,15 +17,42 @@ from torch import nn
 
 BLOCK = 64
 TABLE = torch.tensor(
-    [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0]
+    [
+        -1.0,
+        -0.6962,
+        -0.5251,
+        -0.3949,
+        -0.2844,
+        -0.1848,
+        -0.0911,
+        0.0,
+        0.0796,
+        0.1609,
+        0.2461,
+        0.3379,
+        0.4407,
+        0.5626,
+        0.7230,
+        1.0,
+    ]
 )
 
 
 class QuantState:
-    """How to read packed bytes: ``absmax`` [blocks], ``code`` [16], the shape and dtype of the weight."""
+    """How to read packed bytes: ``absmax`` [blocks], ``code`` [16], the shape and dtype of the
+    weight.
+    """
 
-    def __init__(self, absmax: torch.Tensor, shape: torch.Size, code: torch.Tensor, dtype: torch.dtype):
-        self.absmax, self.shape, self.code, self.dtype, self.blocksize = absmax, shape, code, dtype, BLOCK
+    def __init__(
+        self, absmax: torch.Tensor, shape: torch.Size, code: torch.Tensor, dtype: torch.dtype
+    ):
+        self.absmax, self.shape, self.code, self.dtype, self.blocksize = (
+            absmax,
+            shape,
+            code,
+            dtype,
+            BLOCK,
+        )
 
     def as_dict(self) -> dict[str, torch.Tensor]:
         facts = torch.tensor([self.blocksize, *self.shape], dtype=torch.int64)
@@ -31,26 +60,54 @@ class QuantState:
 
 
 def quantise(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:
-    """Packed bytes of ``weight`` as [n, 1] of ``storage``, and how to read them. Its size must be a multiple of a block."""
+    """Packed bytes of ``weight`` as [n, 1] of ``storage``, and how to read them.
+
+    Its size must be a multiple of a block.
+    """
     blocks = weight.detach().float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
-    codes = (blocks / absmax.clamp(min=1e-12)[:, None]).flatten()[:, None].sub(TABLE).abs().argmin(1).to(torch.uint8)
+    codes = (
+        (blocks / absmax.clamp(min=1e-12)[:, None])
+        .flatten()[:, None]
+        .sub(TABLE)
+        .abs()
+        .argmin(1)
+        .to(torch.uint8)
+    )
     packed = (codes[::2] << 4) | codes[1::2]
-    return packed.view(storage).view(-1, 1), QuantState(absmax, weight.shape, TABLE.clone(), weight.dtype)
+    return packed.view(storage).view(-1, 1), QuantState(
+        absmax, weight.shape, TABLE.clone(), weight.dtype
+    )
 
 
 def dequantise(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     raw = packed.detach().reshape(-1).view(torch.uint8)
     codes = torch.stack([raw >> 4, raw & 15], 1).flatten().long()
-    return (state.code[codes].view(-1, BLOCK) * state.absmax[:, None]).view(state.shape).to(state.dtype)
+    return (
+        (state.code[codes].view(-1, BLOCK) * state.absmax[:, None])
+        .view(state.shape)
+        .to(state.dtype)
+    )
 
 
 class Params4bit(nn.Parameter):
     """Packed weights. ``quant_storage`` is the dtype that the bytes pass for."""
 
-    def __new__(cls, data: Any = None, requires_grad: bool = False, quant_state: Any = None, module: Any = None) -> Params4bit:
-        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
-        self.quant_state, self.module, self.bnb_quantized = quant_state, module, quant_state is not None
+    def __new__(
+        cls,
+        data: Any = None,
+        requires_grad: bool = False,
+        quant_state: Any = None,
+        module: Any = None,
+    ) -> Params4bit:
+        self = torch.Tensor._make_subclass(
+            cls, torch.empty(0) if data is None else data, requires_grad
+        )
+        self.quant_state, self.module, self.bnb_quantized = (
+            quant_state,
+            module,
+            quant_state is not None,
+        )
         return self  # type: ignore[return-value]
 
     @classmethod
@@ -75,7 +132,9 @@ class Params4bit(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.chunk:  # parts of packed bytes stay packed bytes
             with torch._C.DisableTorchFunctionSubclass():
-                return tuple(cls(part, False, args[0].quant_state) for part in func(*args, **(kwargs or {})))
+                return tuple(
+                    cls(part, False, args[0].quant_state) for part in func(*args, **(kwargs or {}))
+                )
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -104,7 +163,9 @@ class Linear4bit(nn.Linear):
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self.weight, Params4bit) and self.weight.bnb_quantized, "the weight has lost its class or its attributes"
+        assert isinstance(self.weight, Params4bit) and self.weight.bnb_quantized, (
+            "the weight has lost its class or its attributes"
+        )
         found = MatMul4bit.apply(x, self.weight.t(), self.weight.quant_state)
         return found if self.bias is None else found + self.bias.to(x.dtype)
 
@@ -114,7 +175,14 @@ class Linear4bit(nn.Linear):
             destination[f"{prefix}weight.{name}"] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(
-        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self,
+        state: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
     ) -> None:
         """Takes back what it writes; bitsandbytes leaves that to the loader."""
         quant_state: QuantState = self.weight.quant_state  # type: ignore[attr-defined]
@@ -134,8 +202,12 @@ class LinearOfBytes(nn.Module):
         peak = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
         self.register_buffer("scale", weight.abs().max() / peak)
         scaled = weight / self.scale
-        self.weight = nn.Parameter((scaled.round() if dtype == torch.int8 else scaled).to(dtype), requires_grad=False)
+        self.weight = nn.Parameter(
+            (scaled.round() if dtype == torch.int8 else scaled).to(dtype), requires_grad=False
+        )
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
+        return torch.nn.functional.linear(
+            x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias
+        )

@@ -1,6 +1,8 @@
-"""Real gloo processes on 127.0.0.1, for what threads cannot show: point-to-point messages, asynchronous transport, ends.
+"""Real gloo processes on 127.0.0.1, for what threads cannot show: point-to-point messages,
+asynchronous transport, ends.
 
-A launch costs seconds (each process imports torch), so one launch runs many cases inside the same processes.
+A launch costs seconds (each process imports torch), so one launch runs many cases inside the same
+processes.
 """
 
 from __future__ import annotations
@@ -39,19 +41,34 @@ def say(text: str) -> None:
 
 
 def _child(
-    rank: int, world: int, port: int, timeout: float, log: str, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    log: str,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     global _log
     with open(log, "w") as stacks:
         _log = stacks
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-        os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        )
+        os.environ.update(
+            MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+        )
         torch.set_num_threads(1)
         wrap.GRANULARITY = 0  # as in conftest.py: small blocks are units all the same
         try:
-            store = dist.TCPStore(HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout))
-            dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout))
+            store = dist.TCPStore(
+                HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout)
+            )
+            dist.init_process_group(
+                "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout)
+            )
             answer = ("ok", fn(rank, *args))
             dist.destroy_process_group()
         except BaseException:  # whatever it is belongs to the parent, which raises it
@@ -61,27 +78,41 @@ def _child(
         pipe.close()
 
 
-def run_processes(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-    """Run ``fn(rank, *args)`` (importable, with picklable arguments and result) in ``world`` gloo processes.
+def run_processes(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` (importable, with picklable arguments and result) in ``world`` gloo
+    processes.
 
-    Raises :class:`RankFailed` with the traceback of the ranks that failed, also of one that died without a word, and
-    :class:`RanksHung` with every rank's stack after ``timeout`` seconds. Only its own children are ever ended.
+    Raises :class:`RankFailed` with the traceback of the ranks that failed, also of one that died
+    without a word, and :class:`RanksHung` with every rank's stack after ``timeout`` seconds. Only
+    its own children are ever ended.
     """
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore(
+        HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
     with tempfile.TemporaryDirectory() as folder:
         logs = [os.path.join(folder, f"rank{rank}.txt") for rank in range(world)]
         children, pipes = [], []
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_child, args=(rank, world, store.port, timeout, logs[rank], theirs, fn, args), daemon=True)
+                child = context.Process(
+                    target=_child,
+                    args=(rank, world, store.port, timeout, logs[rank], theirs, fn, args),
+                    daemon=True,
+                )
                 child.start()
                 theirs.close()
                 children.append(child)
                 pipes.append(ours)
             answers = _collect(pipes, timeout)
-            failures = [f"process of rank {rank} of {world} failed:\n{text}" for rank, (kind, text) in answers.items() if kind == "error"]
+            failures = [
+                f"process of rank {rank} of {world} failed:\n{text}"
+                for rank, (kind, text) in answers.items()
+                if kind == "error"
+            ]
             if failures:
                 raise RankFailed("\n".join(failures))
             if len(answers) < world:
@@ -105,7 +136,10 @@ def _collect(pipes: list[Connection], timeout: float) -> dict[int, tuple[str, An
             try:
                 answers[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                answers[rank] = ("error", "it ended without a word (killed, or aborted from native code)")
+                answers[rank] = (
+                    "error",
+                    "it ended without a word (killed, or aborted from native code)",
+                )
             if answers[rank][0] == "error":
                 deadline = min(deadline, time.monotonic() + GRACE)
     return answers
@@ -120,6 +154,10 @@ def _stacks(children: list[Any], logs: list[str], answers: dict[int, Any], timeo
     for rank in silent:
         with open(logs[rank]) as log:
             said, _, stack = log.read().partition("Current thread")
-        words = [line for line in said.splitlines() if not line.startswith(("  ", "Thread", "Timeout")) and line]
+        words = [
+            line
+            for line in said.splitlines()
+            if not line.startswith(("  ", "Thread", "Timeout")) and line
+        ]
         story.append(f"rank {rank} has said {words[-1:]} and stands in\n{stack[:3000]}")
     return "\n".join(story)

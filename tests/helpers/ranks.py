@@ -1,9 +1,11 @@
-"""Ranks for tests: threads over PyTorch's threaded process group, and real gloo processes. Neither can hang a suite.
+"""Ranks for tests: threads over PyTorch's threaded process group, and real gloo processes. Neither
+can hang a suite.
 
-Threads start in milliseconds and show the logic; processes show the transport. The threaded group (asynchronous and
-strict, see helpers/meeting.py) has no point-to-point messages and waits for ever on a missing collective: every run has a
-deadline, after which the stack of each rank is shown. Build and seed models before the ranks start, because threads share
-the random generator. Class-level state is shared between threads too.
+Threads start in milliseconds and show the logic; processes show the transport. The threaded group
+(asynchronous and strict, see helpers/meeting.py) has no point-to-point messages and waits for ever
+on a missing collective: every run has a deadline, after which the stack of each rank is shown.
+Build and seed models before the ranks start, because threads share the random generator.
+Class-level state is shared between threads too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ LINGER = 20.0  # seconds the others may still run once the first rank has return
 
 
 class RankFailed(AssertionError):
-    """A rank raised. The message names the rank and holds its traceback; ``__cause__`` is the exception itself."""
+    """A rank raised.
+
+    The message names the rank and holds its traceback; ``__cause__`` is the exception itself.
+    """
 
 
 class RanksHung(AssertionError):
@@ -36,10 +41,24 @@ class RanksHung(AssertionError):
 
 class _Rank(threading.Thread):
     def __init__(
-        self, rank: int, world: int, store: dist.Store, timeout: float, meetings: Meetings, fn: Callable[..., Any], args: tuple[Any, ...]
+        self,
+        rank: int,
+        world: int,
+        store: dist.Store,
+        timeout: float,
+        meetings: Meetings,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
     ):
         super().__init__(name=f"rank-{rank}", daemon=True)
-        self.rank, self.world, self.store, self.limit, self.fn, self.args = rank, world, store, timeout, fn, args
+        self.rank, self.world, self.store, self.limit, self.fn, self.args = (
+            rank,
+            world,
+            store,
+            timeout,
+            fn,
+            args,
+        )
         self.meetings = meetings
         self.result: Any = None
         self.error: BaseException | None = None
@@ -48,7 +67,11 @@ class _Rank(threading.Thread):
         torch.set_num_threads(1)
         try:
             dist.init_process_group(
-                "threaded", rank=self.rank, world_size=self.world, store=self.store, timeout=timedelta(seconds=self.limit)
+                "threaded",
+                rank=self.rank,
+                world_size=self.world,
+                store=self.store,
+                timeout=timedelta(seconds=self.limit),
             )
             try:
                 self.result = self.fn(self.rank, *self.args)
@@ -70,16 +93,22 @@ class _Rank(threading.Thread):
         return f"rank {self.rank}: still running in\n{stack}"
 
     def end(self) -> None:
-        """Make an abandoned thread stop at its next line of Python, so that it cannot disturb the next run."""
+        """Make an abandoned thread stop at its next line of Python, so that it cannot disturb
+        the next run.
+        """
         if self.ident is not None and self.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit)
+            )
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``world`` threads that share a process group; return the results in rank order.
+    """Run ``fn(rank, *args)`` on ``world`` threads that share a process group; return the results
+    in rank order.
 
-    Raises :class:`RankFailed` with the first failure (the other ranks are stopped) and :class:`RanksHung` after
-    ``timeout`` seconds, or :data:`LINGER` seconds after one rank has returned and another has not.
+    Raises :class:`RankFailed` with the first failure (the other ranks are stopped) and
+    :class:`RanksHung` after ``timeout`` seconds, or :data:`LINGER` seconds after one rank has
+    returned and another has not.
     """
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
@@ -126,7 +155,10 @@ def _start_in_the_same_rank(thread: threading.Thread) -> None:
 
 
 def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
-    """Wait for all ranks. Returns '' or, when they do not come, the story of where each one stands."""
+    """Wait for all ranks.
+
+    Returns '' or, when they do not come, the story of where each one stands.
+    """
     start = time.monotonic()
     first_end: float | None = None
     while any(thread.is_alive() for thread in ranks):
@@ -135,7 +167,9 @@ def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
         if first_end is None and any(not thread.is_alive() for thread in ranks):
             first_end = now
         failed = any(thread.error is not None for thread in ranks)
-        late = now - start > timeout or (first_end is not None and now - first_end > (2.0 if failed else LINGER))
+        late = now - start > timeout or (
+            first_end is not None and now - first_end > (2.0 if failed else LINGER)
+        )
         if late:
             waited = f"ranks did not all return within {now - start:.0f} s"
             story = "\n".join([waited, *(thread.where() for thread in ranks)])
@@ -147,10 +181,17 @@ def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
 
 
 def _raise_failure(ranks: list[_Rank]) -> None:
-    failed = [thread for thread in ranks if thread.error is not None and not isinstance(thread.error, SystemExit)]
+    failed = [
+        thread
+        for thread in ranks
+        if thread.error is not None and not isinstance(thread.error, SystemExit)
+    ]
     if not failed:
         return
-    text = "\n".join(f"rank {t.rank} of {t.world} raised:\n{''.join(traceback.format_exception(t.error))}" for t in failed[:2])
+    text = "\n".join(
+        f"rank {t.rank} of {t.world} raised:\n{''.join(traceback.format_exception(t.error))}"
+        for t in failed[:2]
+    )
     if len(failed) > 2:
         text += f"\nand so did ranks {[t.rank for t in failed[2:]]}"
     raise RankFailed(text) from failed[0].error

@@ -1,7 +1,9 @@
-"""One way to write a training loop for the engine and for the oracle: a :class:`Job` sees only a :class:`Driver`.
+"""One way to write a training loop for the engine and for the oracle: a :class:`Job` sees only a
+:class:`Driver`.
 
-The job says how a micro-batch becomes a loss and its backward; who averages, reduces, clips and steps is the driver's
-business. So the same lines run in one plain process (the oracle) and on every rank of an engine.
+The job says how a micro-batch becomes a loss and its backward; who averages, reduces, clips and
+steps is the driver's business. So the same lines run in one plain process (the oracle) and on every
+rank of an engine.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # eps 1e-6: with 1e-8 Adam turns the rounding of gradients that are zero in theory into steps of full size.
+    # eps 1e-6: with 1e-8 Adam turns the rounding of gradients that are zero in theory into steps of
+    # full size.
     return torch.optim.AdamW(trainable(model), lr=1e-3, eps=1e-6, weight_decay=0.1)
 
 
@@ -37,9 +40,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained, in which precision. ``clip`` 0 is no clipping; ``scale`` is the static loss scale of fp16.
+    """How much is trained, in which precision. ``clip`` 0 is no clipping; ``scale`` is the static
+    loss scale of fp16.
 
-    ``each_backward``: the oracle adds ranks up, in the plan's precision, after every backward and not once a window.
+    ``each_backward``: the oracle adds ranks up, in the plan's precision, after every backward and
+    not once a window.
     """
 
     ranks: int = 1
@@ -52,11 +57,14 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            self.precision
+        ]
 
 
 class Driver:
-    """What a job may touch: call it like the model, ``module`` is the bare model, ``backward`` takes one micro-batch's loss.
+    """What a job may touch: call it like the model, ``module`` is the bare model, ``backward``
+    takes one micro-batch's loss.
 
     ``memory`` is a place of this rank's own, for jobs that keep something between micro-batches.
     """
@@ -80,7 +88,9 @@ class Session(Driver):
         raise NotImplementedError
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """After the last backward of a window and before its step: whole gradients, averaged, unscaled, not clipped."""
+        """After the last backward of a window and before its step: whole gradients, averaged,
+        unscaled, not clipped.
+        """
         raise NotImplementedError
 
     def norm(self) -> float:
@@ -105,7 +115,10 @@ class At:
 
 
 class Job:
-    """A model, its optimizer, and what one micro-batch does. Subclasses are the ways people call a model."""
+    """A model, its optimizer, and what one micro-batch does.
+
+    Subclasses are the ways people call a model.
+    """
 
     name = ""
 
@@ -124,8 +137,12 @@ class Job:
         net.backward(loss)
         return loss
 
-    def window(self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]) -> list[torch.Tensor]:
-        """Run one accumulation window; ``end_micro`` stands where a script calls ``engine.step()``."""
+    def window(
+        self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Run one accumulation window; ``end_micro`` stands where a script calls
+        ``engine.step()``.
+        """
         losses = []
         for each in at:
             losses.append(self.micro(net, each))
@@ -159,7 +176,9 @@ class ArchitectureJob(Job):
 
 @dataclass
 class Trace:
-    """What a run leaves: per step the mean loss, the gradient norm before clipping and each gradient; the last weights."""
+    """What a run leaves: per step the mean loss, the gradient norm before clipping and each
+    gradient; the last weights.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -189,14 +208,22 @@ def train(session: Session, job: Job, plan: Plan, rank: int) -> Trace:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """One trace of all ranks: losses averaged, the rest checked to be the same on each rank, bit for bit."""
+    """One trace of all ranks: losses averaged, the rest checked to be the same on each rank, bit
+    for bit.
+    """
     first = traces[0]
     for rank, other in enumerate(traces[1:], 1):
-        assert other.norms == first.norms, f"rank {rank} has gradient norms {other.norms}, rank 0 has {first.norms}"
+        assert other.norms == first.norms, (
+            f"rank {rank} has gradient norms {other.norms}, rank 0 has {first.norms}"
+        )
         for step, (mine, theirs) in enumerate(zip(first.grads, other.grads)):
             for name, grad in mine.items():
-                assert torch.equal(grad, theirs[name]), f"gradient of {name} in step {step} differs between rank 0 and rank {rank}"
+                assert torch.equal(grad, theirs[name]), (
+                    f"gradient of {name} in step {step} differs between rank 0 and rank {rank}"
+                )
         for name, weight in first.weights.items():
-            assert torch.equal(weight, other.weights[name]), f"weight {name} differs between rank 0 and rank {rank}"
+            assert torch.equal(weight, other.weights[name]), (
+                f"weight {name} differs between rank 0 and rank {rank}"
+            )
     losses = [sum(values) / len(traces) for values in zip(*(t.losses for t in traces))]
     return Trace(losses, first.norms, first.grads, first.weights)

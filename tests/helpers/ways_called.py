@@ -1,4 +1,6 @@
-"""Ways of calling a model that a counter of forwards gets wrong: twice, in part, in vain, in between, by another door."""
+"""Ways of calling a model that a counter of forwards gets wrong: twice, in part, in vain, in
+between, by another door.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ class KeptOutput(ArchitectureJob):
 class Interleaved(StackJob):
     name = "all forwards of a window, then all backwards in reverse"
 
-    def window(self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]) -> list[torch.Tensor]:
+    def window(
+        self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]
+    ) -> list[torch.Tensor]:
         losses = [self.loss(net, each) for each in at]
         for loss in reversed(losses):
             net.backward(loss)
@@ -90,7 +94,9 @@ class Interleaved(StackJob):
 
 
 class Evaluated(ArchitectureJob):
-    """Evaluation of other data before each micro-batch, and once more between its forward and its backward."""
+    """Evaluation of other data before each micro-batch, and once more between its forward and
+    its backward.
+    """
 
     def __init__(self, name: str, guard: Callable[[], Any], architecture: str = "bert") -> None:
         super().__init__(ARCHITECTURES[architecture])
@@ -121,14 +127,22 @@ class Generated(ArchitectureJob):
     def micro(self, net: Driver, at: At) -> torch.Tensor:
         net.module.eval()
         prompt = tokens(at.step, at.micro, 0)[:, :4]
-        made = net.module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        made = net.module.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=3,
+            min_new_tokens=3,
+            do_sample=False,
+        )
         assert made.shape == (2, 7)
         net.module.train()
         return super().micro(net, at)
 
 
 class GradientsOfInputs(StackJob):
-    """Adversarial training and gradient penalties look at the gradient of the input before the backward proper."""
+    """Adversarial training and gradient penalties look at the gradient of the input before the
+    backward proper.
+    """
 
     name = "autograd.grad of the input, then the backward of the same graph"
 
@@ -158,7 +172,9 @@ class InPlace(StackJob):
 
 
 class ManyOutputs(Job):
-    """Blocks return a tensor, a tensor that nobody uses and one that only the next but one block uses."""
+    """Blocks return a tensor, a tensor that nobody uses and one that only the next but one block
+    uses.
+    """
 
     name = "outputs that are used late, or never"
 
@@ -168,8 +184,14 @@ class ManyOutputs(Job):
                 super().__init__()
                 self.main, self.side, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
-            def forward(self, x: torch.Tensor, side: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-                x = x + torch.tanh(self.main(x)) if side is None else x + torch.tanh(self.main(x) * side)
+            def forward(
+                self, x: torch.Tensor, side: torch.Tensor | None
+            ) -> tuple[torch.Tensor, ...]:
+                x = (
+                    x + torch.tanh(self.main(x))
+                    if side is None
+                    else x + torch.tanh(self.main(x) * side)
+                )
                 return x, self.side(x), self.idle(x)
 
         def __init__(self) -> None:
@@ -234,7 +256,9 @@ class EncoderAlone(ArchitectureJob):
         self.name = type(self).name
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
-        hidden = net.module.get_encoder()(input_ids=tokens(at.step, at.micro, at.rank)).last_hidden_state
+        hidden = net.module.get_encoder()(
+            input_ids=tokens(at.step, at.micro, at.rank)
+        ).last_hidden_state
         return hidden.float().pow(4).mean()
 
 
@@ -255,7 +279,12 @@ class PartsInTurn(ArchitectureJob):
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         if (at.step + at.micro) % 2:
-            return net.module.bert(tokens(at.step, at.micro, at.rank)).last_hidden_state.float().pow(4).mean()
+            return (
+                net.module.bert(tokens(at.step, at.micro, at.rank))
+                .last_hidden_state.float()
+                .pow(4)
+                .mean()
+            )
         return super().loss(net, at)
 
 
@@ -272,7 +301,10 @@ class _NestedBlock(nn.Module):
 
     def forward(self, state: Nested) -> Nested:
         a, (b, extra) = state.hidden["a"], state.hidden["rest"]
-        return Nested({"a": a + torch.tanh(self.left(b)), "rest": (b + torch.tanh(self.right(a)), extra)}, state.note + ".")
+        return Nested(
+            {"a": a + torch.tanh(self.left(b)), "rest": (b + torch.tanh(self.right(a)), extra)},
+            state.note + ".",
+        )
 
 
 class _NestedModel(nn.Module):
@@ -298,22 +330,34 @@ class NestedInputsAndOutputs(Job):
         return seeded(_NestedModel)
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
-        state = net(inputs={"x": {"features": features(at.step, at.micro, at.rank).to(net.dtype)}, "unused": [1, "two"]})
+        state = net(
+            inputs={
+                "x": {"features": features(at.step, at.micro, at.rank).to(net.dtype)},
+                "unused": [1, "two"],
+            }
+        )
         assert state.note == "..."
         return (state.hidden["a"] * state.hidden["rest"][0]).float().pow(2).mean()
 
 
 def ways() -> list[Job]:
     plain = (
-        CalledTwice, TwoForwards, TwoForwardsOneUsed, DroppedLater, KeptLoss, KeptOutput, Interleaved, Generated, BodyAlone, HeadOnItsOwn,
+        CalledTwice, TwoForwards, TwoForwardsOneUsed, DroppedLater, KeptLoss, KeptOutput,
+        Interleaved, Generated, BodyAlone, HeadOnItsOwn,
         EncoderAlone, OneBlockAlone, PartsInTurn, NestedInputsAndOutputs,
         GradientsOfInputs, InPlace, ManyOutputs,
     )  # fmt: skip
     return [
         *(kind() for kind in plain),
         Evaluated("no_grad evaluation between micro-batches and before a backward", torch.no_grad),
-        Evaluated("inference_mode between micro-batches and before a backward", torch.inference_mode),
-        Evaluated("inference_mode of T5 between micro-batches and before a backward", torch.inference_mode, "t5"),
+        Evaluated(
+            "inference_mode between micro-batches and before a backward", torch.inference_mode
+        ),
+        Evaluated(
+            "inference_mode of T5 between micro-batches and before a backward",
+            torch.inference_mode,
+            "t5",
+        ),
         RawModule("bert"),
         RawModule("llama"),
     ]

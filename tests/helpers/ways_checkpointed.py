@@ -1,4 +1,6 @@
-"""Ways with activation checkpointing: each recomputes a forward inside the backward, by another road."""
+"""Ways with activation checkpointing: each recomputes a forward inside the backward, by another
+road.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.helpers.training import ArchitectureJob, At, Driver, Job
 
 
 class StackJob(Job):
-    """A :class:`Stack` (or a subclass named by ``model``) on random features, squared error against zero."""
+    """A :class:`Stack` (or a subclass named by ``model``) on random features, squared error
+    against zero.
+    """
 
     model: type[nn.Module] = Stack
 
@@ -64,7 +68,9 @@ class _SomeBlocksCheckpointed(Stack):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
-        x = checkpoint(lambda y: self.blocks[2](self.blocks[1](y)), x, use_reentrant=self.use_reentrant)
+        x = checkpoint(
+            lambda y: self.blocks[2](self.blocks[1](y)), x, use_reentrant=self.use_reentrant
+        )
         return self.blocks[0](x)
 
 
@@ -110,6 +116,17 @@ class NestedCheckpoints(StackJob):
 
 
 def ways() -> list[Job]:
-    transformers_ways = [TransformersCheckpointing(name, reentrant) for name in ("bert", "t5") for reentrant in (False, True)]
-    own = (NonReentrantAround, ReentrantAround, NonReentrantAroundTwo, ReentrantAroundTwo, CheckpointedTwice, NestedCheckpoints)
+    transformers_ways = [
+        TransformersCheckpointing(name, reentrant)
+        for name in ("bert", "t5")
+        for reentrant in (False, True)
+    ]
+    own = (
+        NonReentrantAround,
+        ReentrantAround,
+        NonReentrantAroundTwo,
+        ReentrantAroundTwo,
+        CheckpointedTwice,
+        NestedCheckpoints,
+    )
     return [*transformers_ways, *(kind() for kind in own)]

@@ -1,4 +1,6 @@
-"""Ways in which part of the model is frozen: parameters, blocks, the bottom, the top, all but adapters, integer weights."""
+"""Ways in which part of the model is frozen: parameters, blocks, the bottom, the top, all but
+adapters, integer weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _EightBit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randint(-100, 100, (HIDDEN, HIDDEN), dtype=torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.randint(-100, 100, (HIDDEN, HIDDEN), dtype=torch.int8), requires_grad=False
+        )
         self.scale = nn.Parameter(torch.full((HIDDEN,), 0.01))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,9 @@ class IntegerWeights(StackJob):
 
 
 class FrozenBottom(ArchitectureJob):
-    name = "frozen embeddings and first layer: the first trained block gets an input without gradient"
+    name = (
+        "frozen embeddings and first layer: the first trained block gets an input without gradient"
+    )
 
     def __init__(self) -> None:
         super().__init__(ARCHITECTURES["llama"])
@@ -71,12 +77,16 @@ class FrozenTop(ArchitectureJob):
 
 
 class LoRA(ArchitectureJob):
-    """Adapters over frozen blocks; with ``checkpointing`` as TRL sets it up: reentrant, inputs made to require gradients."""
+    """Adapters over frozen blocks; with ``checkpointing`` as TRL sets it up: reentrant, inputs
+    made to require gradients.
+    """
 
     def __init__(self, checkpointing: bool) -> None:
         super().__init__(ARCHITECTURES["llama"])
         self.checkpointing = checkpointing
-        self.name = f"LoRA over frozen blocks{' with reentrant checkpointing' if checkpointing else ''}"
+        self.name = (
+            f"LoRA over frozen blocks{' with reentrant checkpointing' if checkpointing else ''}"
+        )
 
     def build(self) -> nn.Module:
         def make() -> nn.Module:
@@ -87,7 +97,13 @@ class LoRA(ArchitectureJob):
                 base.gradient_checkpointing_enable({"use_reentrant": True})
                 base.enable_input_require_grads()
                 base.config.use_cache = False
-            config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+            config = peft.LoraConfig(
+                r=3,
+                lora_alpha=6,
+                target_modules=["q_proj", "v_proj"],
+                lora_dropout=0.0,
+                init_lora_weights=False,
+            )
             return peft.get_peft_model(base, config)
 
         return seeded(make)

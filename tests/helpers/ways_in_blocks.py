@@ -1,4 +1,6 @@
-"""Blocks that do not just map one tensor to another: inputs changed in place, results that leave another way than by return."""
+"""Blocks that do not just map one tensor to another: inputs changed in place, results that leave
+another way than by return.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class OneOfTwoInPlace(_Job):
 
     class model(_Blocks):
         class block(_Layers):
-            def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            def forward(
+                self, x: torch.Tensor, y: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
                 z = torch.tanh(self.main(y))
                 x.add_(self.side(y))
                 return torch.tanh(x) * 1.0, z
@@ -84,7 +88,9 @@ class ThreeInputs(_Job):
 
     class model(_Blocks):
         class block(_Layers):
-            def forward(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            def forward(
+                self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
                 return x + torch.tanh(self.main(x)) * scale, self.side(y)
 
         def body(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,4 +163,12 @@ class SideLoss(_Job):
 
 
 def ways() -> list[Any]:
-    return [OneOfTwoInPlace(), BothInPlace(), ThreeInputs(), IntoDict(), OntoSelf(), NoInput(), SideLoss()]
+    return [
+        OneOfTwoInPlace(),
+        BothInPlace(),
+        ThreeInputs(),
+        IntoDict(),
+        OntoSelf(),
+        NoInput(),
+        SideLoss(),
+    ]

@@ -1,4 +1,6 @@
-"""Ways whose parameters are odd: tied, unused, used by some ranks, in groups, of no dimension, of no element."""
+"""Ways whose parameters are odd: tied, unused, used by some ranks, in groups, of no dimension,
+of no element.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,12 @@ class _SkipJob(StackJob):
         raise NotImplementedError
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
-        return net(features(at.step, at.micro, at.rank).to(net.dtype), skip=self.skipped(at)).float().pow(2).mean()
+        return (
+            net(features(at.step, at.micro, at.rank).to(net.dtype), skip=self.skipped(at))
+            .float()
+            .pow(2)
+            .mean()
+        )
 
 
 class OneRankOnly(_SkipJob):
@@ -106,7 +113,9 @@ class OneRankOnlyInOneMicroBatch(_SkipJob):
 
 
 class OneRankSkipsHalf(_SkipJob):
-    """Deep enough that a bounded number of messages in flight cannot hide a wrong order of waiting."""
+    """Deep enough that a bounded number of messages in flight cannot hide a wrong order of
+    waiting.
+    """
 
     name = "every other one of nine blocks used on rank 1 only"
 
@@ -189,7 +198,11 @@ class Groups(ArchitectureJob):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         head = [p for name, p in named if name.startswith("cls")]
-        bare = [p for name, p in named if not name.startswith("cls") and (name.endswith("bias") or "LayerNorm" in name)]
+        bare = [
+            p
+            for name, p in named
+            if not name.startswith("cls") and (name.endswith("bias") or "LayerNorm" in name)
+        ]
         rest = [p for name, p in named if not any(p is other for other in head + bare)]
         groups = [
             {"params": rest, "weight_decay": 0.1},
@@ -211,7 +224,9 @@ class SomeTrained(StackJob):
 
 
 class _TiedBlocks(Stack):
-    """The first linear layer of block 2 is that of block 0, and the head's bias is the entrance's of another unit."""
+    """The first linear layer of block 2 is that of block 0, and the head's bias is the
+    entrance's of another unit.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,13 +300,17 @@ class ManySmall(StackJob):
             return x
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(trainable(model), lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
+        return torch.optim.SGD(
+            trainable(model), lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01
+        )
 
 
 def ways() -> list[Job]:
     kinds = (
-        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother, OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, UnusedEverywhere,
-        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained, TiedAcrossBlocks, UsedOutside,
+        NoDimensionNoElement, ScalarsInBlocks, OneRankOnly, EachRankSkipsAnother,
+        OneRankOnlyInOneMicroBatch, OneRankSkipsHalf, UnusedEverywhere,
+        NeverUsed, PartlyUsed, NoGradBranch, Parametrized, Convolutional, Groups, SomeTrained,
+        TiedAcrossBlocks, UsedOutside,
         UsedOutsideByTwo, Regularised, RegularisedBefore, ManySmall,
     )  # fmt: skip
     return [kind() for kind in kinds]

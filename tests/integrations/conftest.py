@@ -1,4 +1,6 @@
-"""Tests of the Trainer leave the process as they found it: Accelerate's state, its variables, the process group."""
+"""Tests of the Trainer leave the process as they found it: Accelerate's state, its variables,
+the process group.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from collections.abc import Iterator
 import pytest
 
 VARIABLES = (
-    "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_MIXED_PRECISION",
     "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
 
 @pytest.fixture
 def plain_process() -> Iterator[None]:
-    """A process that no launcher started and in which no Accelerator was made; and so again afterwards."""
+    """A process that no launcher started and in which no Accelerator was made; and so again
+    afterwards.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     kept = {name: os.environ.pop(name, None) for name in VARIABLES}

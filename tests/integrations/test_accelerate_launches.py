@@ -1,4 +1,6 @@
-"""An unmodified Accelerate script under ``accelerate launch --config`` on two CPU ranks, beside the same script alone."""
+"""An unmodified Accelerate script under ``accelerate launch --config`` on two CPU ranks, beside
+the same script alone.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def configuration(stage: int) -> dict[str, Any]:
 
 
 def run(command: list[str], timeout: float = 240.0) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -50,7 +54,9 @@ def run(command: list[str], timeout: float = 240.0) -> str:
 
 
 class Runs:
-    """The script alone with batches of 8, and launched on two ranks with batches of 4; each at most once."""
+    """The script alone with batches of 8, and launched on two ranks with batches of 4; each at
+    most once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +74,19 @@ class Runs:
         file = self.folder / f"zero{stage}.yaml"
         file.write_text(yaml.safe_dump(configuration(stage)))
         accelerate = Path(sys.executable).parent / "accelerate"
-        run([str(accelerate), "launch", "--config", str(file), str(SCRIPT), "--out", str(out), "--batch_size", "4"])
+        run(
+            [
+                str(accelerate),
+                "launch",
+                "--config",
+                str(file),
+                str(SCRIPT),
+                "--out",
+                str(out),
+                "--batch_size",
+                "4",
+            ]
+        )
         return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)]
 
     def out(self, stage: int) -> Path:
@@ -91,7 +109,9 @@ def test_two_ranks_know_that_they_are_two(runs: Runs, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_are_sharded_at_stage_3_alone(runs: Runs, stage: int) -> None:
-    assert [r["parameters"] == "ReleasedParameter" for r in runs.launched(stage)] == [stage == 3] * 2
+    assert [r["parameters"] == "ReleasedParameter" for r in runs.launched(stage)] == [
+        stage == 3
+    ] * 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,9 +120,15 @@ def test_the_curve_is_that_of_one_process(runs: Runs, stage: int) -> None:
     for rank in runs.launched(stage):
         assert len(rank["first"]) == len(expected) == 6
         for name in ("loss", "norm", "lr"):
-            ours, theirs = ([step[name] for step in history] for history in (rank["first"], expected))
+            ours, theirs = (
+                [step[name] for step in history] for history in (rank["first"], expected)
+            )
             torch.testing.assert_close(
-                torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+                torch.tensor(ours),
+                torch.tensor(theirs),
+                rtol=1e-5,
+                atol=1e-7,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
 
 
@@ -117,14 +143,21 @@ def test_the_evaluation_sees_each_sample_once(runs: Runs, stage: int) -> None:
     expected = runs.alone()["evaluation"]
     for rank in runs.launched(stage):
         assert rank["evaluation"]["labels"] == expected["labels"]
-        torch.testing.assert_close(torch.tensor(rank["evaluation"]["logits"]), torch.tensor(expected["logits"]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(rank["evaluation"]["logits"]),
+            torch.tensor(expected["logits"]),
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_saved_model_loads_with_the_weights_of_one_process(runs: Runs, stage: int) -> None:
     runs.launched(stage)
     runs.alone()
-    model, info = BertForSequenceClassification.from_pretrained(runs.out(stage) / "model", output_loading_info=True)
+    model, info = BertForSequenceClassification.from_pretrained(
+        runs.out(stage) / "model", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     expected = load_file(runs.folder / "alone" / "model" / "model.safetensors")
     weights = dict(model.named_parameters())

@@ -1,10 +1,11 @@
-"""Accelerate loops in one process and at stage 3: the ways a script may hand its pieces to ``accelerator.prepare``."""
+"""Accelerate loops in one process and at stage 3: the ways a script may hand its pieces to
+``accelerator.prepare``.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def small(seed: int = 3) -> BertForSequenceClassification:
 
 def batches(count: int = STEPS) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    draw: Callable[..., torch.Tensor] = lambda high, size: torch.randint(high, size, generator=generator)  # noqa: E731
+
+    def draw(high: int, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(high, size, generator=generator)
+
     return [{"input_ids": draw(31, (8,)), "labels": draw(2, ())} for _ in range(4 * count)]
 
 
@@ -52,12 +56,16 @@ def loader(count: int = STEPS) -> DataLoader[Any]:
 
 
 def accelerator_with(config: dict[str, Any], **arguments: Any) -> Accelerator:
-    config.setdefault("zero_optimization", {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+    config.setdefault(
+        "zero_optimization", {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    )
     config.setdefault("train_micro_batch_size_per_gpu", "auto")
     return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), **arguments)
 
 
-def train(accelerator: Accelerator, model: Any, data: Any, optimizer: Any, scheduler: Any = None) -> list[float]:
+def train(
+    accelerator: Accelerator, model: Any, data: Any, optimizer: Any, scheduler: Any = None
+) -> list[float]:
     losses = []
     for batch in data:
         loss = model(**batch).loss
@@ -70,7 +78,9 @@ def train(accelerator: Accelerator, model: Any, data: Any, optimizer: Any, sched
     return losses
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, clip: float = 0.0) -> list[float]:
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, clip: float = 0.0
+) -> list[float]:
     losses = []
     for batch in loader():
         loss = model(**batch).loss
@@ -95,8 +105,15 @@ def test_optimizer_and_schedule_of_the_script() -> None:
     assert accelerator.unwrap_model(model) is model.module
     assert model.train_micro_batch_size_per_gpu() == 4
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6)
-    expected = plain(reference, theirs, torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1 / (1 + step)), clip=0.1)
-    torch.testing.assert_close(torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected))
+    expected = plain(
+        reference,
+        theirs,
+        torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1 / (1 + step)),
+        clip=0.1,
+    )
+    torch.testing.assert_close(
+        torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected)
+    )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
     assert not optimizer.step_was_skipped
 
@@ -104,18 +121,32 @@ def test_optimizer_and_schedule_of_the_script() -> None:
 def test_optimizer_and_schedule_of_the_configuration() -> None:
     model, reference = small(), small()
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6},
+        },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
         },
     }
     accelerator = accelerator_with(config)
     dummy = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer, data, scheduler = accelerator.prepare(model, dummy, loader(), DummyScheduler(dummy, warmup_num_steps=4))
+    model, optimizer, data, scheduler = accelerator.prepare(
+        model, dummy, loader(), DummyScheduler(dummy, warmup_num_steps=4)
+    )
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1)
-    expected = plain(reference, theirs, deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear"))
-    torch.testing.assert_close(torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected))
+    expected = plain(
+        reference, theirs, deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear")
+    )
+    torch.testing.assert_close(
+        torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected)
+    )
     assert type(optimizer.optimizer) is torch.optim.AdamW
 
 
@@ -123,22 +154,37 @@ def test_a_schedule_made_by_a_callable_for_the_optimizer_of_the_configuration() 
     model = small()
     accelerator = accelerator_with({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
     dummy = DummyOptim(model.parameters(), lr=1e-2)
-    halved: Callable[[Any], Any] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
-    model, optimizer, data, scheduler = accelerator.prepare(model, dummy, loader(), DummyScheduler(dummy, lr_scheduler_callable=halved))
+
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    model, optimizer, data, scheduler = accelerator.prepare(
+        model, dummy, loader(), DummyScheduler(dummy, lr_scheduler_callable=halved)
+    )
     train(accelerator, model, data, optimizer, scheduler)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 2**STEPS)
 
 
-def test_a_configuration_file_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_file_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "zero.json"
     file.write_text(
-        json.dumps({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1})
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 3},
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": 1,
+            }
+        )
     )
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     accelerator = Accelerator()
     model = small()
-    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    model, optimizer, data = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
+    )
     assert model.zero_optimization_stage() == 3
     assert len(train(accelerator, model, data, optimizer)) == STEPS
 
@@ -147,10 +193,20 @@ def test_a_configuration_file_beside_the_script(tmp_path: Path, monkeypatch: pyt
 def test_mixed_precision_of_the_accelerator(precision: str) -> None:
     model, reference = small(), small()
     accelerator = accelerator_with({}, mixed_precision=precision)
-    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
-    assert (model.bfloat16_enabled(), model.fp16_enabled()) == (precision == "bf16", precision == "fp16")
+    model, optimizer, data = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
+    )
+    assert (model.bfloat16_enabled(), model.fp16_enabled()) == (
+        precision == "bf16",
+        precision == "fp16",
+    )
     expected = plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
-    torch.testing.assert_close(torch.tensor(train(accelerator, model, data, optimizer)), torch.tensor(expected), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        torch.tensor(train(accelerator, model, data, optimizer)),
+        torch.tensor(expected),
+        rtol=0.02,
+        atol=0.02,
+    )
 
 
 def test_two_trainings_one_after_the_other() -> None:
@@ -158,7 +214,9 @@ def test_two_trainings_one_after_the_other() -> None:
     curves = []
     for _ in range(2):
         model = small()
-        engine, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+        engine, optimizer, data = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
+        )
         curves.append(train(accelerator, engine, data, optimizer))
         engine, optimizer, data = accelerator.free_memory(engine, optimizer, data)
         assert engine is None and accelerator.deepspeed_engine_wrapped is None
@@ -170,7 +228,9 @@ def test_two_engines_side_by_side() -> None:
     accelerator = accelerator_with({})
     student, teacher = small(1), small(2).requires_grad_(False)
     expected = copy.deepcopy(teacher)
-    student, optimizer, data = accelerator.prepare(student, torch.optim.AdamW(student.parameters(), lr=1e-3), loader())
+    student, optimizer, data = accelerator.prepare(
+        student, torch.optim.AdamW(student.parameters(), lr=1e-3), loader()
+    )
     teacher = accelerator.prepare(teacher)
     assert isinstance(teacher, Engine) and teacher is not student
     for batch in data:
@@ -190,7 +250,13 @@ def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Pa
     accelerator = accelerator_with({})
     loaded = BertForSequenceClassification.from_pretrained(tmp_path)
     drawn = AutoModel.from_config(
-        BertConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+        BertConfig(
+            vocab_size=31,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+        )
     )
     assert isinstance(drawn, BertModel) and drawn.embeddings.word_embeddings.weight.std() > 0.01
     for (name, ours), theirs in zip(loaded.named_parameters(), small().parameters()):
@@ -208,19 +274,30 @@ def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Pa
 def test_whole_weights_out_of_a_saved_state(tmp_path: Path) -> None:
     accelerator = accelerator_with({})
     model = small()
-    engine, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    engine, optimizer, data = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
+    )
     train(accelerator, engine, data, optimizer)
     accelerator.save_state(str(tmp_path))
     whole = accelerator.get_state_dict(engine)
-    counted = torch.load(deepspeed.utils.zero_to_fp32.get_model_state_file(str(tmp_path), 3), weights_only=True)
-    ranks = [torch.load(file, weights_only=True) for file in deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))]
+    counted = torch.load(
+        deepspeed.utils.zero_to_fp32.get_model_state_file(str(tmp_path), 3), weights_only=True
+    )
+    ranks = [
+        torch.load(file, weights_only=True)
+        for file in deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))
+    ]
     assert counted["dp_world_size"] == len(ranks) == 1 and counted["global_steps"] > 0
     assert [rank["optimizer_state_dict"]["zero_stage"] for rank in ranks] == [3]
     loose = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    filled = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(small(8), str(tmp_path)).state_dict()
+    filled = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(
+        small(8), str(tmp_path)
+    ).state_dict()
     for name, tensor in whole.items():
         assert torch.equal(tensor, loose[name]) and torch.equal(tensor, filled[name]), name
-    deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "model"))
+    deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        str(tmp_path), str(tmp_path / "model")
+    )
     assert list((tmp_path / "model").glob("*.safetensors"))
 
 
@@ -228,12 +305,20 @@ def test_generation_in_the_middle_of_training_as_trl_does_it() -> None:
     """TRL gathers everything, takes the hooks off, runs the bare model, and puts the hooks back."""
     accelerator = accelerator_with({})
     model, expected = small(), small()
-    engine, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
+    engine, optimizer, data = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
+    )
     batch = next(iter(data))
     with deepspeed.zero.GatheredParameters(engine.parameters()):
         offload = engine.optimizer.parameter_offload
-        for _, parameter in [*offload.module.named_parameters(), *offload.module.ds_external_parameters()]:
-            assert parameter.ds_status == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE
+        for _, parameter in [
+            *offload.module.named_parameters(),
+            *offload.module.ds_external_parameters(),
+        ]:
+            assert (
+                parameter.ds_status
+                == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE
+            )
             parameter.ds_active_sub_modules.clear()
         for hook in [*offload.forward_hooks, *offload.backward_hooks]:
             hook.remove()

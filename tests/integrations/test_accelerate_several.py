@@ -1,4 +1,6 @@
-"""What Accelerate's objects do once a second model trains, and what ``clip_grad_norm_`` says; in one process."""
+"""What Accelerate's objects do once a second model trains, and what ``clip_grad_norm_`` says; in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def accelerator_with(clip: float = 1.0, stage: int = 2, **more: Any) -> Accelera
         "gradient_accumulation_steps": "auto",
         **more,
     }
-    return Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    return Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+    )
 
 
 def prepared(accelerator: Accelerator) -> tuple[Engine, torch.optim.Optimizer]:
@@ -59,7 +65,9 @@ def test_two_backwards_of_one_step_are_refused_by_it() -> None:
     for _ in range(2):
         accelerator.backward(loss_of(engine))
     with pytest.raises(
-        PartitionError, match=r"^2 calls of accelerator.backward\(\) came before .*add them .*with accelerator.accumulate\(model\)"
+        PartitionError,
+        match=r"^2 calls of accelerator.backward\(\) came before .*add them .*with "
+        r"accelerator.accumulate\(model\)",
     ):
         optimizer.step()
     accelerator.prepare(torch.utils.data.DataLoader([1, 2], batch_size=3))  # changes nothing
@@ -100,7 +108,8 @@ def test_backwards_inside_no_sync_add_up(stage: int) -> None:
     for rank in range(3):
         with accelerator.no_sync(engine) if rank < 2 else nullcontext():
             accelerator.backward(engine(features(0, 0, rank)).pow(2).mean())
-        (plain(features(0, 0, rank)).pow(2).mean() / 2).backward()  # Accelerate divides by gradient_accumulation_steps
+        # Accelerate divides by gradient_accumulation_steps
+        (plain(features(0, 0, rank)).pow(2).mean() / 2).backward()
         assert engine.global_steps == (rank == 2)
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -146,14 +155,20 @@ def test_inside_a_window_nothing_steps_and_nothing_is_forgotten() -> None:
         assert [engine.global_steps for engine in (one, two)] == [micro, micro]
     alone = stack()
     loss_of(alone).backward()
-    assert norms == [None, pytest.approx(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)))]
+    assert norms == [
+        None,
+        pytest.approx(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0))),
+    ]
 
 
 def test_free_memory_ends_all_of_them() -> None:
     accelerator = accelerator_with()
     engines = [prepared(accelerator)[0] for _ in range(2)]
     accelerator.free_memory()
-    assert all(engine.bound is None for engine in engines) and accelerator.deepspeed_engine_wrapped is None
+    assert (
+        all(engine.bound is None for engine in engines)
+        and accelerator.deepspeed_engine_wrapped is None
+    )
     engine, _ = prepared(accelerator)
     assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
     accelerator.backward(loss_of(engine))
@@ -161,18 +176,29 @@ def test_free_memory_ends_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clip", "expected"), [(1.0, "at gradient_clipping = 1 of the configuration"), (0.0, "has no gradient_clipping"), (0.5, "")]
+    ("clip", "expected"),
+    [
+        (1.0, "at gradient_clipping = 1 of the configuration"),
+        (0.0, "has no gradient_clipping"),
+        (0.5, ""),
+    ],
 )
-def test_a_limit_that_the_engine_does_not_use_is_told_once(clip: float, expected: str, heard: list[str]) -> None:
+def test_a_limit_that_the_engine_does_not_use_is_told_once(
+    clip: float, expected: str, heard: list[str]
+) -> None:
     accelerator = accelerator_with(clip)
     engine, optimizer = prepared(accelerator)
     for _ in range(2):
         accelerator.backward(loss_of(engine))
-        assert accelerator.clip_grad_norm_(engine.parameters(), 0.5) == engine.get_global_grad_norm()
+        assert (
+            accelerator.clip_grad_norm_(engine.parameters(), 0.5) == engine.get_global_grad_norm()
+        )
         optimizer.step()
     told = [message for message in heard if "clip_grad_norm_" in message]
     assert len(told) == bool(expected)
-    assert all(expected in message and "write gradient_clipping: 0.5" in message for message in told)
+    assert all(
+        expected in message and "write gradient_clipping: 0.5" in message for message in told
+    )
 
 
 def test_parameters_of_no_engine_are_clipped_by_nobody() -> None:
@@ -184,5 +210,7 @@ def test_a_norm_that_the_engine_does_not_take_is_refused() -> None:
     accelerator = accelerator_with()
     engine, _ = prepared(accelerator)
     accelerator.backward(loss_of(engine))
-    with pytest.raises(PartitionError, match=r"clip_grad_norm_\(norm_type=inf\).*leave norm_type at 2"):
+    with pytest.raises(
+        PartitionError, match=r"clip_grad_norm_\(norm_type=inf\).*leave norm_type at 2"
+    ):
         accelerator.clip_grad_norm_(engine.parameters(), 1.0, norm_type=float("inf"))

@@ -1,4 +1,6 @@
-"""Accelerate's process state under ZeRO, in one process: what it believes about devices, ranks and groups."""
+"""Accelerate's process state under ZeRO, in one process: what it believes about devices, ranks
+and groups.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,20 @@ def threads() -> Iterator[None]:
 
 
 def plugin(stage: int = 3) -> DeepSpeedPlugin:
-    return DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2})
+    return DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
+    )
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables of torchrun, with a world of one."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -48,15 +58,20 @@ def test_a_plain_process_has_a_group_of_one_rank() -> None:
     assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
 
 
-def test_a_gather_on_a_device_warns_of_nothing_that_the_script_could_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_on_a_device_warns_of_nothing_that_the_script_could_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     accelerator = Accelerator(deepspeed_plugin=plugin())
-    monkeypatch.setitem(PartialState._shared_state, "backend", "nccl")  # the way that ranks on devices go
+    # the way that ranks on devices go
+    monkeypatch.setitem(PartialState._shared_state, "backend", "nccl")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counterpart of the next test: ranks without an accelerator")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counterpart of the next test: ranks without an accelerator"
+)
 def test_ranks_without_an_accelerator_meet_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
     accelerator = Accelerator(deepspeed_plugin=plugin())
@@ -70,7 +85,9 @@ def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPat
     launched(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     state = PartialState()
-    assert (state.backend, state.distributed_type) == PartialState._prepare_backend.__wrapped__(state)
+    assert (state.backend, state.distributed_type) == PartialState._prepare_backend.__wrapped__(
+        state
+    )
 
 
 @pytest.mark.parametrize("how", ["argument", "variable"])
@@ -84,7 +101,9 @@ def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -
     assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if how == "variable" else None)
 
 
-def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     play_accelerator(monkeypatch)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -99,7 +118,9 @@ def test_forcing_the_cpu_on_a_launched_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert PartialState().backend == "gloo"
 
 
-def test_a_state_made_before_zero_was_asked_for_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_made_before_zero_was_asked_for_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launched(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     early = PartialState()
@@ -110,7 +131,9 @@ def test_a_state_made_before_zero_was_asked_for_is_made_again(monkeypatch: pytes
 
 def test_peers_that_accelerate_cannot_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    with pytest.raises(RankMismatchError, match=r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"):
+    with pytest.raises(
+        RankMismatchError, match=r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"
+    ):
         Accelerator(deepspeed_plugin=plugin())
 
 

@@ -1,4 +1,6 @@
-"""States that Accelerate names itself: the last whole one is loaded, and old ones go when the new one is whole, not before."""
+"""States that Accelerate names itself: the last whole one is loaded, and old ones go when the
+new one is whole, not before.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,18 @@ class Counter:
 
 class Loop:
     def __init__(self, folder: Path, limit: int | None = None, **config: Any) -> None:
-        settings = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit)
-        self.accelerator: Accelerator = accelerator_with({"zero_optimization": {"stage": 2}, **config}, project_config=settings)
+        settings = ProjectConfiguration(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit
+        )
+        self.accelerator: Accelerator = accelerator_with(
+            {"zero_optimization": {"stage": 2}, **config}, project_config=settings
+        )
         model = small()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        self.model, self.optimizer, self.data, self.schedule = self.accelerator.prepare(model, optimizer, loader(8), schedule)
+        self.model, self.optimizer, self.data, self.schedule = self.accelerator.prepare(
+            model, optimizer, loader(8), schedule
+        )
         self.model.eval()  # no dropout
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
@@ -99,7 +107,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_last_whole_state_is_loaded(way: str, saved: tuple[Path, list[float]], heard: list[str]) -> None:
+def test_the_last_whole_state_is_loaded(
+    way: str, saved: tuple[Path, list[float]], heard: list[str]
+) -> None:
     folder, losses = saved
     torn = folder / "checkpoints" / "checkpoint_2"
     tear(way, torn)
@@ -107,13 +117,20 @@ def test_the_last_whole_state_is_loaded(way: str, saved: tuple[Path, list[float]
     loop.accelerator.load_state()
     assert loop.counter.value == 3
     assert [loop.step() for _ in range(4)] == losses[3:]
-    assert [text for text in heard if f"{torn} is not whole and is skipped" in text and WAYS[way] in text], heard
+    assert [
+        text
+        for text in heard
+        if f"{torn} is not whole and is skipped" in text and WAYS[way] in text
+    ], heard
 
 
 def test_if_none_is_whole(saved: tuple[Path, list[float]]) -> None:
     for number in range(3):
         tear("half a shard", saved[0] / "checkpoints" / f"checkpoint_{number}")
-    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short.*start anew"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short.*start anew",
+    ):
         Loop(saved[0]).accelerator.load_state()
 
 
@@ -123,8 +140,12 @@ def test_a_folder_that_is_named_is_the_one_that_is_loaded(saved: tuple[Path, lis
     assert loop.counter.value == 2
 
 
-def test_old_states_go_when_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate removes first; at limit 1 a job that is killed while it saves would be left with nothing."""
+def test_old_states_go_when_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate removes first; at limit 1 a job that is killed while it saves would be left
+    with nothing.
+    """
     loop = Loop(tmp_path, limit=1)
     seen: list[list[str]] = []
     engine: Any = loop.model
@@ -138,7 +159,11 @@ def test_old_states_go_when_the_new_one_is_whole(tmp_path: Path, monkeypatch: py
     for _ in range(3):
         loop.step()
         loop.accelerator.save_state()
-    assert seen == [["checkpoint_0"], ["checkpoint_0", "checkpoint_1"], ["checkpoint_1", "checkpoint_2"]]
+    assert seen == [
+        ["checkpoint_0"],
+        ["checkpoint_0", "checkpoint_1"],
+        ["checkpoint_1", "checkpoint_2"],
+    ]
     assert names(tmp_path) == ["checkpoint_2"]
     assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoints"]
     assert loop.accelerator.project_configuration.total_limit == 1
@@ -152,7 +177,9 @@ def test_torn_states_are_not_counted(saved: tuple[Path, list[float]], heard: lis
     loop.accelerator.project_configuration.iteration = 3
     loop.accelerator.save_state()
     assert names(folder) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
-    assert any("checkpoint_2 is damaged and is neither counted nor removed" in text for text in heard)
+    assert any(
+        "checkpoint_2 is damaged and is neither counted nor removed" in text for text in heard
+    )
 
 
 def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: list[str]) -> None:
@@ -165,9 +192,14 @@ def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: lis
     loop.accelerator.project_configuration.iteration = 2
     loop.step()
     loop.accelerator.save_state()
-    assert names(folder) == [f"checkpoint_{number}" for number in range(5)] and loop.accelerator.save_iteration == 5
+    assert (
+        names(folder) == [f"checkpoint_{number}" for number in range(5)]
+        and loop.accelerator.save_iteration == 5
+    )
     for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
-        assert any(f"{name} is not whole and is left as it is" in text and why in text for text in heard), heard
+        assert any(
+            f"{name} is not whole and is left as it is" in text and why in text for text in heard
+        ), heard
     loop.accelerator.load_state()
     assert [loop.step() for _ in range(3)] == losses[4:]
     loop.accelerator.project_configuration.iteration = 1

@@ -1,4 +1,6 @@
-"""What PEFT writes of a model is known without its values, for kinds of adapters that keep their own in different ways."""
+"""What PEFT writes of a model is known without its values, for kinds of adapters that keep their
+own in different ways.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,17 @@ def test_names_are_those_that_are_written(kind: str) -> None:
     model = peft.get_peft_model(llama(), KINDS[kind]())
     if kind == "LoRA":
         model.add_adapter("frozen", KINDS[kind]())
-    marks = {name: torch.full_like(p, float(number)) for number, (name, p) in enumerate(model.named_parameters(remove_duplicate=False), 1)}
+    marks = {
+        name: torch.full_like(p, float(number))
+        for number, (name, p) in enumerate(model.named_parameters(remove_duplicate=False), 1)
+    }
     buffers = {name: torch.zeros_like(b) for name, b in model.named_buffers(remove_duplicate=False)}
     written = {
         float(value.reshape(-1)[0])
         for adapter in model.peft_config
-        for value in peft.get_peft_model_state_dict(model, {**marks, **buffers}, adapter_name=adapter).values()
+        for value in peft.get_peft_model_state_dict(
+            model, {**marks, **buffers}, adapter_name=adapter
+        ).values()
     }
     want = {name for name, mark in marks.items() if float(mark.reshape(-1)[0]) in written}
     found = names_written(model)

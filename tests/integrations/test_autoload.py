@@ -1,4 +1,6 @@
-"""The autoload and the finder: what every Python process of the environment runs, and when it stands back."""
+"""The autoload and the finder: what every Python process of the environment runs, and when it
+stands back.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
     run = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, cwd="/"
+        [sys.executable, *flags, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        cwd="/",
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -36,11 +43,21 @@ def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An interpreter in which nothing of hf-zero is registered and nothing called deepspeed is imported."""
-    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"}
+    """An interpreter in which nothing of hf-zero is registered and nothing called deepspeed is
+    imported.
+    """
+    kept = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == "deepspeed"
+    }
     for name in kept:
         del sys.modules[name]
-    others = [item for item in sys.meta_path if not isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))]
+    others = [
+        item
+        for item in sys.meta_path
+        if not isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))
+    ]
     monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.delenv("HF_ZERO_BACKEND", raising=False)
     monkeypatch.delenv("HF_ZERO_AUTOLOAD", raising=False)
@@ -57,13 +74,17 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.99'\n")
     (tmp_path / "deepspeed-0.99.dist-info").mkdir()
-    (tmp_path / "deepspeed-0.99.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.99\n")
+    (tmp_path / "deepspeed-0.99.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.99\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "deepspeed" / "__init__.py"
 
 
 def ours() -> list[Any]:
-    return [item for item in sys.meta_path if isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))]
+    return [
+        item for item in sys.meta_path if isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))
+    ]
 
 
 def found() -> str | None:
@@ -76,7 +97,8 @@ FACADE = str(Path(facade.FACADE) / "__init__.py")
 
 def test_registering_imports_next_to_nothing() -> None:
     seen = in_fresh_process(
-        "import sys; before = set(sys.modules); import hf_zero._autoload as a; a.register(); import json\n"
+        "import sys; before = set(sys.modules); import hf_zero._autoload as a; "
+        "a.register(); import json\n"
         "print(json.dumps({'new': sorted(set(sys.modules) - before), 'failure': repr(a.failure)}))"
     )
     assert seen["failure"] == "None"
@@ -88,7 +110,14 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero.integrations.finder",
         "hf_zero.integrations.hooks",
     }
-    assert not {"torch", "importlib.metadata", "dataclasses", "inspect", "accelerate", "transformers"} & set(seen["new"])
+    assert not {
+        "torch",
+        "importlib.metadata",
+        "dataclasses",
+        "inspect",
+        "accelerate",
+        "transformers",
+    } & set(seen["new"])
 
 
 def test_importing_torch_makes_the_libraries_see_deepspeed() -> None:
@@ -98,7 +127,8 @@ def test_importing_torch_makes_the_libraries_see_deepspeed() -> None:
         "from transformers.integrations import is_deepspeed_available as t\n"
         "from transformers.dependency_versions_check import dep_version_check\n"
         "dep_version_check('deepspeed')\n"
-        "print(json.dumps({'a': a(), 't': t(), 'recent': compare_versions('deepspeed', '>=', '0.19'), 'name': m.metadata('deepspeed')['Name']}))"
+        "print(json.dumps({'a': a(), 't': t(), 'recent': compare_versions('deepspeed', '>=', "
+        "'0.19'), 'name': m.metadata('deepspeed')['Name']}))"
     )
     assert seen == {"a": True, "t": True, "recent": True, "name": "deepspeed"}
 
@@ -143,7 +173,11 @@ def test_the_metadata_answers(bare: None) -> None:
     assert importlib.metadata.version("deepspeed") == facade.VERSION
     distribution = importlib.metadata.distribution("DeepSpeed")
     assert distribution.metadata["Name"] == "deepspeed"
-    assert distribution.files is None and distribution.requires is None and list(distribution.entry_points) == []
+    assert (
+        distribution.files is None
+        and distribution.requires is None
+        and list(distribution.entry_points) == []
+    )
     assert str(distribution.locate_file("comm.py")) == str(Path(facade.FACADE) / "comm.py")
 
 
@@ -152,7 +186,11 @@ def test_the_metadata_is_silent_to_those_who_list_folders(bare: None, tmp_path: 
     assert list(instance.find_distributions(DistributionFinder.Context(name="deepspeed")))
     assert not list(instance.find_distributions(DistributionFinder.Context()))
     assert not list(instance.find_distributions(DistributionFinder.Context(name="torch")))
-    assert not list(instance.find_distributions(DistributionFinder.Context(name="deepspeed", path=[str(tmp_path)])))
+    assert not list(
+        instance.find_distributions(
+            DistributionFinder.Context(name="deepspeed", path=[str(tmp_path)])
+        )
+    )
     assert not list(instance.find_distributions())
 
 
@@ -163,7 +201,9 @@ def test_an_installed_deepspeed_wins(bare: None, installed: Path) -> None:
     assert not finder.chosen()
 
 
-def test_unless_ours_is_asked_for(bare: None, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unless_ours_is_asked_for(
+    bare: None, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_BACKEND", "hf_zero")
     _autoload.register()
     assert found() == FACADE
@@ -184,8 +224,12 @@ def test_an_unknown_backend_is_named(bare: None, monkeypatch: pytest.MonkeyPatch
     _autoload.register()
     assert isinstance(_autoload.failure, ConfigError)
     assert "'hf-zero'" in str(_autoload.failure) and "hf_zero, deepspeed" in str(_autoload.failure)
-    for ask in (found, finder.choose):  # as Accelerate does, and our own routes; torch itself is not kept from being imported
-        with pytest.raises(ConfigError, match="HF_ZERO_BACKEND='hf-zero' is not known; write one of hf_zero, deepspeed"):
+    # as Accelerate does, and our own routes; torch itself is not kept from being imported
+    for ask in (found, finder.choose):
+        with pytest.raises(
+            ConfigError,
+            match="HF_ZERO_BACKEND='hf-zero' is not known; write one of hf_zero, deepspeed",
+        ):
             ask()
 
 
@@ -202,20 +246,28 @@ def test_a_native_route_needs_no_autoload(bare: None) -> None:
     assert found() == FACADE
 
 
-def test_nothing_is_registered_while_another_deepspeed_is_imported(bare: None, installed: Path) -> None:
+def test_nothing_is_registered_while_another_deepspeed_is_imported(
+    bare: None, installed: Path
+) -> None:
     importlib.import_module("deepspeed")
     _autoload.register()
     assert not ours()
     assert not finder.chosen()
-    with pytest.raises(ConfigError, match=r"another deepspeed, from '.*deepspeed/__init__.py'.*HF_ZERO_BACKEND=hf_zero"):
+    with pytest.raises(
+        ConfigError,
+        match=r"another deepspeed, from '.*deepspeed/__init__.py'.*HF_ZERO_BACKEND=hf_zero",
+    ):
         finder.choose()
 
 
-def test_a_folder_called_deepspeed_is_not_taken_for_it(bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_called_deepspeed_is_not_taken_for_it(
+    bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert found() is None and importlib.util.find_spec("deepspeed") is not None  # a namespace package
+    # a namespace package
+    assert found() is None and importlib.util.find_spec("deepspeed") is not None
     _autoload.register()
     assert found() == FACADE
     assert finder.chosen()
@@ -227,11 +279,22 @@ def test_a_module_without_a_file_is_not_ours() -> None:
 
 def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "tests", "runs", "__pycache__"))
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(
+            ".*", "build", "dist", "*.egg-info", "tests", "runs", "__pycache__"
+        ),
+    )
     built = subprocess.run(
-        [sys.executable, "-c", f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"],
+        [
+            sys.executable,
+            "-c",
+            f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})",
+        ],
         cwd=source,
-        env={**os.environ, "CC": "false", "CXX": "false"},  # what a machine without a compiler gets, in seconds
+        # what a machine without a compiler gets, in seconds
+        env={**os.environ, "CC": "false", "CXX": "false"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -243,9 +306,15 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
     (record,) = site.glob("*.dist-info/RECORD")
     assert any(line.startswith("hf_zero.pth,sha256=") for line in record.read_text().splitlines())
     seen = in_fresh_process(
-        f"import site, sys, json; site.addsitedir({str(site)!r}); import importlib.util as u, importlib.metadata as m\n"
-        "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
+        f"import site, sys, json; site.addsitedir({str(site)!r}); import importlib.util as u, "
+        "importlib.metadata as m\n"
+        "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': "
+        "m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
         "-S",
         PYTHONPATH="",  # else a working copy named there would answer in its place
     )
-    assert seen == {"origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"), "version": facade.VERSION, "torch": False}
+    assert seen == {
+        "origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"),
+        "version": facade.VERSION,
+        "torch": False,
+    }

@@ -1,4 +1,6 @@
-"""``import deepspeed``: every name that the Hugging Face libraries use is there, and is hf-zero's own."""
+"""``import deepspeed``: every name that the Hugging Face libraries use is there, and is
+hf-zero's own.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,31 @@ from hf_zero.integrations import facade
 FACADE = Path(facade.FACADE)
 
 USED = """
-initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init __version__
-zero.Init zero.GatheredParameters zero.register_external_parameter runtime.zero.GatheredParameters
-runtime.zero.partition_parameters.ZeroParamStatus runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
-runtime.zero.partition_parameters._orig_torch_arange runtime.zero.partition_parameters.get_accelerator
-runtime.engine.DeepSpeedEngine runtime.base_optimizer.DeepSpeedOptimizer
-runtime.lr_schedules.VALID_LR_SCHEDULES runtime.lr_schedules.WarmupLR runtime.lr_schedules.WarmupDecayLR
-runtime.lr_schedules.WarmupCosineLR runtime.lr_schedules.OneCycle runtime.lr_schedules.LRRangeTest
-runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter
-comm.is_initialized comm.init_distributed comm.get_rank comm.get_world_size comm.get_local_rank comm.barrier comm.all_reduce comm.broadcast
-comm.all_gather comm.ReduceOp comm.destroy_process_group accelerator.get_accelerator
-ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam ops.lion.FusedLion ops.lion.DeepSpeedCPULion ops.adagrad.DeepSpeedCPUAdagrad ops.lamb.FusedLamb
-checkpointing.configure checkpointing.checkpoint checkpoint.utils.clone_tensors_for_torch_save
-utils.set_z3_leaf_modules utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state
+initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init
+__version__ zero.Init zero.GatheredParameters zero.register_external_parameter
+runtime.zero.GatheredParameters runtime.zero.partition_parameters.ZeroParamStatus
+runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
+runtime.zero.partition_parameters._orig_torch_arange
+runtime.zero.partition_parameters.get_accelerator runtime.engine.DeepSpeedEngine
+runtime.base_optimizer.DeepSpeedOptimizer runtime.lr_schedules.VALID_LR_SCHEDULES
+runtime.lr_schedules.WarmupLR runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR
+runtime.lr_schedules.OneCycle runtime.lr_schedules.LRRangeTest
+runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF
+runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter comm.is_initialized
+comm.init_distributed comm.get_rank comm.get_world_size comm.get_local_rank comm.barrier
+comm.all_reduce comm.broadcast comm.all_gather comm.ReduceOp comm.destroy_process_group
+accelerator.get_accelerator ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam ops.lion.FusedLion
+ops.lion.DeepSpeedCPULion ops.adagrad.DeepSpeedCPUAdagrad ops.lamb.FusedLamb checkpointing.configure
+checkpointing.checkpoint checkpoint.utils.clone_tensors_for_torch_save utils.set_z3_leaf_modules
+utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state
 utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state
 utils.logger utils.groups utils.is_initialized utils.logging.logger
-utils.groups._get_sequence_parallel_group utils.groups._get_sequence_parallel_rank utils.groups._get_sequence_parallel_world_size
-utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
-utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files
+utils.groups._get_sequence_parallel_group utils.groups._get_sequence_parallel_rank
+utils.groups._get_sequence_parallel_world_size
+utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
+utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files
 launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
 """
 
@@ -63,27 +72,39 @@ def test_the_name_is_there(name: str) -> None:
     assert reach(name) is not None
 
 
-@pytest.mark.parametrize("path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE)))
+@pytest.mark.parametrize(
+    "path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE))
+)
 def test_each_module_imports_by_its_name(path: Path) -> None:
-    dotted = ".".join(("deepspeed", *path.relative_to(FACADE).with_suffix("").parts)).removesuffix(".__init__")
+    dotted = ".".join(("deepspeed", *path.relative_to(FACADE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
     assert importlib.util.find_spec(dotted) is not None
     module = importlib.import_module(dotted)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize("path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE)))
+@pytest.mark.parametrize(
+    "path", sorted(FACADE.rglob("*.py")), ids=lambda path: str(path.relative_to(FACADE))
+)
 def test_no_logic_lives_in_the_facade(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.For, ast.While, ast.Try, ast.Lambda))]
+    assert not [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.ClassDef, ast.For, ast.While, ast.Try, ast.Lambda))
+    ]
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert functions == ({"init_distributed", "__getattr__"} if path.name == "comm.py" else set())
 
 
-# -- what the installed libraries ask for ------------------------------------------------------------------------------
+# -- what the installed libraries ask for ----------------------------------------------------------
 
 
 def used_names(source: str) -> Iterator[str]:
-    """Dotted names inside deepspeed that a module imports, or reaches through a name it imported."""
+    """Dotted names inside deepspeed that a module imports, or reaches through a name it
+    imported.
+    """
     tree = ast.parse(source)
     known: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -92,7 +113,11 @@ def used_names(source: str) -> Iterator[str]:
                 if alias.name.split(".")[0] == "deepspeed":
                     known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
                     yield alias.name
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "deepspeed":
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "deepspeed"
+        ):
             for alias in node.names:
                 known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield f"{node.module}.{alias.name}"
@@ -102,7 +127,8 @@ def used_names(source: str) -> Iterator[str]:
             head, _, rest = chain.partition(".")
             if head in known and all(part.isidentifier() for part in rest.split(".")):
                 target = known[head]
-                if target == "deepspeed" or target.rpartition(".")[2].islower():  # a module, not a class or its instance
+                # a module, not a class or its instance
+                if target == "deepspeed" or target.rpartition(".")[2].islower():
                     yield f"{target}.{rest}"
 
 
@@ -120,7 +146,8 @@ def asked_for() -> dict[str, str]:
 
 def test_the_scan_sees_the_ways_of_importing() -> None:
     source = (
-        "import deepspeed\nfrom deepspeed.utils import groups\nfrom deepspeed.runtime.zero import partition_parameters as pp\n"
+        "import deepspeed\nfrom deepspeed.utils import groups\nfrom deepspeed.runtime.zero import "
+        "partition_parameters as pp\n"
         "deepspeed.zero.Init()\ngroups.a()\npp._b\ngroups.c().d\nfrom .deepspeed import e"
     )
     assert {
@@ -150,16 +177,30 @@ def test_everything_the_installed_libraries_use_is_there() -> None:
     assert missing == {}
 
 
-# -- whose the names are -----------------------------------------------------------------------------------------------
+# -- whose the names are ---------------------------------------------------------------------------
 
 
 def test_classes_are_the_native_ones() -> None:
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is Engine
-    assert deepspeed.zero.GatheredParameters is deepspeed.runtime.zero.GatheredParameters is GatheredParameters
+    assert (
+        deepspeed.zero.GatheredParameters
+        is deepspeed.runtime.zero.GatheredParameters
+        is GatheredParameters
+    )
     assert deepspeed.runtime.zero.partition_parameters.ZeroParamStatus is ZeroParamStatus
-    assert (ZeroParamStatus.AVAILABLE.value, ZeroParamStatus.NOT_AVAILABLE.value, ZeroParamStatus.INFLIGHT.value) == (1, 2, 3)
+    assert (
+        ZeroParamStatus.AVAILABLE.value,
+        ZeroParamStatus.NOT_AVAILABLE.value,
+        ZeroParamStatus.INFLIGHT.value,
+    ) == (1, 2, 3)
     assert deepspeed.initialize is hf_zero.initialize
-    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES == [
+        "LRRangeTest",
+        "OneCycle",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+    ]
     assert issubclass(torch.optim.AdamW, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
 
 
@@ -171,7 +212,10 @@ def test_classes_are_the_native_ones() -> None:
         ("ops.lamb.FusedLamb", ([torch.nn.Parameter(torch.ones(1))],)),
         ("ops.lamb.DeepSpeedCPULamb", ()),
         ("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF", ()),
-        ("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers", ()),
+        (
+            "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers",
+            (),
+        ),
         ("runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", ()),
         ("utils.groups._get_sequence_parallel_group", ()),
         ("utils.groups._get_sequence_parallel_rank", ()),
@@ -180,8 +224,14 @@ def test_classes_are_the_native_ones() -> None:
         ("PipelineModule", ()),
         ("pipe.LayerSpec", ()),
         ("pipe.TiedLayerSpec", ()),
-        *((f"runtime.zero.stage3.estimate_zero3_model_states_mem_needs{end}", ()) for end in ("", "_all_live", "_all_cold")),
-        *((f"runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs{end}", ()) for end in ("", "_all_live", "_all_cold")),
+        *(
+            (f"runtime.zero.stage3.estimate_zero3_model_states_mem_needs{end}", ())
+            for end in ("", "_all_live", "_all_cold")
+        ),
+        *(
+            (f"runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs{end}", ())
+            for end in ("", "_all_live", "_all_cold")
+        ),
     ],
 )
 def test_what_is_not_built_says_so_by_name(name: str, arguments: tuple[Any, ...]) -> None:
@@ -210,7 +260,9 @@ def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
     deepspeed.init_distributed(dist_init_required=False)
     assert not deepspeed.comm.is_initialized()
     try:
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=60.0)
+        deepspeed.init_distributed(
+            dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=60.0
+        )
         assert deepspeed.utils.is_initialized()
         assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
         assert deepspeed.utils.groups._get_data_parallel_world_size() == 1
@@ -221,7 +273,9 @@ def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_arguments_of_scripts(before: bool) -> None:
-    """--local_rank is the script's, which may add it on either side of the call, as under DeepSpeed."""
+    """--local_rank is the script's, which may add it on either side of the call, as under
+    DeepSpeed.
+    """
     parser = argparse.ArgumentParser()
     if before:
         parser.add_argument("--local_rank", type=int, default=7)

@@ -1,4 +1,6 @@
-"""Names of the facade that training scripts use and libraries do not: loaders, messages, random states, an engine's answers."""
+"""Names of the facade that training scripts use and libraries do not: loaders, messages, random
+states, an engine's answers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from hf_zero.errors import ConfigError
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(deepspeed.logger, "propagate", True)
     caplog.set_level(logging.INFO, deepspeed.logger.name)
     return caplog
@@ -28,14 +32,22 @@ def test_names_at_the_top() -> None:
     from deepspeed.utils import log_dist, logger
     from deepspeed.utils.logging import log_dist as same
 
-    assert deepspeed.get_accelerator is get_accelerator and deepspeed.log_dist is log_dist is same and deepspeed.logger is logger
+    assert (
+        deepspeed.get_accelerator is get_accelerator
+        and deepspeed.log_dist is log_dist is same
+        and deepspeed.logger is logger
+    )
     assert deepspeed.dist is deepspeed.comm and deepspeed.DeepSpeedConfigError is ConfigError
-    assert RepeatingLoader is deepspeed.utils.RepeatingLoader and issubclass(DeepSpeedDataLoader, DataLoader)
+    assert RepeatingLoader is deepspeed.utils.RepeatingLoader and issubclass(
+        DeepSpeedDataLoader, DataLoader
+    )
     assert callable(see_memory_usage)
 
 
 def test_a_repeating_loader_begins_again() -> None:
-    batches = deepspeed.utils.RepeatingLoader(DataLoader(TensorDataset(torch.arange(3)), batch_size=2))
+    batches = deepspeed.utils.RepeatingLoader(
+        DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
+    )
     assert [next(batches)[0].tolist() for _ in range(5)] == [[0, 1], [2], [0, 1], [2], [0, 1]]
     assert iter(batches) is batches
     with pytest.raises(StopIteration):
@@ -43,7 +55,9 @@ def test_a_repeating_loader_begins_again() -> None:
 
 
 def test_messages_of_chosen_ranks(
-    said: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    said: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deepspeed.log_dist("before a group everybody speaks")
     monkeypatch.setattr(comm, "is_initialized", lambda: True)
@@ -52,14 +66,20 @@ def test_messages_of_chosen_ranks(
         deepspeed.log_dist(f"to {ranks}", ranks)
         deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
     deepspeed.utils.logging.print_rank_0("to rank 0")
-    assert [record.getMessage() for record in said.records] == ["before a group everybody speaks", "to [0, 1]", "to [-1]"]
+    assert [record.getMessage() for record in said.records] == [
+        "before a group everybody speaks",
+        "to [0, 1]",
+        "to [-1]",
+    ]
     assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
     monkeypatch.setattr(comm, "get_rank", lambda: 0)
     deepspeed.utils.logging.print_rank_0("to rank 0")
     assert capsys.readouterr().out == "to rank 0\n"
 
 
-def test_memory_is_told_only_when_forced(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_told_only_when_forced(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tell = deepspeed.runtime.utils.see_memory_usage
     tell("quiet")
     monkeypatch.setattr(comm, "get_rank", lambda: 1)
@@ -68,7 +88,9 @@ def test_memory_is_told_only_when_forced(said: pytest.LogCaptureFixture, monkeyp
     tell("after the step", force=True)
     (record,) = said.records
     assert (
-        record.getMessage().startswith(f"after the step: {deepspeed.get_accelerator().device_name()} 0.")
+        record.getMessage().startswith(
+            f"after the step: {deepspeed.get_accelerator().device_name()} 0."
+        )
         or "GiB now" in record.getMessage()
     )
 
@@ -85,7 +107,8 @@ def test_random_states_apart_from_the_default() -> None:
     torch.manual_seed(11)
     assert torch.equal(outside, torch.rand(3))  # as if nothing had been drawn inside
     torch.manual_seed(11 + 2718)
-    assert torch.equal(torch.cat([inside, more]), torch.cat([torch.rand(3), torch.rand(3)]))  # one stream, continued
+    # one stream, continued
+    assert torch.equal(torch.cat([inside, more]), torch.cat([torch.rand(3), torch.rand(3)]))
 
     kept = tracker.get_states()
     tracker.reset()
@@ -111,20 +134,36 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
         "zero_optimization": {"stage": 3},
     }
-    engine, _, loader, _ = deepspeed.initialize(model=nn.Linear(2, 1), training_data=data, config=config)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(2, 1), training_data=data, config=config
+    )
     assert engine.get_batch_info() == (4, 2, 2) and engine.gradient_clipping() == 0.5
-    assert engine.training_dataloader is loader and loader.batch_size == 2 and loader.data_sampler is loader.sampler
+    assert (
+        engine.training_dataloader is loader
+        and loader.batch_size == 2
+        and loader.data_sampler is loader.sampler
+    )
     assert engine.get_mom() == [(0.8, 0.9)] and engine.get_lr() == [0.1]
     assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
-    assert engine.zero_optimization_partition_gradients() and engine.zero_optimization_partition_weights()
+    assert (
+        engine.zero_optimization_partition_gradients()
+        and engine.zero_optimization_partition_weights()
+    )
     engine.destroy()
 
     plain = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
     sgd = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1, momentum=0.7)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=plain)
-    assert (engine.loss_scale(), engine.dynamic_loss_scale(), engine.get_mom(), engine.gradient_clipping()) == (16.0, True, [0.7], 0.0)
+    assert (
+        engine.loss_scale(),
+        engine.dynamic_loss_scale(),
+        engine.get_mom(),
+        engine.gradient_clipping(),
+    ) == (16.0, True, [0.7], 0.0)
     assert not engine.zero_optimization_partition_gradients() and engine.training_dataloader is None
     engine.destroy()
-    only = deepspeed.initialize(model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}})[0]
+    only = deepspeed.initialize(model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}})[
+        0
+    ]
     assert only.get_mom() == []
     only.destroy()

@@ -1,4 +1,6 @@
-"""What stands behind the facade's smaller names: devices, activation checkpointing, optimizers, leaves, copies, zero.Init."""
+"""What stands behind the facade's smaller names: devices, activation checkpointing, optimizers,
+leaves, copies, zero.Init.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
 from tests.helpers.late_transfers import Late
 
-# -- devices -----------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 def test_the_device_is_the_one_of_the_engine() -> None:
@@ -30,7 +32,11 @@ def test_the_device_is_the_one_of_the_engine() -> None:
 
 def test_the_cpu_under_the_names_of_deepspeed() -> None:
     cpu = device.Device("cpu")
-    assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == ("cpu", "cpu", 0)
+    assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == (
+        "cpu",
+        "cpu",
+        0,
+    )
     assert cpu.device() == torch.device("cpu")
     assert cpu.communication_backend_name() == "gloo"
     assert cpu.is_available() and cpu.is_bf16_supported() and cpu.is_fp16_supported()
@@ -52,17 +58,24 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     gpu = device.Device("cuda")
-    assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == ("cuda", "cuda:1", "cuda:3")
+    assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == (
+        "cuda",
+        "cuda:1",
+        "cuda:3",
+    )
     assert gpu.communication_backend_name() == "nccl"
     assert gpu.is_available() and not gpu.is_bf16_supported()
     gpu.empty_cache()
     assert emptied == [1]
-    assert gpu.memory_allocated is torch.cuda.memory_allocated and gpu.manual_seed_all is torch.cuda.manual_seed_all
+    assert (
+        gpu.memory_allocated is torch.cuda.memory_allocated
+        and gpu.manual_seed_all is torch.cuda.manual_seed_all
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=None: (5, 9))
     assert (gpu.available_memory(), gpu.total_memory(0)) == (5, 9)
 
 
-# -- activation checkpointing ------------------------------------------------------------------------------------------
+# -- activation checkpointing ----------------------------------------------------------------------
 
 
 def test_checkpointed_gradients_are_the_gradients() -> None:
@@ -73,7 +86,13 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
         calls.append(scale)
         return torch.tanh(layer(a)) * scale
 
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2, synchronize=True)
+    checkpointing.configure(
+        None,
+        partition_activations=True,
+        contiguous_checkpointing=True,
+        num_checkpoints=2,
+        synchronize=True,
+    )
     checkpointing.set_num_layers(2)
     checkpointing.partition_activations_in_checkpoint(True)
     assert checkpointing.is_configured()
@@ -107,14 +126,19 @@ def checkpointed_steps(model: nn.Sequential) -> list[torch.Tensor]:
         torch.manual_seed(step)
         x = torch.randn(5, 8)
         for layer in model:
-            x = checkpointing.checkpoint(lambda y, layer=layer: nn.functional.dropout(torch.tanh(layer(y)), 0.2), x)
+            x = checkpointing.checkpoint(
+                lambda y, layer=layer: nn.functional.dropout(torch.tanh(layer(y)), 0.2), x
+            )
         x.square().sum().backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
 
 
 CONFIGURED: dict[str, dict[str, Any]] = {
-    "by argument": {"checkpoint_in_cpu": True, "deepspeed_config": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}}},
+    "by argument": {
+        "checkpoint_in_cpu": True,
+        "deepspeed_config": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}},
+    },
     "by configuration": {
         "deepspeed_config": {
             "activation_checkpointing": {"cpu_checkpointing": True},
@@ -135,25 +159,35 @@ def test_inputs_of_checkpoints_wait_in_host_memory(how: str, configured: list[La
         assert torch.equal(got, want)
     (late,) = configured
     assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
-    assert [what for what, _ in late.log].count("bring") == 4 * 3, "the last one of a forward has stayed"
+    assert [what for what, _ in late.log].count("bring") == 4 * 3, (
+        "the last one of a forward has stayed"
+    )
     checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
     checkpointing.reset()  # no backward
 
 
 def test_arguments_go_before_the_configuration(configured: list[Late]) -> None:
-    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False)
+    checkpointing.configure(
+        None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
+    )
     checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True)).sum().backward()
     assert configured == []
 
 
-def test_profile_of_a_script_logs_each_backward(configured: list[Late], heard_in_full: list[str]) -> None:
+def test_profile_of_a_script_logs_each_backward(
+    configured: list[Late], heard_in_full: list[str]
+) -> None:
     checkpointing.configure(None, {"activation_checkpointing": {"profile": True}})
     checkpointed_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    lines = [line for line in heard_in_full if "2 forwards in" in line and "2 recomputations in" in line]
+    lines = [
+        line for line in heard_in_full if "2 forwards in" in line and "2 recomputations in" in line
+    ]
     assert len(lines) == 4
 
 
-def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(configured: list[Late]) -> None:
+def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
+    configured: list[Late],
+) -> None:
     ran = []
 
     class Block(nn.Linear):
@@ -171,8 +205,13 @@ def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(co
                 x = checkpointing.checkpoint(block, x)
             return x.square().mean()
 
-    config = {"train_micro_batch_size_per_gpu": 5, "activation_checkpointing": {"number_checkpoints": 3}}
-    engine = hf_zero.initialize(model=Net(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), config=config)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "activation_checkpointing": {"number_checkpoints": 3},
+    }
+    engine = hf_zero.initialize(
+        model=Net(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), config=config
+    )[0]
     engine.backward(engine(torch.randn(5, 8)))
     assert len(ran) == 6
     engine.destroy()
@@ -183,10 +222,13 @@ def test_model_parallelism_is_refused_by_checkpointing() -> None:
         checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 2))
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-    (lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    (
+        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    ),
     (
         lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
         lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
@@ -195,15 +237,29 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=True),
         lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     ),
-    (lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False), lambda p: torch.optim.Adam(p, lr=1e-2)),
-    (lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1)),
-    (lambda p: optimizers.FusedLion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
-    (lambda p: optimizers.DeepSpeedCPULion(p, lr=1e-2), lambda p: Lion(p, lr=1e-2, betas=(0.9, 0.999))),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False),
+        lambda p: torch.optim.Adam(p, lr=1e-2),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.FusedLion(p, lr=1e-2, weight_decay=0.1),
+        lambda p: Lion(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPULion(p, lr=1e-2),
+        lambda p: Lion(p, lr=1e-2, betas=(0.9, 0.999)),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("named", "plain"), PAIRS)
-def test_optimizers_by_name_update_like_those_of_torch(named: Callable[..., Any], plain: Callable[..., Any]) -> None:
+def test_optimizers_by_name_update_like_those_of_torch(
+    named: Callable[..., Any], plain: Callable[..., Any]
+) -> None:
     start = torch.randn(7)
     results = []
     for build in (named, plain):
@@ -214,7 +270,8 @@ def test_optimizers_by_name_update_like_those_of_torch(named: Callable[..., Any]
             parameter.grad = torch.sin(start + step)
             optimizer.step()
         results.append(parameter.detach())
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)  # the host kernels round once where torch's vector library may not
+    # the host kernels round once where torch's vector library may not
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
@@ -227,7 +284,9 @@ def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
 
 
 def test_groups_of_the_users_optimizer_are_shared() -> None:
-    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and schedulers write to those."""
+    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and
+    schedulers write to those.
+    """
     users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=1e-3, weight_decay=0.1)
     ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
     users.param_groups[0]["lr"] = 5.0
@@ -237,9 +296,18 @@ def test_groups_of_the_users_optimizer_are_shared() -> None:
 @pytest.mark.parametrize(
     ("build", "named"),
     [
-        (lambda p: optimizers.FusedAdam(p, bias_correction=False), "FusedAdam.bias_correction=False"),
-        (lambda p: optimizers.DeepSpeedCPUAdam(p, bias_correction=False), "DeepSpeedCPUAdam.bias_correction=False"),
-        (lambda p: optimizers.DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False), "DeepSpeedCPUAdagrad.fp32_optimizer_states=False"),
+        (
+            lambda p: optimizers.FusedAdam(p, bias_correction=False),
+            "FusedAdam.bias_correction=False",
+        ),
+        (
+            lambda p: optimizers.DeepSpeedCPUAdam(p, bias_correction=False),
+            "DeepSpeedCPUAdam.bias_correction=False",
+        ),
+        (
+            lambda p: optimizers.DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False),
+            "DeepSpeedCPUAdagrad.fp32_optimizer_states=False",
+        ),
     ],
 )
 def test_options_that_are_not_built_say_so(build: Callable[..., Any], named: str) -> None:
@@ -247,7 +315,7 @@ def test_options_that_are_not_built_say_so(build: Callable[..., Any], named: str
         build([nn.Parameter(torch.ones(1))])
 
 
-# -- leaf modules ------------------------------------------------------------------------------------------------------
+# -- leaf modules ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wanted", [nn.ReLU, "ReLU"])
@@ -267,12 +335,14 @@ def test_a_leaf_that_is_not_in_the_model_is_named() -> None:
     assert leaf_modules.set_z3_leaf_modules(model, [nn.ReLU], raise_if_not_found=False) == []
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def test_copies_are_small_whole_and_apart() -> None:
     buffer = torch.arange(1000.0)
-    state = OrderedDict(a=buffer[:6].view(2, 3), b=[buffer[10:12], (torch.tensor(3), "text")], c=None)
+    state = OrderedDict(
+        a=buffer[:6].view(2, 3), b=[buffer[10:12], (torch.tensor(3), "text")], c=None
+    )
     copy = clone_tensors_for_torch_save(state)
     assert type(copy) is OrderedDict and copy["c"] is None and copy["b"][1][1] == "text"
     assert copy["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
@@ -284,19 +354,29 @@ def test_copies_are_small_whole_and_apart() -> None:
 def test_tied_weights_stay_tied_in_a_copy() -> None:
     weight, empty = torch.randn(4, 2), torch.empty(0)
     copy = clone_tensors_for_torch_save(
-        {"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2], "e": empty, "f": torch.empty(0)}
+        {
+            "decoder": weight,
+            "embedding": weight.view(4, 2),
+            "part": weight[:2],
+            "e": empty,
+            "f": torch.empty(0),
+        }
     )
     assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
     assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
     assert copy["e"].numel() == copy["f"].numel() == 0
 
 
-# -- construction and loading ------------------------------------------------------------------------------------------
+# -- construction and loading ----------------------------------------------------------------------
 
 
-def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(plain_process: None) -> None:
+def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
+    plain_process: None,
+) -> None:
     with building.Init(
-        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}, remote_device="cpu", pin_memory=True
+        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"},
+        remote_device="cpu",
+        pin_memory=True,
     ) as context:
         layer = nn.Linear(3, 2)
     assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
@@ -308,7 +388,9 @@ def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(plain
 
 
 def test_only_making_a_model_takes_the_ordinary_path(plain_process: None) -> None:
-    """Resized embeddings, generation and the Trainer must go on knowing that the model is sharded."""
+    """Resized embeddings, generation and the Trainer must go on knowing that the model is
+    sharded.
+    """
     import transformers.modeling_utils as modeling
     from transformers import BertConfig, BertModel
     from transformers.integrations import HfDeepSpeedConfig
@@ -321,6 +403,12 @@ def test_only_making_a_model_takes_the_ordinary_path(plain_process: None) -> Non
     answers: list[bool] = []
     kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
-    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
     assert Asking._from_config(config).num_parameters() > 0
     assert answers == [False] and modeling.is_deepspeed_zero3_enabled()

@@ -1,4 +1,6 @@
-"""Kernels, compiled blocks and checkpointed blocks through Lightning's ZeroStrategy, beside the same fit without the keys."""
+"""Kernels, compiled blocks and checkpointed blocks through Lightning's ZeroStrategy, beside the
+same fit without the keys.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,24 @@ def module_of(architecture: str) -> Any:
     return Net()
 
 
-def fitted(architecture: str, precision: str, keys: dict[str, Any]) -> tuple[list[float], dict[str, float], int]:
+def fitted(
+    architecture: str, precision: str, keys: dict[str, Any]
+) -> tuple[list[float], dict[str, float], int]:
     """Losses of the micro-batches, what validation logged, and how many modules were replaced."""
     from hf_zero.integrations.lightning import ZeroStrategy
 
     module, data = module_of(architecture), rows(architecture)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=ZeroStrategy(config={"zero_optimization": {"stage": 3}, **keys}), max_epochs=1,
-        accumulate_grad_batches=2, gradient_clip_val=0.5, precision=precision, use_distributed_sampler=False, **quiet,
+        accelerator="cpu", devices=1,
+        strategy=ZeroStrategy(config={"zero_optimization": {"stage": 3}, **keys}), max_epochs=1,
+        accumulate_grad_batches=2, gradient_clip_val=0.5, precision=precision,
+        use_distributed_sampler=False, **quiet,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:6], batch_size=2))
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -64,9 +75,16 @@ def fitted(architecture: str, precision: str, keys: dict[str, Any]) -> tuple[lis
     return module.losses, found, replaced
 
 
-@pytest.mark.parametrize("architecture, precision, relative", [("llama", "32-true", 1e-5), ("bert", "bf16-mixed", 1e-2)])
-def test_a_fit_with_the_keys_is_one_without(architecture: str, precision: str, relative: float) -> None:
+@pytest.mark.parametrize(
+    "architecture, precision, relative", [("llama", "32-true", 1e-5), ("bert", "bf16-mixed", 1e-2)]
+)
+def test_a_fit_with_the_keys_is_one_without(
+    architecture: str, precision: str, relative: float
+) -> None:
     want, found = (fitted(architecture, precision, keys) for keys in ({}, KEYS))
     assert want[2] == 0 and found[2] > 8 and len(found[0]) == 8
     assert found[0] == pytest.approx(want[0], rel=relative)
-    assert found[1]["val_loss"] == pytest.approx(want[1]["val_loss"], rel=relative) and "accuracy" in found[1]
+    assert (
+        found[1]["val_loss"] == pytest.approx(want[1]["val_loss"], rel=relative)
+        and "accuracy" in found[1]
+    )

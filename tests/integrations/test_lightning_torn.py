@@ -1,4 +1,6 @@
-"""Lightning's ModelCheckpoint beside torn folders: ``ckpt_path="last"`` is a whole one, and folders go by a rename first."""
+"""Lightning's ModelCheckpoint beside torn folders: ``ckpt_path="last"`` is a whole one, and
+folders go by a rename first.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Net(pl.LightningModule):
 
 
 def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **callback: Any) -> Net:
-    keeping = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_last=True, **{"save_top_k": -1, **callback})
+    keeping = ModelCheckpoint(
+        dirpath=folder, filename="{epoch}", save_last=True, **{"save_top_k": -1, **callback}
+    )
     module = Net()
     trainer_of(epochs, keeping).fit(module, ckpt_path=ckpt_path)
     return module
@@ -51,7 +55,8 @@ def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **callback: Any
 def trainer_of(epochs: int, keeping: ModelCheckpoint, **more: Any) -> pl.Trainer:
     return pl.Trainer(
         **more,
-        strategy="zero_stage_2", devices=1, accelerator="cpu", max_epochs=epochs, callbacks=[keeping], logger=False,
+        strategy="zero_stage_2", devices=1, accelerator="cpu", max_epochs=epochs,
+        callbacks=[keeping], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
@@ -65,7 +70,9 @@ def tear(way: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["in the first save", "a shard cut short"])
-def test_where_last_is_torn_the_newest_whole_one_is_taken(way: str, tmp_path: Path, heard: list[str]) -> None:
+def test_where_last_is_torn_the_newest_whole_one_is_taken(
+    way: str, tmp_path: Path, heard: list[str]
+) -> None:
     whole = fit(tmp_path / "whole", 4)
     fit(tmp_path / "run", 3)
     tear(way, tmp_path / "run" / "last.ckpt")
@@ -88,7 +95,11 @@ def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path: Path, heard: lis
     fit(tmp_path, 2)
     for name in ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"):
         tear("a shard cut short", tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole \(last.ckpt neither\); restore one, or start anew"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"none of the checkpoints in .* is whole \(last.ckpt neither\); "
+        r"restore one, or start anew",
+    ):
         fit(tmp_path, 3, "last")
     assert sum("is skipped" in text for text in heard) == 3
 
@@ -98,12 +109,17 @@ def test_where_there_is_no_last_one_the_run_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["in the first save", "a shard cut short"])
-def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_ones(way: str, tmp_path: Path) -> None:
+def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_ones(
+    way: str, tmp_path: Path
+) -> None:
     fit(tmp_path, 3)
     tear(way, tmp_path / "epoch=2.ckpt")
     tear("a shard cut short", tmp_path / "last.ckpt")
     whole = ", ".join(re.escape(str(tmp_path / f"epoch={epoch}.ckpt")) for epoch in (1, 0))
-    with pytest.raises(CheckpointError, match=rf"epoch=2.ckpt is not whole: .* whole, the newest first: {whole}; pass one of them"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"epoch=2.ckpt is not whole: .* whole, the newest first: {whole}; pass one of them",
+    ):
         fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
     for epoch in (0, 1):
         tear("a shard cut short", tmp_path / f"epoch={epoch}.ckpt")
@@ -126,23 +142,34 @@ def test_the_best_is_no_other_model(tmp_path: Path) -> None:
     best = trainer.validate(module, ckpt_path="best")[0]["seen"]
     assert best == pytest.approx(float(keeping.best_model_score or 0), rel=1e-6)
     tear("a shard cut short", Path(keeping.best_model_path))
-    with pytest.raises(CheckpointError, match=r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt; pass one of them"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt; pass one of them",
+    ):
         trainer.validate(module, ckpt_path="best")
 
 
-def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(tmp_path: Path, heard: list[str]) -> None:
+def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
+    tmp_path: Path, heard: list[str]
+) -> None:
     whole = fit(tmp_path / "whole", 4)
     fit(tmp_path / "run", 3)
     for number, epoch in ((2, 0), (9, 1), (10, 2)):
-        shutil.copytree(tmp_path / "run" / f"epoch={epoch}.ckpt", tmp_path / f"hpc_ckpt_{number}.ckpt")
+        shutil.copytree(
+            tmp_path / "run" / f"epoch={epoch}.ckpt", tmp_path / f"hpc_ckpt_{number}.ckpt"
+        )
     tear("in the first save", tmp_path / "hpc_ckpt_10.ckpt")
     module = Net()
-    trainer_of(4, ModelCheckpoint(dirpath=tmp_path / "run"), default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
+    trainer_of(4, ModelCheckpoint(dirpath=tmp_path / "run"), default_root_dir=tmp_path).fit(
+        module, ckpt_path="hpc"
+    )
     assert module.losses == whole.losses[8:]
     assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
 
 
-def test_those_beyond_the_best_go_by_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_beyond_the_best_go_by_a_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renamed = []
     rename = folders.rename
 
@@ -152,5 +179,11 @@ def test_those_beyond_the_best_go_by_a_rename(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(retention.folders, "rename", seen)
     fit(tmp_path, 4, save_top_k=2, monitor="loss")
-    assert sorted(renamed) == [(f"epoch={epoch}.ckpt", f".hf-zero-dropped-epoch={epoch}.ckpt") for epoch in (0, 1)]
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert sorted(renamed) == [
+        (f"epoch={epoch}.ckpt", f".hf-zero-dropped-epoch={epoch}.ckpt") for epoch in (0, 1)
+    ]
+    assert sorted(item.name for item in tmp_path.iterdir()) == [
+        "epoch=2.ckpt",
+        "epoch=3.ckpt",
+        "last.ckpt",
+    ]

@@ -1,4 +1,6 @@
-"""Trainers and Accelerate under offload, on one rank: the losses and weights of the same run without ZeRO."""
+"""Trainers and Accelerate under offload, on one rank: the losses and weights of the same run
+without ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +23,51 @@ pytestmark = pytest.mark.usefixtures("plain_process")
 
 
 def stock(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(transformers.TrainingArguments(**options(folder, **more), deepspeed={"zero_optimization": zero}))
+    return trainer(
+        transformers.TrainingArguments(
+            **options(folder, **more), deepspeed={"zero_optimization": zero}
+        )
+    )
 
 
 def ours(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(hf_zero.TrainingArguments(**options(folder, **more), zero_config={"zero_optimization": zero}))
+    return trainer(
+        hf_zero.TrainingArguments(
+            **options(folder, **more), zero_config={"zero_optimization": zero}
+        )
+    )
 
 
 def callback(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(transformers.TrainingArguments(**options(folder, **more)), callbacks=[hf_zero.ZeroCallback({"zero_optimization": zero})])
+    return trainer(
+        transformers.TrainingArguments(**options(folder, **more)),
+        callbacks=[hf_zero.ZeroCallback({"zero_optimization": zero})],
+    )
 
 
-ROUTES: dict[str, Callable[..., transformers.Trainer]] = {"stock arguments": stock, "our arguments": ours, "callback": callback}
+ROUTES: dict[str, Callable[..., transformers.Trainer]] = {
+    "stock arguments": stock,
+    "our arguments": ours,
+    "callback": callback,
+}
 
 
-TRAINED = list(itertools.product(ROUTES, [("optimizer on cpu", 2), ("all on cpu", 3), ("all in files", 3)]))
+TRAINED = list(
+    itertools.product(ROUTES, [("optimizer on cpu", 2), ("all on cpu", 3), ("all in files", 3)])
+)
 
 
 @pytest.mark.parametrize(
     "route, way, stage",
-    [pytest.param(route, *way, marks=() if at % 4 == 0 else pytest.mark.long) for at, (route, way) in enumerate(TRAINED)],
+    [
+        pytest.param(route, *way, marks=() if at % 4 == 0 else pytest.mark.long)
+        for at, (route, way) in enumerate(TRAINED)
+    ],
 )
 def test_it_trains_as_without_zero(route: str, way: str, stage: int, tmp_path: Path) -> None:
-    """Two micro-batches a step, gradient checkpointing, a schedule that falls at each step, an evaluation in between."""
+    """Two micro-batches a step, gradient checkpointing, a schedule that falls at each step, an
+    evaluation in between.
+    """
     more = {
         "gradient_accumulation_steps": 2,
         "lr_scheduler_type": "linear",
@@ -57,7 +81,11 @@ def test_it_trains_as_without_zero(route: str, way: str, stage: int, tmp_path: P
     run = ROUTES[route](tmp_path / "zero", offload(way, stage, tmp_path / "disk"), **more)
     run.train()
     engine = run.model_wrapped
-    assert isinstance(engine, Engine) and engine.config.offload_optimizer.on and all(flat.states is not None for flat in engine._training)
+    assert (
+        isinstance(engine, Engine)
+        and engine.config.offload_optimizer.on
+        and all(flat.states is not None for flat in engine._training)
+    )
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
         assert logged(run, key) == pytest.approx(logged(plain, key), rel=1e-4), key
     oracle.compare_tensors("weights", weights(run), weights(plain), floor=oracle.ADAM_ROUNDING)

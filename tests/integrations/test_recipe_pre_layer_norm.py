@@ -1,4 +1,6 @@
-"""The recipe of pre-LN BERT: it learns at a learning rate at which the same model, post-LN, does not."""
+"""The recipe of pre-LN BERT: it learns at a learning rate at which the same model, post-LN, does
+not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ UNKNOWING = math.log(32)  # the loss of a guess among all words
 def last_loss(preset: str, output: Path, *arguments: str) -> float:
     torchrun = shutil.which("torchrun", path=os.path.dirname(sys.executable))
     assert torchrun is not None
-    command = [torchrun, "--nproc_per_node", "2", "run_pre_layer_norm.py", "--deepspeed_config", preset, "--checkpoint_dir", str(output)]
+    command = [
+        torchrun,
+        "--nproc_per_node",
+        "2",
+        "run_pre_layer_norm.py",
+        "--deepspeed_config",
+        preset,
+        "--checkpoint_dir",
+        str(output),
+    ]
     log = output.with_suffix(".log")
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -47,19 +58,29 @@ def last_loss(preset: str, output: Path, *arguments: str) -> float:
 
 def test_the_files_are_a_recipe() -> None:
     card = ModelCard.load(RECIPE / "README.md")
-    assert "hf-zero" in card.data.tags and all(f"## {heading}" in card.text for heading in ("Training", "Evaluation", "Limits"))
+    assert "hf-zero" in card.data.tags and all(
+        f"## {heading}" in card.text for heading in ("Training", "Evaluation", "Limits")
+    )
     imported = {
-        node.names[0].name for node in ast.walk(ast.parse((RECIPE / "run_pre_layer_norm.py").read_text())) if isinstance(node, ast.Import)
+        node.names[0].name
+        for node in ast.walk(ast.parse((RECIPE / "run_pre_layer_norm.py").read_text()))
+        if isinstance(node, ast.Import)
     }
     assert "hf_zero" not in imported
-    pre, post = (ZeroConfig.from_file(RECIPE / f"{name}.json").to_dict() for name in ("pre", "post"))
+    pre, post = (
+        ZeroConfig.from_file(RECIPE / f"{name}.json").to_dict() for name in ("pre", "post")
+    )
     assert pre.pop("pre_layer_norm") is True and post.pop("pre_layer_norm") is False and pre == post
 
 
 @pytest.mark.long
 def test_two_steps_of_each(tmp_path: Path) -> None:
     for preset in ("pre.json", "post.json"):
-        assert 3 < last_loss(preset, tmp_path / preset.removesuffix(".json"), "--num_iterations", "2") < 5
+        assert (
+            3
+            < last_loss(preset, tmp_path / preset.removesuffix(".json"), "--num_iterations", "2")
+            < 5
+        )
 
 
 @pytest.mark.long

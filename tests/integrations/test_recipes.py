@@ -1,4 +1,6 @@
-"""Every recipe: its card and presets can be read, its script knows nothing of hf-zero, and its card's command runs it."""
+"""Every recipe: its card and presets can be read, its script knows nothing of hf-zero, and its
+card's command runs it.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,24 @@ from hf_zero.config import PRESETS, ZeroConfig
 from tests.helpers.launched import end_group, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those without presets are started by a library's own launcher, and have tests of their own beside that library's.
-RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/README.md") if any(path.parent.glob("zero3.*")))
+# Those without presets are started by a library's own launcher, and have tests of their own beside
+# that library's.
+RECIPES = sorted(
+    path.parent
+    for path in (ROOT / "recipes").glob("*/README.md")
+    if any(path.parent.glob("zero3.*"))
+)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a recipe's script calls its steps, its folder and the rest; ``imports`` is what it is written for.
+    """What a recipe's script calls its steps, its folder and the rest; ``imports`` is what it is
+    written for.
 
-    A checkpoint is a folder ``tag`` + N. ``resume`` are the arguments that go on from the last one in a folder. ``half`` are
-    arguments of a run that is interrupted at step 60 of 150, and has epochs and, where it can, accumulation. ``long``: even two
-    steps are kept for the long matrices.
+    A checkpoint is a folder ``tag`` + N. ``resume`` are the arguments that go on from the last one
+    in a folder. ``half`` are arguments of a run that is interrupted at step 60 of 150, and has
+    epochs and, where it can, accumulation. ``long``: even two steps are kept for the long matrices.
     """
 
     imports: frozenset[str]
@@ -47,12 +55,18 @@ class Kind:
     output: str = "--output_dir"
     saving: str = "--checkpointing_steps"
     logging: str = "--logging_steps"
-    resume: Callable[[Path], tuple[str, ...]] = lambda folder: ("--resume_from_checkpoint", "latest")
+    resume: Callable[[Path], tuple[str, ...]] = lambda folder: (
+        "--resume_from_checkpoint",
+        "latest",
+    )
     half: tuple[str, ...] = ()
     long: bool = False
 
 
-ACCELERATE, DEEPSPEED, TRAINER = (frozenset(names.split()) for names in ("accelerate transformers", "deepspeed torch", "transformers"))
+ACCELERATE, DEEPSPEED, TRAINER = (
+    frozenset(names.split())
+    for names in ("accelerate transformers", "deepspeed torch", "transformers")
+)
 
 KINDS = {
     "bert-mlm": Kind(ACCELERATE, "step_", half=("--gradient_accumulation_steps", "2")),
@@ -78,7 +92,12 @@ KINDS = {
         long=True,
     ),
     "translation": Kind(
-        TRAINER, "checkpoint-", "--max_steps", saving="--save_steps", half=("--phrases", "4000", "--eval_pairs", "50"), long=True
+        TRAINER,
+        "checkpoint-",
+        "--max_steps",
+        saving="--save_steps",
+        half=("--phrases", "4000", "--eval_pairs", "50"),
+        long=True,
     ),
 }
 
@@ -104,17 +123,30 @@ def preset_of(recipe: Path, name: str) -> Path:
     return file
 
 
-def launch(recipe: Path, preset: str, output: Path, *arguments: str, limit: float = 600) -> dict[str, Any]:
-    """Run the card's command inside the recipe with another preset; return its losses, and where its last checkpoint is."""
+def launch(
+    recipe: Path, preset: str, output: Path, *arguments: str, limit: float = 600
+) -> dict[str, Any]:
+    """Run the card's command inside the recipe with another preset; return its losses, and where
+    its last checkpoint is.
+    """
     kind = kind_of(recipe)
-    words = [preset_of(recipe, preset).name if Path(word).stem == "zero3" else word for word in command_of(recipe)]
+    words = [
+        preset_of(recipe, preset).name if Path(word).stem == "zero3" else word
+        for word in command_of(recipe)
+    ]
     program = shutil.which(words[0], path=os.path.dirname(sys.executable))
     assert program is not None
     command = [program, *words[1:], kind.output, str(output), *arguments]
     log = output.with_suffix(".log")
     with open(log, "w") as file:
         process = subprocess.Popen(
-            command, cwd=recipe, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=recipe,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(limit)
@@ -123,17 +155,28 @@ def launch(recipe: Path, preset: str, output: Path, *arguments: str, limit: floa
         finally:
             end_group(process)
     assert code == 0, f"ended with {code} (None: after {limit} s)\n{log.read_text()[-4000:]}"
-    last = max(output.glob(f"{kind.tag}*/trainer_state.json"), key=lambda path: int(path.parent.name.removeprefix(kind.tag)))
-    state = output / "trainer_state.json"  # the Trainer's, which is complete; others write theirs with the last checkpoint
+    last = max(
+        output.glob(f"{kind.tag}*/trainer_state.json"),
+        key=lambda path: int(path.parent.name.removeprefix(kind.tag)),
+    )
+    # the Trainer's, which is complete; others write theirs with the last checkpoint
+    state = output / "trainer_state.json"
     return {**json.loads((state if state.exists() else last).read_text()), "folder": last.parent}
 
 
 def losses(run: dict[str, Any], *names: str) -> list[tuple[int, float]]:
-    return [(entry["step"], entry[name]) for entry in run["log_history"] for name in (names or ("loss", "eval_loss")) if name in entry]
+    return [
+        (entry["step"], entry[name])
+        for entry in run["log_history"]
+        for name in (names or ("loss", "eval_loss"))
+        if name in entry
+    ]
 
 
 def test_there_are_recipes() -> None:
-    assert {"bert-mlm", "cifar10", "gpt2", "hello-bert", "translation"} <= {recipe.name for recipe in RECIPES}
+    assert {"bert-mlm", "cifar10", "gpt2", "hello-bert", "translation"} <= {
+        recipe.name for recipe in RECIPES
+    }
 
 
 @every_recipe
@@ -143,7 +186,9 @@ def test_the_card_has_front_matter(recipe: Path) -> None:
     assert "hf-zero" in card.data.tags
     for heading in ("## Training", "## Evaluation", "## Limits"):
         assert heading in card.text
-    assert f" {recipe.name} " in (ROOT / "recipes" / "README.md").read_text().replace("[", " ").replace("]", " ")
+    assert f" {recipe.name} " in (ROOT / "recipes" / "README.md").read_text().replace(
+        "[", " "
+    ).replace("]", " ")
 
 
 @every_recipe
@@ -155,22 +200,51 @@ def test_presets_are_the_four_stages_and_differ_in_nothing_else(recipe: Path) ->
         assert config.gradient_clipping == 1.0 or "gradient_clipping" in config.autos
         if preset_of(recipe, name).suffix == ".yaml":
             assert (config.launch.num_processes, config.launch.use_cpu) == (2, True)
-        rest.add(json.dumps({key: value for key, value in config.to_dict("default").items() if key != "zero_optimization"}, sort_keys=True))
+        rest.add(
+            json.dumps(
+                {
+                    key: value
+                    for key, value in config.to_dict("default").items()
+                    if key != "zero_optimization"
+                },
+                sort_keys=True,
+            )
+        )
     assert len(rest) == 1
 
 
 @every_recipe
 def test_the_script_does_not_know_hf_zero(recipe: Path) -> None:
-    imported = [node for node in ast.walk(ast.parse(script_of(recipe).read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = {alias.name.split(".")[0] for node in imported if isinstance(node, ast.Import) for alias in node.names}
-    names |= {(node.module or "").split(".")[0] for node in imported if isinstance(node, ast.ImportFrom)}
+    imported = [
+        node
+        for node in ast.walk(ast.parse(script_of(recipe).read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    names = {
+        alias.name.split(".")[0]
+        for node in imported
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        (node.module or "").split(".")[0] for node in imported if isinstance(node, ast.ImportFrom)
+    }
     wanted = kind_of(recipe).imports
-    assert wanted <= names and "hf_zero" not in names and ("deepspeed" in names) == ("deepspeed" in wanted)
+    assert (
+        wanted <= names
+        and "hf_zero" not in names
+        and ("deepspeed" in names) == ("deepspeed" in wanted)
+    )
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(path, marks=pytest.mark.long if path.name in KINDS and KINDS[path.name].long else ()) for path in RECIPES],
+    [
+        pytest.param(
+            path, marks=pytest.mark.long if path.name in KINDS and KINDS[path.name].long else ()
+        )
+        for path in RECIPES
+    ],
     ids=lambda path: path.name,
 )
 def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
@@ -189,13 +263,20 @@ def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
         predicted = hf_zero.estimate(done.folder, ranks=2, precision="fp32").at(3)
         assert done.parameters == run["parameters"] and len(run["memory"]) == 2
         for rank in run["memory"]:
-            assert predicted.state <= rank["state"] <= 1.02 * (predicted.state + predicted.gradient_buffers)
+            assert (
+                predicted.state
+                <= rank["state"]
+                <= 1.02 * (predicted.state + predicted.gradient_buffers)
+            )
 
 
 def loads_for_masked_words(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForMaskedLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     text = f"The value of {tokenizer.mask_token} expression."
     assert model(**tokenizer(text, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
@@ -203,15 +284,28 @@ def loads_for_masked_words(folder: Path, recipe: Path) -> None:
 def loads_for_text(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model(**tokenizer("The value of", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert model(**tokenizer("The value of", return_tensors="pt")).logits.shape[-1] == len(
+        tokenizer
+    )
 
 
 def loads_for_translation(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.generate(**tokenizer("at half past six", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+    model, tokenizer = (
+        AutoModelForSeq2SeqLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert (
+        model.generate(
+            **tokenizer("at half past six", return_tensors="pt"), max_new_tokens=2
+        ).shape[0]
+        == 1
+    )
 
 
 def loads_for_images(folder: Path, recipe: Path) -> None:
@@ -263,7 +357,11 @@ def test_all_stages_train_alike(recipe: Path, tmp_path: Path) -> None:
     kind = kind_of(recipe)
     curves = {}
     for name in PRESETS:
-        curves[name] = losses(launch(recipe, name, tmp_path / name, kind.steps, "20", kind.logging, "5"))
+        curves[name] = losses(
+            launch(recipe, name, tmp_path / name, kind.steps, "20", kind.logging, "5")
+        )
     for name, curve in curves.items():
         assert [step for step, _ in curve] == [step for step, _ in curves["zero0"]]
-        assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in curves["zero0"]], rel=1e-5), name
+        assert [loss for _, loss in curve] == pytest.approx(
+            [loss for _, loss in curves["zero0"]], rel=1e-5
+        ), name

@@ -40,7 +40,10 @@ def test_numbers_in_words(translation: Any) -> None:
         342: ("three hundred and forty-two", "dreihundertzweiundvierzig"),
         1005: ("one thousand and five", "eintausendfünf"),
         21_000: ("twenty-one thousand", "einundzwanzigtausend"),
-        101_277: ("one hundred and one thousand two hundred and seventy-seven", "einhunderteintausendzweihundertsiebenundsiebzig"),
+        101_277: (
+            "one hundred and one thousand two hundred and seventy-seven",
+            "einhunderteintausendzweihundertsiebenundsiebzig",
+        ),
     }
     made = sys.modules["phrases"]
     assert {number: (made.english(number), made.german(number)) for number in known} == known
@@ -50,10 +53,13 @@ def test_phrases_are_different_and_the_same_each_time(translation: Any) -> None:
     pairs = translation.phrases(3000, 1)
     assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
     some = dict(translation.phrases(20_000, 1))
-    assert some["at half past six"] == "um halb sieben" and some["at ten to four"] == "um zehn vor vier"
-    assert next(target for source, target in some.items() if source.startswith("on the third of March")).startswith(
-        "am dritten März neunzehnhundert"
+    assert (
+        some["at half past six"] == "um halb sieben"
+        and some["at ten to four"] == "um zehn vor vier"
     )
+    assert next(
+        target for source, target in some.items() if source.startswith("on the third of March")
+    ).startswith("am dritten März neunzehnhundert")
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -72,16 +78,26 @@ def test_catalogues_of_messages(order: str, translation: Any, tmp_path: Path) ->
         tables += struct.pack(f"{order}2I", len(text), start + len(content))
         content += text + b"\0"
     path = tmp_path / "made.mo"
-    path.write_bytes(struct.pack(f"{order}7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0) + tables + content)
+    path.write_bytes(
+        struct.pack(f"{order}7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0) + tables + content
+    )
     with open(path, "rb") as file:
-        assert gettext.GNUTranslations(file).gettext("Quit") == "Beenden"  # the file is as gettext's own reader wants it
-    assert translation.read_catalogue(path) == [("File not found", "Datei nicht gefunden"), ("Quit", "Beenden")]
+        # the file is as gettext's own reader wants it
+        assert gettext.GNUTranslations(file).gettext("Quit") == "Beenden"
+    assert translation.read_catalogue(path) == [
+        ("File not found", "Datei nicht gefunden"),
+        ("Quit", "Beenden"),
+    ]
 
 
 def test_pictures_are_the_same_each_time_and_of_all_kinds() -> None:
     script = module_of(script_of(RECIPES / "cifar10"))
     images, kinds = script.draw(200, 3)
-    assert images.shape == (200, 3, 32, 32) and images.dtype == torch.uint8 and set(kinds.tolist()) == set(range(10))
+    assert (
+        images.shape == (200, 3, 32, 32)
+        and images.dtype == torch.uint8
+        and set(kinds.tolist()) == set(range(10))
+    )
     assert all(torch.equal(*both) for both in zip((images, kinds), script.draw(200, 3)))
     assert not torch.equal(images, script.draw(200, 4)[0])
 
@@ -107,7 +123,9 @@ def test_the_card_of_gpt2_quotes_what_is_refused() -> None:
 
 
 class OnMeta:
-    """An engine on a device that is not the CPU, where torch refuses to mix devices as a GPU does."""
+    """An engine on a device that is not the CPU, where torch refuses to mix devices as a GPU
+    does.
+    """
 
     device = torch.device("meta")
 
@@ -135,13 +153,17 @@ def a_loss(tokens: torch.Tensor) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("recipe", ["cifar10", "gpt2", "hello-bert"])
-def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = module_of(script_of(RECIPES / recipe))
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 0.0)  # a meta tensor has no value
     if recipe == "gpt2":
         monkeypatch.setattr(script.dist, "all_reduce", lambda tensor, group: None)
     else:
-        alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, all_reduce=lambda tensor: None)
+        alone = SimpleNamespace(
+            get_rank=lambda: 0, get_world_size=lambda: 1, all_reduce=lambda tensor: None
+        )
         monkeypatch.setattr(script.deepspeed, "comm", alone)
     if recipe == "cifar10":
         engine = OnMeta(lambda images: torch.zeros(len(images), 10, device=images.device))
@@ -149,14 +171,25 @@ def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(recipe:
     elif recipe == "gpt2":
         engine = OnMeta(a_loss)
         unit = SimpleNamespace(
-            get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: None
+            get_data_parallel_rank=lambda: 0,
+            get_data_parallel_world_size=lambda: 1,
+            get_data_parallel_group=lambda: None,
         )
         script.evaluate(engine, torch.zeros(20, 8, dtype=torch.int64), unit)
     else:
         engine = OnMeta(a_loss)
-        tokenizer = SimpleNamespace(cls_token_id=1, sep_token_id=2, mask_token_id=3, pad_token_id=0, vocab_size=50)
-        monkeypatch.setattr(script, "masked", lambda rows, *rest, **seed: {"input_ids": rows, "labels": rows})
-        script.evaluate(engine, torch.zeros(20, 8, dtype=torch.int64), tokenizer, SimpleNamespace(batch_size=10, mask_prob=0.15))
+        tokenizer = SimpleNamespace(
+            cls_token_id=1, sep_token_id=2, mask_token_id=3, pad_token_id=0, vocab_size=50
+        )
+        monkeypatch.setattr(
+            script, "masked", lambda rows, *rest, **seed: {"input_ids": rows, "labels": rows}
+        )
+        script.evaluate(
+            engine,
+            torch.zeros(20, 8, dtype=torch.int64),
+            tokenizer,
+            SimpleNamespace(batch_size=10, mask_prob=0.15),
+        )
     assert engine.calls == 2
 
 
@@ -171,14 +204,30 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("recipe", LOADERS)
-def test_a_data_set_that_is_not_there_is_not_replaced_by_another(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_is_not_there_is_not_replaced_by_another(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(RECIPES / recipe))
     script = module_of(script_of(RECIPES / recipe))
-    args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalogue=None, train_images=8, phrases=8)
-    with pytest.raises(SystemExit, match=r"nobody/wikitxt cannot be loaded \(.*\); correct the name, or leave --dataset_name out"):
+    args = SimpleNamespace(
+        dataset_name="nobody/wikitxt",
+        dataset_config_name=None,
+        catalogue=None,
+        train_images=8,
+        phrases=8,
+    )
+    with pytest.raises(
+        SystemExit,
+        match=r"nobody/wikitxt cannot be loaded \(.*\); correct the name, or "
+        r"leave --dataset_name out",
+    ):
         getattr(script, LOADERS[recipe])(args, *([1] if recipe == "translation" else []))
     sys.modules.pop("phrases", None)
 
 
 def test_every_recipe_that_takes_a_data_set_is_among_them() -> None:
-    assert {script.parent.name for script in RECIPES.glob("*/run_*.py") if "dataset_name" in script.read_text()} == set(LOADERS)
+    assert {
+        script.parent.name
+        for script in RECIPES.glob("*/run_*.py")
+        if "dataset_name" in script.read_text()
+    } == set(LOADERS)

@@ -1,4 +1,6 @@
-"""What published example scripts do beyond the other tests: resume at another stage, less usual options, and simply end."""
+"""What published example scripts do beyond the other tests: resume at another stage, less usual
+options, and simply end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.integrations.tiny_trainer import logged, weights
 
 BARE_LOOP = Path(__file__).parent / "scripts" / "bare_loop.py"
 
-# A rank that answers fetches through the store, and reports at exit: what was registered first runs last.
+# A rank that answers fetches through the store, and reports at exit: what was registered first runs
+# last.
 ENDS = """
 import atexit, threading
 atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
@@ -36,7 +39,9 @@ print(sorted(thread.name for thread in threading.enumerate()))
 
 
 def run(command: list[str], timeout: float = 120.0) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -60,7 +65,11 @@ def test_a_run_goes_on_at_another_stage(saved: int, stage: int, tmp_path: Path) 
 @pytest.mark.usefixtures("plain_process")
 @pytest.mark.parametrize(
     "option",
-    [{"neftune_noise_alpha": 5.0}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}],
+    [
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+    ],
     ids=lambda option: next(iter(option)),
 )
 def test_less_usual_options_of_the_trainer(option: dict[str, Any], tmp_path: Path) -> None:
@@ -72,7 +81,9 @@ def test_less_usual_options_of_the_trainer(option: dict[str, Any], tmp_path: Pat
 
 
 def test_no_thread_is_in_the_store_when_the_interpreter_ends() -> None:
-    """One that returns from there into an interpreter that is going aborts a rank whose training has succeeded."""
+    """One that returns from there into an interpreter that is going aborts a rank whose training
+    has succeeded.
+    """
     running, at_exit = run([sys.executable, "-c", ENDS]).splitlines()
     assert running == "['MainThread', 'hf_zero-serve']"
     assert at_exit == "['MainThread']"
@@ -83,7 +94,12 @@ def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path
     configuration = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1000.0, "zero3_init_flag": True, "zero3_save_16bit_model": True},
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "gradient_clipping": 1000.0,
+            "zero3_init_flag": True,
+            "zero3_save_16bit_model": True,
+        },
         "main_process_port": 0,
         "mixed_precision": "no",
         "num_machines": 1,
@@ -93,10 +109,22 @@ def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(configuration))
     run([sys.executable, str(BARE_LOOP), str(tmp_path / "alone"), "8"])
     accelerate = Path(sys.executable).parent / "accelerate"
-    run([str(accelerate), "launch", "--config", str(tmp_path / "zero3.yaml"), str(BARE_LOOP), str(tmp_path / "sharded"), "4"])
+    run(
+        [
+            str(accelerate),
+            "launch",
+            "--config",
+            str(tmp_path / "zero3.yaml"),
+            str(BARE_LOOP),
+            str(tmp_path / "sharded"),
+            "4",
+        ]
+    )
     _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "sharded", output_loading_info=True)
     assert not any(info.values())
-    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded"))
+    expected, found = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded")
+    )
     assert found.keys() == expected.keys()
     assert found["transformer.wte.weight"].shape == torch.Size((61, 16))
     assert distance(found, expected) <= 1e-5 * distance(expected)

@@ -50,7 +50,7 @@ def test_wrappers_live_apart_from_hugging_face() -> None:
         assert not set(hooks.WATCHED) & {name.partition(".")[0] for name in tree.co_names}
 
 
-# -- the hooks, on a package of our own --------------------------------------------------------------------------------
+# -- the hooks, on a package of our own ------------------------------------------------------------
 
 BODY = """
 import {during}
@@ -81,16 +81,25 @@ def seam(target: str, signature: str) -> Seam:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package ``seamed`` whose module ``parts`` has seams, and an interpreter with the hooks alone."""
+    """A package ``seamed`` whose module ``parts`` has seams, and an interpreter with the hooks
+    alone.
+    """
     (tmp_path / "seamed").mkdir()
     (tmp_path / "seamed" / "__init__.py").write_text("")
     (tmp_path / "seamed" / "other.py").write_text("")
     (tmp_path / "seamed" / "parts.py").write_text(BODY.format(during="math"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, hooks.SeamFinder)])
+    monkeypatch.setattr(
+        sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, hooks.SeamFinder)]
+    )
     monkeypatch.setattr(hooks, "WATCHED", ("seamed",))
     monkeypatch.setattr(
-        seams, "SEAMS", (seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"), seam("seamed.parts:plain", "(a, b=2)"))
+        seams,
+        "SEAMS",
+        (
+            seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"),
+            seam("seamed.parts:plain", "(a, b=2)"),
+        ),
     )
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
@@ -148,7 +157,9 @@ def test_modules_imported_before_get_them_too(package: Path) -> None:
 
 def test_a_module_that_is_still_running_gets_them_later(package: Path) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
-    (package / "installer.py").write_text("from hf_zero.integrations import hooks\nhooks.install()\n")
+    (package / "installer.py").write_text(
+        "from hf_zero.integrations import hooks\nhooks.install()\n"
+    )
     module = parts()
     assert module.plain(1) == 3
     hooks.apply_late()
@@ -157,7 +168,9 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path) -> None:
 
 def test_the_next_import_of_the_library_catches_up(package: Path) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
-    (package / "installer.py").write_text("from hf_zero.integrations import hooks\nhooks.install()\n")
+    (package / "installer.py").write_text(
+        "from hf_zero.integrations import hooks\nhooks.install()\n"
+    )
     module = parts()
     importlib.import_module("seamed.other")
     assert module.plain(1) == 300
@@ -179,19 +192,27 @@ def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def warnings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
     return caplog
 
 
-def test_a_symbol_that_is_gone_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_symbol_that_is_gone_is_named(
+    package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.close", "(self)"),))
     hooks.install()
     parts()
-    assert "seamed.parts:Box.close is gone" in warnings.text and "Install seamed>=1" in warnings.text
+    assert (
+        "seamed.parts:Box.close is gone" in warnings.text and "Install seamed>=1" in warnings.text
+    )
 
 
-def test_a_signature_that_changed_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_signature_that_changed_is_named(
+    package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:plain", "(a)"),))
     hooks.install()
     assert parts().plain(1) == 300

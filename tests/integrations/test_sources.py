@@ -1,4 +1,6 @@
-"""Values keep the place where they were written, through Accelerate's and the Trainer's hands; a path that is wrong is named."""
+"""Values keep the place where they were written, through Accelerate's and the Trainer's hands; a
+path that is wrong is named.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ deepspeed_config:
 def shown(plugin: Any) -> dict[str, str]:
     """What the log of a training shows, after Accelerate has filled in what it brings."""
     config = plugin.deepspeed_config
-    config |= {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 8, "gradient_accumulation_steps": 1}
+    config |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+    }
     config |= {"zero_allow_untested_optimizer": True, "bf16": {"enabled": False}}
     return {row.key: row.source for row in written(ZeroConfig.from_dict(config).explain())}
 
@@ -43,7 +49,10 @@ LAUNCHED = {
     "ACCELERATE_GRADIENT_CLIPPING": "0.5",
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
 }
-BATCH = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "Accelerate")
+BATCH = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "Accelerate",
+)
 KEPT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -55,7 +64,8 @@ def test_the_file_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.Monke
         "gradient_clipping": f"config file {file}: deepspeed_config.gradient_clipping",
         KEPT: f"config file {file}: deepspeed_config.zero3_save_16bit_model",
     }
-    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "2.0")  # an option of the command replaces what the file says
+    # an option of the command replaces what the file says
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "2.0")
     assert shown(plugin(monkeypatch))["gradient_clipping"] == "accelerate launch"
 
 
@@ -71,7 +81,10 @@ def test_a_file_or_a_dict_of_the_plugin(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
     made = plugin(monkeypatch, str(file))
     made.deepspeed_config["gradient_clipping"] = 1.0
-    expected = BATCH | {"zero_optimization.stage": f"config file {file}: zero_optimization.stage", "gradient_clipping": "Accelerate"}
+    expected = BATCH | {
+        "zero_optimization.stage": f"config file {file}: zero_optimization.stage",
+        "gradient_clipping": "Accelerate",
+    }
     assert shown(made) == expected
     assert shown(plugin(monkeypatch, {"zero_optimization": {"stage": 2}})) == BATCH | {
         "zero_optimization.stage": "config dict: zero_optimization.stage"
@@ -91,9 +104,12 @@ def test_what_is_no_config_is_named(monkeypatch: pytest.MonkeyPatch, given: str,
         plugin(monkeypatch, given)
 
 
-def test_presets_and_our_keywords_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_presets_and_our_keywords_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert shown(plugin(monkeypatch, "zero2"))["zero_optimization.stage"] == "preset zero2"
     (tmp_path / "own.json").write_text('{"stage": 1, "gradient_clipping": 1.0}')
     assert (
-        shown(plugin(monkeypatch, str(tmp_path / "own.json")))["zero_optimization.stage"] == f"config file {tmp_path / 'own.json'}: stage"
+        shown(plugin(monkeypatch, str(tmp_path / "own.json")))["zero_optimization.stage"]
+        == f"config file {tmp_path / 'own.json'}: stage"
     )

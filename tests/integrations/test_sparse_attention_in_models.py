@@ -1,4 +1,6 @@
-"""hf_zero_sparse in transformers' models: a dense layout is their own attention, a sparse one a masked one; what it cannot be is refused."""
+"""hf_zero_sparse in transformers' models: a dense layout is their own attention, a sparse one a
+masked one; what it cannot be is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import transformers as hf
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.attention import ATTRIBUTE, NAME, attend, sparsify
 from hf_zero.integrations.fused.positions import extend_position_embedding
-from hf_zero.ops.sparse_attention import BigBirdSparsityConfig, DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
+from hf_zero.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparsityConfig,
+)
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -25,12 +32,24 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 130, "bos_token_id": 1, "eos_token_id": 2}
+GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 60,
+    "n_positions": 130,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, Any] = {
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)),
-    "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**{**SMALL, "max_position_embeddings": 132, "pad_token_id": 1})),
+    "roberta": lambda: hf.RobertaForMaskedLM(
+        hf.RobertaConfig(**{**SMALL, "max_position_embeddings": 132, "pad_token_id": 1})
+    ),
     "distilbert": lambda: hf.DistilBertForMaskedLM(
-        hf.DistilBertConfig(dim=32, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=60, max_position_embeddings=130)
+        hf.DistilBertConfig(
+            dim=32, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=60, max_position_embeddings=130
+        )
     ),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=2)),
@@ -68,7 +87,9 @@ def test_a_dense_layout_is_the_models_own_attention(name: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-4)
     replacement.undo()
     replacement.undo()
-    assert model.config._attn_implementation == before and not any(hasattr(module, ATTRIBUTE) for module in model.modules())
+    assert model.config._attn_implementation == before and not any(
+        hasattr(module, ATTRIBUTE) for module in model.modules()
+    )
     for ours, theirs in zip(loss_and_gradients(model, given), own, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -76,8 +97,19 @@ def test_a_dense_layout_is_the_models_own_attention(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_sparse_layout_is_masked_attention(name: str) -> None:
     model, given = MODELS[name]().eval(), batch()
-    config = FixedSparsityConfig(4, block=16, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2)
-    mask = config.make_layout(112).bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[None, :, :100, :100]
+    config = FixedSparsityConfig(
+        4,
+        block=16,
+        different_layout_per_head=True,
+        num_local_blocks=2,
+        num_different_global_patterns=2,
+    )
+    mask = (
+        config.make_layout(112)
+        .bool()
+        .repeat_interleave(16, 1)
+        .repeat_interleave(16, 2)[None, :, :100, :100]
+    )
     mask = mask & given["attention_mask"].bool()[:, None, None, :]
     if name in CAUSAL:
         mask = mask.tril()
@@ -96,7 +128,9 @@ def test_dropout_of_attention_trains_and_replays() -> None:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         losses.append(loss_and_gradients(model, given))
-    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1])) and not torch.equal(losses[0][0], losses[2][0])
+    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1])) and not torch.equal(
+        losses[0][0], losses[2][0]
+    )
     model.gradient_checkpointing_enable()
     torch.manual_seed(1)
     for ours, plain in zip(loss_and_gradients(model, given), losses[0], strict=True):
@@ -108,13 +142,21 @@ def test_without_a_layout_of_its_own_a_model_gets_a_bigbird_one() -> None:
     own = model(**given).loss
     sparsify(model, DenseSparsityConfig(4)).undo()
     model.set_attn_implementation(NAME)
-    torch.testing.assert_close(model(**given).loss, own, msg="two blocks of 64: every pattern is whole")
+    torch.testing.assert_close(
+        model(**given).loss, own, msg="two blocks of 64: every pattern is whole"
+    )
 
 
 def test_generation_decodes_densely() -> None:
     model = MODELS["gpt2"]().eval()
     ids = batch()["input_ids"][:, :40]
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
+    given = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "pad_token_id": 2,
+    }
     own = model.generate(**given)
     sparsify(model, DenseSparsityConfig(4))
     assert torch.equal(model.generate(**given), own)
@@ -135,10 +177,15 @@ def test_blocks_compile_whole() -> None:
         (lambda: torch.nn.Linear(2, 2), "a model of transformers"),
         (lambda: hf.DebertaV2Model(hf.DebertaV2Config(**SMALL)), "computes attention itself"),
         (
-            lambda: hf.T5EncoderModel(hf.T5Config(d_model=32, d_kv=8, num_heads=4, d_ff=32, num_layers=1, vocab_size=60)),
+            lambda: hf.T5EncoderModel(
+                hf.T5Config(d_model=32, d_kv=8, num_heads=4, d_ff=32, num_layers=1, vocab_size=60)
+            ),
             "relative position",
         ),
-        (lambda: hf.Gemma2Model(hf.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)), "soft-caps"),
+        (
+            lambda: hf.Gemma2Model(hf.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
+            "soft-caps",
+        ),
     ],
 )
 def test_models_it_is_not_for_are_refused(made: Any, said: str) -> None:
@@ -147,7 +194,9 @@ def test_models_it_is_not_for_are_refused(made: Any, said: str) -> None:
 
 
 def test_a_layout_for_other_heads_is_refused() -> None:
-    config: SparsityConfig = FixedSparsityConfig(8, different_layout_per_head=True, num_different_global_patterns=2)
+    config: SparsityConfig = FixedSparsityConfig(
+        8, different_layout_per_head=True, num_different_global_patterns=2
+    )
     with pytest.raises(KernelError, match="pass num_heads=4"):
         sparsify(MODELS["bert"](), config)
 
@@ -188,9 +237,13 @@ def test_positions_are_extended(name: str) -> None:
     assert model(input_ids=ids).logits.shape == (1, 300, 60)
     assert model.config.max_position_embeddings == 300 + 2 * (name == "roberta")
     if name != "llama":
-        table = next(m for n, m in model.named_modules() if n.endswith(("position_embeddings", "wpe")))
+        table = next(
+            m for n, m in model.named_modules() if n.endswith(("position_embeddings", "wpe"))
+        )
         before = 2 * (name == "roberta")
-        assert torch.equal(table.weight[before + 130 : before + 260], table.weight[before : before + 130])
+        assert torch.equal(
+            table.weight[before + 130 : before + 260], table.weight[before : before + 130]
+        )
         with pytest.raises(KernelError, match="positions already"):
             extend_position_embedding(model, 20)
 
@@ -215,19 +268,31 @@ def test_deepspeeds_module_and_helpers() -> None:
     q, k, v = (torch.randn(2, 4, 50, 8) for _ in range(3))
     keep = torch.ones(2, 50)
     keep[1, 30:] = 0
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep.bool()[:, None, None, :])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep.bool()[:, None, None, :]
+    )
     config = facade.DenseSparsityConfig(num_heads=4)
     for mode, mask in (("mul", keep), ("add", (1 - keep) * -10_000.0)):
-        torch.testing.assert_close(facade.SparseSelfAttention(config, mode)(q, k, v, key_padding_mask=mask[:, None, None]), expected)
+        torch.testing.assert_close(
+            facade.SparseSelfAttention(config, mode)(q, k, v, key_padding_mask=mask[:, None, None]),
+            expected,
+        )
     with pytest.raises(KernelError, match="takes no rpe"):
         facade.SparseSelfAttention(config)(q, k, v, attn_mask=torch.ones(50, 50))
     with pytest.raises(KernelError, match="'both'"):
         facade.SparseSelfAttention(config, "both")
 
     model = MODELS["bert"]().eval()
-    replaced = facade.SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 200, config)
+    replaced = facade.SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 200, config
+    )
     assert replaced is model and model.config._attn_implementation == NAME
     assert model(input_ids=torch.randint(3, 59, (1, 200))).logits.shape == (1, 200, 60)
     tokenizer = SimpleNamespace(init_kwargs={})
-    assert facade.SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, 200).model_max_length == 200
+    assert (
+        facade.SparseAttentionUtils.update_tokenizer_model_max_length(
+            tokenizer, 200
+        ).model_max_length
+        == 200
+    )
     assert tokenizer.init_kwargs == {"model_max_length": 200}

@@ -1,4 +1,6 @@
-"""What would end in an error of another library, or in another training than was meant, is refused by name and with the remedy."""
+"""What would end in an error of another library, or in another training than was meant, is
+refused by name and with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
@@ -19,7 +27,13 @@ from hf_zero.integrations.trainer_config import refuse_full_eval
 
 
 def bert() -> BertForMaskedLM:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "max_position_embeddings": 8,
+    }
     return BertForMaskedLM(BertConfig(vocab_size=20, **sizes))
 
 
@@ -33,7 +47,8 @@ def test_a_sharded_checkpoint_is_no_model_folder(tmp_path: Path, loader: Any) ->
         with pytest.raises(CheckpointError, match=f"hf-zero convert-checkpoint {folder} MODEL"):
             loader.from_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))).save_pretrained(state)
-    assert AutoTokenizer.from_pretrained(state).vocab_size == 1  # it lies beside the checkpoint, and asks for the model's configuration
+    # it lies beside the checkpoint, and asks for the model's configuration
+    assert AutoTokenizer.from_pretrained(state).vocab_size == 1
     bert().save_pretrained(state)  # a Trainer's folder is both
     assert loader.from_pretrained(state).config.vocab_size == 20
 
@@ -42,16 +57,25 @@ def test_a_sharded_checkpoint_is_no_model_folder(tmp_path: Path, loader: Any) ->
 def test_embeddings_are_resized_before(stage: int) -> None:
     model = bert()
     model.resize_token_embeddings(24)
-    engine, *_ = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config={"stage": stage})
+    engine, *_ = hf_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config={"stage": stage}
+    )
     try:
-        with pytest.raises(PartitionError, match=r"resize_token_embeddings\(30\) .*resize before hf_zero.initialize"):
+        with pytest.raises(
+            PartitionError,
+            match=r"resize_token_embeddings\(30\) .*resize before hf_zero.initialize",
+        ):
             engine.resize_token_embeddings(30)
     finally:
         engine.destroy()
 
 
 def test_a_model_by_name_and_a_preset_by_place() -> None:
-    with pytest.raises(ConfigError, match=r"not 'bert'; pass the torch.nn.Module to train, such as AutoModel.from_pretrained\('bert'\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"not 'bert'; pass the torch.nn.Module to train, such as "
+        r"AutoModel.from_pretrained\('bert'\)",
+    ):
         hf_zero.initialize(model="bert", config="zero3")
     with pytest.raises(ConfigError, match="not a list; pass the"):
         hf_zero.initialize(model=[], config="zero3")
@@ -62,7 +86,9 @@ def test_a_model_by_name_and_a_preset_by_place() -> None:
     engine.destroy()
 
 
-def test_one_process_beside_other_devices_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_beside_other_devices_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from hf_zero.initialize import _tell_of_other_devices
 
     module = __import__("sys").modules["hf_zero.initialize"]
@@ -84,7 +110,12 @@ def test_one_process_beside_other_devices_says_so_once(monkeypatch: pytest.Monke
 def test_an_evaluation_in_another_precision(kind: str) -> None:
     arguments = {"bf16": False, "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False}
     with pytest.raises(ConfigError, match=f"{kind}_full_eval=True without {kind}=True"):
-        refuse_full_eval({"zero_optimization": {"stage": 2}}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True}))
-    refuse_full_eval({kind: {"enabled": True}}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True}))
+        refuse_full_eval(
+            {"zero_optimization": {"stage": 2}},
+            SimpleNamespace(**arguments | {f"{kind}_full_eval": True}),
+        )
+    refuse_full_eval(
+        {kind: {"enabled": True}}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True})
+    )
     refuse_full_eval({}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True, kind: True}))
     refuse_full_eval({}, SimpleNamespace(**arguments))

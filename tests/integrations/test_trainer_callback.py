@@ -1,4 +1,6 @@
-"""``ZeroCallback``: which Trainers it routes, what it leaves behind, what it reports; on one rank."""
+"""``ZeroCallback``: which Trainers it routes, what it leaves behind, what it reports; on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, zero_callback
 from hf_zero.integrations.zero_callback import Throughput, ZeroCallback, memory
-from tests.integrations.tiny_trainer import LENGTH, ROWS_A_BATCH, STEPS, logged, model, options, rows, trainer
+from tests.integrations.tiny_trainer import (
+    LENGTH,
+    ROWS_A_BATCH,
+    STEPS,
+    logged,
+    model,
+    options,
+    rows,
+    trainer,
+)
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -44,7 +55,10 @@ def test_it_routes_a_stock_trainer(first: str, tmp_path: Path) -> None:
     assert run.accelerator.distributed_type == DistributedType.DEEPSPEED
     found = run.accelerator.state.deepspeed_plugin.hf_ds_config.config
     assert found["zero_optimization"]["stage"] == 3
-    assert (found["train_micro_batch_size_per_gpu"], found["gradient_clipping"]) == (ROWS_A_BATCH, 0.5)
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_clipping"]) == (
+        ROWS_A_BATCH,
+        0.5,
+    )
     run.train()
     assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == 3
     assert len(logged(run)) == STEPS
@@ -57,7 +71,11 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE")} == {
         name: value for name, value in before.items() if name.startswith("ACCELERATE")
     }
-    assert args.deepspeed is None and args.deepspeed_plugin is None and not hasattr(args, "hf_deepspeed_config")
+    assert (
+        args.deepspeed is None
+        and args.deepspeed_plugin is None
+        and not hasattr(args, "hf_deepspeed_config")
+    )
     assert deepspeed_config() is None and not is_deepspeed_zero3_enabled()
 
 
@@ -67,7 +85,9 @@ def test_a_second_trainer_without_it_is_plain(arguments: str, tmp_path: Path) ->
     earlier = stock(tmp_path) if arguments == "earlier" else None
     first = trainer(first_args, callbacks=[ZeroCallback("zero2")])
     first.train()
-    second = trainer({"shared": first_args, "earlier": earlier, "later": stock(tmp_path)}[arguments])
+    second = trainer(
+        {"shared": first_args, "earlier": earlier, "later": stock(tmp_path)}[arguments]
+    )
     assert is_plain(second)
     second.train()
     assert type(second.model_wrapped) is type(model())
@@ -127,7 +147,9 @@ def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_beside_arguments_that_agree_it_reports(tmp_path: Path) -> None:
-    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config={"stage": 2, "gradient_clipping": 0.5})
+    args = hf_zero.TrainingArguments(
+        **options(tmp_path), zero_config={"stage": 2, "gradient_clipping": 0.5}
+    )
     run = trainer(args, callbacks=[ZeroCallback({"stage": 2, "gradient_clipping": "auto"})])
     run.train()
     assert len(logged(run, "memory_mib")) == STEPS
@@ -140,8 +162,14 @@ def test_beside_arguments_that_differ_it_raises(tmp_path: Path) -> None:
 
 
 def test_a_contradiction_shows_both_values(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu=3, argument: per_device_train_batch_size=4"):
-        trainer(stock(tmp_path), callbacks=[ZeroCallback({"stage": 2, "train_micro_batch_size_per_gpu": 3})])
+    with pytest.raises(
+        ConfigError,
+        match="train_micro_batch_size_per_gpu=3, argument: per_device_train_batch_size=4",
+    ):
+        trainer(
+            stock(tmp_path),
+            callbacks=[ZeroCallback({"stage": 2, "train_micro_batch_size_per_gpu": 3})],
+        )
     assert is_plain(trainer(stock(tmp_path)))
 
 
@@ -159,7 +187,13 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     clock = iter(range(1000))
     monkeypatch.setattr(zero_callback.time, "perf_counter", lambda: float(next(clock)))
     notes = Notes()
-    args = stock(tmp_path, logging_steps=2, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
+    args = stock(
+        tmp_path,
+        logging_steps=2,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     callback = ZeroCallback("zero2")
     run = trainer(args, callbacks=[notes, callback])
     run.train()
@@ -168,7 +202,8 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for entry in reports:
         assert entry["grad_norm"] > 0
         assert 0 < entry["memory_mib"] <= entry["peak_memory_mib"]
-        # each step is one tick of the clock, and so is each evaluation between steps, which must not count
+        # each step is one tick of the clock, and so is each evaluation between steps, which must
+        # not count
         assert entry["samples_per_second"] == 2 * ROWS_A_BATCH
         assert entry["tokens_per_second"] == 2 * ROWS_A_BATCH * LENGTH
     assert logged(run, "tokens_per_second") == [entry["tokens_per_second"] for entry in reports]
@@ -176,7 +211,9 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert callback.throughput._hook is None
 
 
-def test_it_says_that_the_model_was_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_that_the_model_was_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(zero_callback, "log_rank0", lambda message, level=0: said.append(message))
     run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero3")])
@@ -207,7 +244,9 @@ def test_rates_start_again_after_each_log() -> None:
     assert throughput.rates() == {}
 
 
-def test_another_deepspeed_makes_every_wrapper_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_deepspeed_makes_every_wrapper_inert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(finder, "chosen", lambda: False)
     run = trainer(stock(tmp_path))
     assert is_plain(run)

@@ -1,4 +1,6 @@
-"""Kernels, compiled blocks and checkpointed blocks by the keys of the configuration: Trainers by each route, and DeepSpeed's API."""
+"""Kernels, compiled blocks and checkpointed blocks by the keys of the configuration: Trainers by
+each route, and DeepSpeed's API.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,47 @@ from tests.integrations.tiny_trainer import logged, model, options, rows, traine
 pytestmark = pytest.mark.usefixtures("plain_process")
 
 
-def stock(args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any) -> transformers.Trainer:
+def stock(
+    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
+) -> transformers.Trainer:
     return trainer(transformers.TrainingArguments(**args, deepspeed=zero), architecture, **more)
 
 
-def ours(args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any) -> transformers.Trainer:
+def ours(
+    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
+) -> transformers.Trainer:
     return trainer(hf_zero.TrainingArguments(**args, zero_config=zero), architecture, **more)
 
 
-def callback(args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any) -> transformers.Trainer:
-    return trainer(transformers.TrainingArguments(**args), architecture, callbacks=[hf_zero.ZeroCallback(zero)], **more)
+def callback(
+    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
+) -> transformers.Trainer:
+    return trainer(
+        transformers.TrainingArguments(**args),
+        architecture,
+        callbacks=[hf_zero.ZeroCallback(zero)],
+        **more,
+    )
 
 
 def accuracy(answer: Any) -> dict[str, float]:
-    return {"accuracy": float((answer.predictions == answer.label_ids)[answer.label_ids >= 0].mean())}
+    return {
+        "accuracy": float((answer.predictions == answer.label_ids)[answer.label_ids >= 0].mean())
+    }
 
 
 ROUTES: list[tuple[Callable[..., transformers.Trainer], str, int, dict[str, Any]]] = [
     (ours, "gpt2", 3, {"gradient_accumulation_steps": 2}),
-    (stock, "llama", 2, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}),
+    (
+        stock,
+        "llama",
+        2,
+        {
+            "gradient_accumulation_steps": 2,
+            "label_smoothing_factor": 0.1,
+            "gradient_checkpointing": True,
+        },
+    ),
     (callback, "bert", 1, {}),
 ]
 
@@ -61,7 +85,9 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     return lambda start: sum(record.getMessage().startswith(start) for record in caplog.records)
 
 
-@pytest.mark.parametrize("route, architecture, stage, more", ROUTES, ids=["ours", "stock", "callback"])
+@pytest.mark.parametrize(
+    "route, architecture, stage, more", ROUTES, ids=["ours", "stock", "callback"]
+)
 def test_a_trainer_with_the_keys_is_one_without(
     route: Callable[..., transformers.Trainer],
     architecture: str,
@@ -70,10 +96,15 @@ def test_a_trainer_with_the_keys_is_one_without(
     tmp_path: Path,
     told: Callable[[str], int],
 ) -> None:
-    """Evaluated before and on the way, with a metric of the logits; saved; the best model found; resumed; taken apart."""
+    """Evaluated before and on the way, with a metric of the logits; saved; the best model found;
+    resumed; taken apart.
+    """
     steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     chosen = {**more, **steps, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    metrics = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    metrics = {
+        "compute_metrics": accuracy,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }
     zero = {"zero_optimization": {"stage": stage}, **KEYS}
 
     def finished(run: transformers.Trainer) -> tuple[transformers.Trainer, dict[str, float], Any]:
@@ -82,9 +113,15 @@ def test_a_trainer_with_the_keys_is_one_without(
         return run, before, run.predict(rows(architecture, 5))
 
     plain, before, want = finished(
-        trainer(transformers.TrainingArguments(**options(tmp_path / "plain", **chosen)), architecture, **metrics)
+        trainer(
+            transformers.TrainingArguments(**options(tmp_path / "plain", **chosen)),
+            architecture,
+            **metrics,
+        )
     )
-    run, found_before, found = finished(route(options(tmp_path / "keys", **chosen), zero, architecture, **metrics))
+    run, found_before, found = finished(
+        route(options(tmp_path / "keys", **chosen), zero, architecture, **metrics)
+    )
     for key in ("eval_loss", "eval_accuracy"):
         assert found_before[key] == pytest.approx(before[key], rel=1e-6)
     engine = run.model_wrapped
@@ -92,7 +129,9 @@ def test_a_trainer_with_the_keys_is_one_without(
     assert told("fused kernels in") == 1
     for key in ("loss", "eval_loss", "grad_norm", "eval_accuracy"):
         assert logged(run, key) == pytest.approx(logged(plain, key), rel=1e-5), key
-    assert run._signature_columns is not None and set(run._signature_columns) == set(plain._signature_columns or ())
+    assert run._signature_columns is not None and set(run._signature_columns) == set(
+        plain._signature_columns or ()
+    )
     oracle.compare_tensors("weights", weights(run), weights(plain), floor=oracle.ADAM_ROUNDING)
     assert found.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-5)
     assert found.predictions.shape == want.predictions.shape
@@ -106,17 +145,29 @@ def test_a_trainer_with_the_keys_is_one_without(
 
 
 def test_a_loss_that_reads_logits_beside_labels(tmp_path: Path) -> None:
-    """As scripts write ``compute_loss``: the labels go to the model, and its logits into another loss."""
+    """As scripts write ``compute_loss``: the labels go to the model, and its logits into another
+    loss.
+    """
 
     class Weighted(transformers.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:
             outputs = model(**inputs)
             logits, labels = outputs.logits[:, :-1].float(), inputs["labels"][:, 1:]
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2
+            )
             return (loss, outputs) if return_outputs else loss
 
     def trained(name: str, **zero: Any) -> transformers.Trainer:
-        args = hf_zero.TrainingArguments(**options(tmp_path / name), zero_config={"zero_optimization": {"stage": 3}, **zero})
+        args = hf_zero.TrainingArguments(
+            **options(tmp_path / name), zero_config={"zero_optimization": {"stage": 3}, **zero}
+        )
         run = Weighted(model=model("llama"), args=args, train_dataset=rows("llama"))
         run.train()
         return run
@@ -126,8 +177,12 @@ def test_a_loss_that_reads_logits_beside_labels(tmp_path: Path) -> None:
     assert logged(run, "grad_norm") == pytest.approx(logged(without, "grad_norm"), rel=1e-5)
 
 
-def test_a_masked_language_model_says_that_it_divides(tmp_path: Path, told: Callable[[str], int]) -> None:
-    """BertForMaskedLM ignores num_items_in_batch, so that a plain Trainer logs the sum over a window. The fused head logs the mean."""
+def test_a_masked_language_model_says_that_it_divides(
+    tmp_path: Path, told: Callable[[str], int]
+) -> None:
+    """BertForMaskedLM ignores num_items_in_batch, so that a plain Trainer logs the sum over a
+    window. The fused head logs the mean.
+    """
     args = options(tmp_path, gradient_accumulation_steps=2)
     plain = trainer(transformers.TrainingArguments(**args))
     plain.train()
@@ -142,18 +197,23 @@ DEEPSPEEDS = {
         "kernels": "auto",
         "compile": {"deepcompile": False},
         "activation_checkpointing": {
-            "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 2,
+            "partition_activations": True, "cpu_checkpointing": True,
+            "contiguous_memory_optimization": True, "number_checkpoints": 2,
             "synchronize_checkpoint_boundary": False, "profile": False,
         },
     },
     "sparse attention": {
         "sparse_attention": {
-            "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4, "num_global_blocks": 1,
-            "attention": "bidirectional", "horizontal_global_attention": False, "num_different_global_patterns": 4,
-            "num_random_blocks": 0, "local_window_blocks": [4], "global_block_indices": [0], "num_sliding_window_blocks": 3,
+            "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4,
+            "num_global_blocks": 1,
+            "attention": "bidirectional", "horizontal_global_attention": False,
+            "num_different_global_patterns": 4,
+            "num_random_blocks": 0, "local_window_blocks": [4], "global_block_indices": [0],
+            "num_sliding_window_blocks": 3,
         },
     },
-    "compiled": {"compile": {"blocks": True, "backend": "aot_eager"}, "kernels": KEYS["kernels"], "attention_backend": "math"},
+    "compiled": {"compile": {"blocks": True, "backend": "aot_eager"}, "kernels": KEYS["kernels"],
+    "attention_backend": "math"},
 }  # fmt: skip
 
 
@@ -163,12 +223,25 @@ def test_a_deepspeed_script_with_its_own_sections(keys: dict[str, Any]) -> None:
 
     def trained(more: dict[str, Any]) -> list[float]:
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}
-        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": 2},
+        }
         net = model("bert")
-        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config={**config, "optimizer": optimizer, **more})
+        engine, *_ = deepspeed.initialize(
+            model=net,
+            model_parameters=net.parameters(),
+            config={**config, "optimizer": optimizer, **more},
+        )
         losses, data = [], rows("bert")
         for start in range(0, len(data), 4):
-            loss = engine(**{name: torch.stack([row[name] for row in data[start : start + 4]]) for name in data[0]}).loss
+            loss = engine(
+                **{
+                    name: torch.stack([row[name] for row in data[start : start + 4]])
+                    for name in data[0]
+                }
+            ).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

@@ -1,4 +1,6 @@
-"""A Trainer under ZeRO on one rank: the three routes, evaluation, saving and resuming, against the plain Trainer."""
+"""A Trainer under ZeRO on one rank: the three routes, evaluation, saving and resuming, against
+the plain Trainer.
+"""
 
 from __future__ import annotations
 
@@ -29,42 +31,77 @@ ROUTES = ("ours", "stock", "callback")
 
 
 def routed(
-    route: str, stage: int, folder: Path, architecture: str = "bert", config: dict[str, Any] | None = None, **changes: Any
+    route: str,
+    stage: int,
+    folder: Path,
+    architecture: str = "bert",
+    config: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> transformers.Trainer:
-    """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of ``Trainer`` excepted."""
-    to_trainer = {name: changes.pop(name) for name in ("optimizers", "compute_metrics", "model", "callbacks") if name in changes}
+    """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of
+    ``Trainer`` excepted.
+    """
+    to_trainer = {
+        name: changes.pop(name)
+        for name in ("optimizers", "compute_metrics", "model", "callbacks")
+        if name in changes
+    }
     zero = {"zero_optimization": {"stage": stage}, **(config or {})}
     chosen = options(folder, **changes)
     if route == "plain":
         return trainer(transformers.TrainingArguments(**chosen), architecture, **to_trainer)
     if route == "ours":
-        return trainer(hf_zero.TrainingArguments(**chosen, zero_config=zero), architecture, **to_trainer)
+        return trainer(
+            hf_zero.TrainingArguments(**chosen, zero_config=zero), architecture, **to_trainer
+        )
     if route == "stock":
-        return trainer(transformers.TrainingArguments(**chosen, deepspeed=zero), architecture, **to_trainer)
-    return trainer(transformers.TrainingArguments(**chosen), architecture, callbacks=[hf_zero.ZeroCallback(zero)], **to_trainer)
+        return trainer(
+            transformers.TrainingArguments(**chosen, deepspeed=zero), architecture, **to_trainer
+        )
+    return trainer(
+        transformers.TrainingArguments(**chosen),
+        architecture,
+        callbacks=[hf_zero.ZeroCallback(zero)],
+        **to_trainer,
+    )
 
 
-def assert_same_training(run: transformers.Trainer, oracle: transformers.Trainer, tolerance: float = 1e-5) -> None:
+def assert_same_training(
+    run: transformers.Trainer, oracle: transformers.Trainer, tolerance: float = 1e-5
+) -> None:
     for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(run, key) == pytest.approx(logged(oracle, key), rel=tolerance), key
     expected, found = weights(oracle), weights(run)
     assert found.keys() == expected.keys()
-    # Over the whole model: what Adam makes of gradients that are zero in theory (a key's bias) is noise on both sides.
+    # Over the whole model: what Adam makes of gradients that are zero in theory (a key's bias) is
+    # noise on both sides.
     assert distance(found, expected) <= tolerance * distance(expected)
 
 
-def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor] | None = None) -> float:
+def distance(
+    first: dict[str, torch.Tensor], second: dict[str, torch.Tensor] | None = None
+) -> float:
     """The norm of all weights, or of their differences."""
-    return float(sum((value.double() - (second[name].double() if second else 0)).square().sum() for name, value in first.items()) ** 0.5)
+    return float(
+        sum(
+            (value.double() - (second[name].double() if second else 0)).square().sum()
+            for name, value in first.items()
+        )
+        ** 0.5
+    )
 
 
 @pytest.mark.parametrize("architecture", ["bert", "gpt2"])
-def test_every_route_and_stage_trains_as_the_plain_trainer(architecture: str, tmp_path: Path) -> None:
+def test_every_route_and_stage_trains_as_the_plain_trainer(
+    architecture: str, tmp_path: Path
+) -> None:
     changes = {"gradient_accumulation_steps": 2}
     oracle = routed("plain", 0, tmp_path, architecture, **changes)
     oracle.train()
     losses = []
-    for stage, route in zip((*STAGES, 3, 3), ("ours", "stock", "callback", "ours", "stock", "callback"), strict=True):
+    for stage, route in zip(
+        (*STAGES, 3, 3), ("ours", "stock", "callback", "ours", "stock", "callback"), strict=True
+    ):
         run = routed(route, stage, tmp_path, architecture, **changes)
         run.train()
         assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == stage
@@ -90,7 +127,12 @@ def test_evaluation_before_training(stage: int, tmp_path: Path) -> None:
     oracle = routed("plain", 0, tmp_path)
     expected = oracle.evaluate()["eval_loss"]
     oracle.train()
-    run = routed("ours", stage, tmp_path, config={"scheduler": {"type": "WarmupDecayLR"}} if stage == 3 else None)
+    run = routed(
+        "ours",
+        stage,
+        tmp_path,
+        config={"scheduler": {"type": "WarmupDecayLR"}} if stage == 3 else None,
+    )
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert run.predict(rows()[:3]).predictions.shape[0] == 3
     run.train()
@@ -119,7 +161,9 @@ def test_evaluation_while_training_prediction_and_saving(stage: int, tmp_path: P
     run.train()
     assert logged(run, "eval_loss") == pytest.approx(logged(oracle, "eval_loss"), rel=1e-5)
     expected, found = oracle.predict(rows()[:5]), run.predict(rows()[:5])
-    assert torch.allclose(torch.tensor(found.predictions), torch.tensor(expected.predictions), atol=1e-4)
+    assert torch.allclose(
+        torch.tensor(found.predictions), torch.tensor(expected.predictions), atol=1e-4
+    )
     run.save_model(str(tmp_path / "saved"))
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").state_dict()
     trained = weights(oracle)
@@ -203,14 +247,23 @@ def test_the_trainers_own_optimizer_and_scheduler_are_used(stage: int, tmp_path:
 def test_two_optimizers(tmp_path: Path) -> None:
     made = model()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
-    run = routed("ours", 2, tmp_path, model=made, optimizers=(optimizer, None), config={"optimizer": {"type": "AdamW"}})
+    run = routed(
+        "ours",
+        2,
+        tmp_path,
+        model=made,
+        optimizers=(optimizer, None),
+        config={"optimizer": {"type": "AdamW"}},
+    )
     with pytest.raises(ConfigError, match=r"gives SGD and the ZeRO config gives 'AdamW'"):
         run.train()
 
 
 def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     class Wrapped(transformers.Trainer):
-        def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        def _wrap_model(
+            self, model: nn.Module, training: bool = True, dataloader: Any = None
+        ) -> nn.Module:
             return nn.DataParallel(model)
 
     args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
@@ -231,13 +284,21 @@ def test_16_bit_training(stage: int, precision: str, tmp_path: Path) -> None:
     by_config.train()
     assert logged(by_flag) == logged(by_config)
     assert logged(by_flag) == pytest.approx(logged(oracle), rel=2e-2)
-    assert next(by_flag.model.parameters()).dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+    assert next(by_flag.model.parameters()).dtype == getattr(
+        torch, {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    )
 
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_a_step_that_overflowed_leaves_the_schedule_alone(stage: int, tmp_path: Path) -> None:
     run = routed(
-        "ours", stage, tmp_path, config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}}, fp16=True, warmup_steps=0, max_steps=12
+        "ours",
+        stage,
+        tmp_path,
+        config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}},
+        fp16=True,
+        warmup_steps=0,
+        max_steps=12,
     )
     run.train()
     skipped = run.deepspeed.counters.skipped_steps
@@ -252,7 +313,8 @@ def test_a_second_train_goes_on(stage: int, tmp_path: Path) -> None:
     for route in ("plain", "ours"):
         run = routed(route, stage, tmp_path)
         run.train()
-        run.optimizer = None  # the plain Trainer keeps Adam's moments, under ZeRO each train() begins with new ones
+        # the plain Trainer keeps Adam's moments, under ZeRO each train() begins with new ones
+        run.optimizer = None
         run.train()
         runs.append(run)
     assert_same_training(runs[1], runs[0])
@@ -262,7 +324,10 @@ def test_a_second_train_goes_on(stage: int, tmp_path: Path) -> None:
 def test_a_second_train_in_16_bits_loses_nothing(stage: int, tmp_path: Path) -> None:
     run = routed("ours", stage, tmp_path, bf16=True)
     run.train()
-    masters = {name: hf_zero.safe_get_full_fp32_param(parameter) for name, parameter in run.model.named_parameters()}
+    masters = {
+        name: hf_zero.safe_get_full_fp32_param(parameter)
+        for name, parameter in run.model.named_parameters()
+    }
     hand_back(run.deepspeed)
     for name, parameter in run.model.named_parameters():
         assert type(parameter) is nn.Parameter and torch.equal(parameter, masters[name])
@@ -279,7 +344,9 @@ def test_the_level_of_the_log_is_the_users(tmp_path: Path, monkeypatch: pytest.M
 def test_adapters_over_frozen_blocks(stage: int, tmp_path: Path) -> None:
     def lora() -> nn.Module:
         torch.manual_seed(5)
-        config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
         return peft.get_peft_model(model("gpt2"), config)
 
     changes = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
@@ -304,19 +371,39 @@ def test_generation_in_evaluation(stage: int, tmp_path: Path) -> None:
     losses = []
     for route in ("plain", "stock"):
         zero = {"deepspeed": {"zero_optimization": {"stage": stage}}} if route == "stock" else {}
-        settings = options(tmp_path, predict_with_generate=True, generation_max_length=7, eval_strategy="steps", eval_steps=2, **zero)
+        settings = options(
+            tmp_path,
+            predict_with_generate=True,
+            generation_max_length=7,
+            eval_strategy="steps",
+            eval_steps=2,
+            **zero,
+        )
         args = transformers.Seq2SeqTrainingArguments(**settings)
-        run = transformers.Seq2SeqTrainer(model=model("t5"), args=args, train_dataset=data, eval_dataset=data[:6])
+        run = transformers.Seq2SeqTrainer(
+            model=model("t5"), args=args, train_dataset=data, eval_dataset=data[:6]
+        )
         before = run.predict(data[:3]).predictions
         run.train()
-        losses.append((logged(run), logged(run, "eval_loss"), before.tolist(), run.predict(data[:3]).predictions.tolist()))
+        losses.append(
+            (
+                logged(run),
+                logged(run, "eval_loss"),
+                before.tolist(),
+                run.predict(data[:3]).predictions.tolist(),
+            )
+        )
     for found, expected in zip(losses[1], losses[0], strict=True):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_second_training_has_a_new_optimizer(stage: int, tmp_path: Path, heard_in_full: list[str]) -> None:
-    """Under ZeRO Transformers begins each train() with one; a plain Trainer keeps that of the first, and otherwise does the same."""
+def test_a_second_training_has_a_new_optimizer(
+    stage: int, tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """Under ZeRO Transformers begins each train() with one; a plain Trainer keeps that of the
+    first, and otherwise does the same.
+    """
     kept, oracle = (routed("plain", 0, tmp_path) for _ in range(2))
     for each in (kept, kept, oracle):
         each.train()
@@ -329,4 +416,10 @@ def test_a_second_training_has_a_new_optimizer(stage: int, tmp_path: Path, heard
     assert_same_training(run, oracle)
     assert logged(kept)[:2] == pytest.approx(logged(oracle)[:2], rel=1e-6)
     assert abs(logged(kept)[2] - logged(oracle)[2]) > 1e-3
-    assert sum("another train() goes on with the weights and with a new optimizer" in text for text in heard_in_full) == 1
+    assert (
+        sum(
+            "another train() goes on with the weights and with a new optimizer" in text
+            for text in heard_in_full
+        )
+        == 1
+    )

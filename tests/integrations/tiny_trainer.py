@@ -1,4 +1,6 @@
-"""A tiny Trainer run: real BERT and GPT-2 architectures, fixed rows, losses read from the Trainer's own log."""
+"""A tiny Trainer run: real BERT and GPT-2 architectures, fixed rows, losses read from the
+Trainer's own log.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Row = dict[str, torch.Tensor]
 
 
 def rows(architecture: str = "bert", count: int = 2 * STEPS * ROWS_A_BATCH) -> list[Row]:
-    """Every row has equally many labels, so that a mean over a batch is the mean over its ranks' means."""
+    """Every row has equally many labels, so that a mean over a batch is the mean over its ranks'
+    means.
+    """
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(count):
@@ -34,7 +38,9 @@ def model(architecture: str = "bert") -> nn.Module:
 
 
 def options(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of any TrainingArguments class: four steps, every one logged, nothing reported or saved."""
+    """Arguments of any TrainingArguments class: four steps, every one logged, nothing reported
+    or saved.
+    """
     chosen = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -56,7 +62,13 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def trainer(args: Any, architecture: str = "bert", **changes: Any) -> transformers.Trainer:
     data = rows(architecture)
-    chosen = {"model": model(architecture), "args": args, "train_dataset": data, "eval_dataset": data[:6], **changes}
+    chosen = {
+        "model": model(architecture),
+        "args": args,
+        "train_dataset": data,
+        "eval_dataset": data[:6],
+        **changes,
+    }
     return transformers.Trainer(**chosen)
 
 

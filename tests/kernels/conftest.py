@@ -1,4 +1,6 @@
-"""Kernels of the native core, on each instruction set of this machine, where the core is built; Triton's everywhere, in its interpreter."""
+"""Kernels of the native core, on each instruction set of this machine, where the core is built;
+Triton's everywhere, in its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if os.environ.get("HF_ZERO_TEST_HUGE") != "1":
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """The instruction set and the number of threads are those of the process again after each test."""
+    """The instruction set and the number of threads are those of the process again after each
+    test.
+    """
     name, threads = native.instruction_set(), native.threads()
     yield
     native.set_threads(threads)

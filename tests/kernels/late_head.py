@@ -1,6 +1,8 @@
-"""The sparse head of a masked language model on the simulated device, posing as CUDA, beside the model as it was on the CPU.
+"""The sparse head of a masked language model on the simulated device, posing as CUDA, beside the
+model as it was on the CPU.
 
-    python -m tests.kernels.late_head      # a JSON row for each way: what differs, what the host has waited for, what the device reports
+    python -m tests.kernels.late_head      # a JSON row for each way: what differs, what the host
+    has waited for, what the device reports
 
 "right" is the head as it is; in the other ways one call is left out, which the device must report.
 """
@@ -33,7 +35,9 @@ def train() -> dict[str, Any]:
     assert not isinstance(fuse_head(fused), str)
     fused = fused.to("cuda")
     rows: list[int] = []
-    fused.cls.predictions.transform.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[0]))
+    fused.cls.predictions.transform.register_forward_pre_hook(
+        lambda module, given: rows.append(given[0].shape[0])
+    )
     random = torch.Generator().manual_seed(0)
     worst, waits = 0.0, 0
     for share in SHARES:
@@ -41,7 +45,10 @@ def train() -> dict[str, Any]:
         counts = torch.zeros(TOKENS, dtype=torch.bool)
         counts[torch.randperm(TOKENS, generator=random)[: int(TOKENS * share)]] = True
         given = {"input_ids": ids, "labels": ids.where(counts.view_as(ids), -100)}
-        late = {name: tensor.pin_memory().to("cuda", non_blocking=True) for name, tensor in given.items()}
+        late = {
+            name: tensor.pin_memory().to("cuda", non_blocking=True)
+            for name, tensor in given.items()
+        }
         for model in (plain, fused):
             model.zero_grad()
         expected = plain(**given).loss
@@ -70,7 +77,13 @@ def main() -> None:
         except Exception as error:  # nonsense was read as a number of rows
             found = {"ended": f"{type(error).__name__}: {error}"}
         device.synchronize_all()
-        row = {"way": way, "mode": mode, **found, "dropped": device.drops(), "reports": device.reports()}
+        row = {
+            "way": way,
+            "mode": mode,
+            **found,
+            "dropped": device.drops(),
+            "reports": device.reports(),
+        }
         device.drop_nothing()
         print(json.dumps(row), flush=True)
 

@@ -23,7 +23,9 @@ FORMS = ["none", "tanh"]
 def test_gelu_with_a_bias(body, shape, approximate, dtype):
     x, bias = (3 * torch.randn(shape)).to(dtype), torch.randn(shape[-1]).to(dtype)
     assert_no_worse_than_torch(
-        lambda x, bias: gelu(x, bias, approximate=approximate), lambda x, bias: F.gelu(x + bias, approximate=approximate), [x, bias]
+        lambda x, bias: gelu(x, bias, approximate=approximate),
+        lambda x, bias: F.gelu(x + bias, approximate=approximate),
+        [x, bias],
     )
 
 
@@ -31,7 +33,11 @@ def test_gelu_with_a_bias(body, shape, approximate, dtype):
 @pytest.mark.parametrize("approximate", FORMS)
 def test_gelu_without_a_bias(body, approximate, dtype):
     x = (3 * torch.randn(5, 433)).to(dtype)
-    assert_no_worse_than_torch(lambda x: gelu(x, approximate=approximate), lambda x: F.gelu(x, approximate=approximate), [x])
+    assert_no_worse_than_torch(
+        lambda x: gelu(x, approximate=approximate),
+        lambda x: F.gelu(x, approximate=approximate),
+        [x],
+    )
 
 
 GATES = {
@@ -67,7 +73,11 @@ def test_strided_inputs_and_gradients(body):
     """Views of a wider tensor, a transposed one, one row expanded; an expanded gradient."""
     wide = torch.randn(6, 40)
     row = torch.randn(1, 16).expand(6, 16)
-    for gate, up in ((wide[:, 3:19], wide[:, 20:36]), (torch.randn(16, 6).t(), row), (wide[::2, ::2], wide[1::2, 1::2])):
+    for gate, up in (
+        (wide[:, 3:19], wide[:, 20:36]),
+        (torch.randn(16, 6).t(), row),
+        (wide[::2, ::2], wide[1::2, 1::2]),
+    ):
         assert_no_worse_than_torch(swiglu, lambda gate, up: F.silu(gate) * up, [gate, up])
         assert_no_worse_than_torch(gelu, lambda x, bias: F.gelu(x + bias), [gate, up[0]])
     x = torch.randn(6, 16, requires_grad=True)
@@ -82,7 +92,9 @@ def test_exact_gelu_everywhere(body):
     value, slope = gradients(gelu, [x], torch.ones(8001))
     true = x.double()
     want, want_slope = reference.activate(true, "gelu"), reference.derivative(true, "gelu")
-    assert ((value - want).abs() <= 1e-7 * true.abs().clamp_min(1)).all() and (slope - want_slope).abs().max() < 3e-7
+    assert ((value - want).abs() <= 1e-7 * true.abs().clamp_min(1)).all() and (
+        slope - want_slope
+    ).abs().max() < 3e-7
     far = torch.tensor([-1e30, -1e4, -50.0, 50.0, 1e4, 1e30])
     assert gelu(far).tolist() == [0, 0, 0, 50, 1e4, float(far[-1])]
     assert gelu(torch.tensor([float("nan")])).isnan().all()
@@ -151,7 +163,10 @@ def test_compiles_whole():
         return swiglu_packed(gelu(x, bias) * 2)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, [x, bias]), gradients(block, [x, bias])))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gradients(compiled, [x, bias]), gradients(block, [x, bias]))
+    )
 
 
 def test_bad_input_is_named():
@@ -164,7 +179,10 @@ def test_bad_input_is_named():
         (lambda: gelu(x, approximate="fast"), "gelu: approximate='fast'; give 'none' or 'tanh'"),
         (lambda: geglu(x, x, approximate="fast"), "geglu: approximate='fast'"),
         (lambda: swiglu(x, x[:2]), r"swiglu: gate has shape \[3, 8\] and up \[2, 8\]"),
-        (lambda: swiglu(x, x.half()), "swiglu: gate is torch.float32 and up torch.float16; cast one"),
+        (
+            lambda: swiglu(x, x.half()),
+            "swiglu: gate is torch.float32 and up torch.float16; cast one",
+        ),
         (lambda: swiglu_packed(x[:, :7]), "swiglu_packed: gate_up has width 7"),
     ):
         with pytest.raises(KernelError, match=said):
@@ -172,5 +190,10 @@ def test_bad_input_is_named():
 
 
 def test_examples_run(body):
-    for kernel in (activations.BIAS_ACT, activations.BIAS_ACT_BACKWARD, activations.GATED, activations.GATED_BACKWARD):
+    for kernel in (
+        activations.BIAS_ACT,
+        activations.BIAS_ACT_BACKWARD,
+        activations.GATED,
+        activations.GATED_BACKWARD,
+    ):
         kernel(*kernel.example(torch.device("cpu")))

@@ -1,4 +1,6 @@
-"""8-bit blocks and stochastic rounding: what they keep, what they lose, and that training does not notice."""
+"""8-bit blocks and stochastic rounding: what they keep, what they lose, and that training does
+not notice.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_encoding_and_decoding_are_those_of_the_reference(isa: str, signed: bool
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_code_survives_decoding_and_encoding(isa: str, signed: bool) -> None:
-    """At every scale, and from blocks that stochastic rounding made: a checkpoint in fp32 loses nothing."""
+    """At every scale, and from blocks that stochastic rounding made: a checkpoint in fp32 loses
+    nothing.
+    """
     codes = torch.arange(256, dtype=torch.uint8)
     if signed:
         codes[128] = 0  # the code of -0 is never given
@@ -55,7 +59,8 @@ def test_errors_are_within_half_a_step(isa: str, signed: bool) -> None:
     scale = values.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
     inside = values.abs() >= scale * 1.25 * 2.0 ** (-16 if signed else -32)
     assert bool(((decoded - values).abs()[inside] <= values.abs()[inside] / 16 * 1.0001).all())
-    assert torch.equal(decoded.view(-1, BLOCK).abs().amax(1), values.view(-1, BLOCK).abs().amax(1))  # the largest is exact
+    # the largest is exact
+    assert torch.equal(decoded.view(-1, BLOCK).abs().amax(1), values.view(-1, BLOCK).abs().amax(1))
 
 
 def test_a_second_moment_never_becomes_zero(isa: str) -> None:
@@ -84,7 +89,15 @@ def test_stochastic_rounding_is_right_on_average(isa: str, kind: str) -> None:
     numel = 4 * BLOCK
     grad, mean, square = torch.randn(numel), torch.randn(numel), torch.rand(numel) + 0.1
     exact = torch.zeros(numel), torch.zeros(numel)
-    settings = {"step": 3, "lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    settings = {
+        "step": 3,
+        "lr": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled": True,
+    }
 
     def kept() -> tuple[Blocks | Tensor, Blocks | Tensor]:
         if kind == "bf16":
@@ -101,7 +114,8 @@ def test_stochastic_rounding_is_right_on_average(isa: str, kind: str) -> None:
         for total, moment in zip(sums, moments):
             total += moment.double() if isinstance(moment, Tensor) else moment.decode().double()
     for total, wanted in zip(sums, exact):
-        step = wanted.abs().double() * (2.0**-7 if kind == "bf16" else 2.0**-3)  # between neighbours, at most
+        # between neighbours, at most
+        step = wanted.abs().double() * (2.0**-7 if kind == "bf16" else 2.0**-3)
         deviation = (total / rounds - wanted.double()) / (step / (2 * rounds**0.5))
         assert bool((deviation.abs() < 6).all()) and abs(float(deviation.mean())) < 0.25
 
@@ -113,15 +127,26 @@ def test_narrow_is_a_view_between_blocks() -> None:
     part.encode(torch.zeros(744))
     assert bool((blocks.decode()[256:] == 0).all()) and bool((blocks.decode()[:256] != 0).any())
     for start, length in ((1, 10), (256, 10), (0, 1001), (-256, 256)):
-        with pytest.raises(KernelError, match=rf"Blocks.narrow\({start}, {length}\) of 1000 elements"):
+        with pytest.raises(
+            KernelError, match=rf"Blocks.narrow\({start}, {length}\) of 1000 elements"
+        ):
             blocks.narrow(start, length)
 
 
 def losses(optimizer: type, moments: str) -> list[float]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 32), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), nn.Linear(32, 64))
+    model = nn.Sequential(
+        nn.Embedding(64, 32),
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+        nn.Linear(32, 64),
+    )
     data = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
-    update = optimizer(model.parameters(), lr=3e-3 if optimizer is CPUAdam else 1.5e-3, weight_decay=0.01, moments=moments)
+    update = optimizer(
+        model.parameters(),
+        lr=3e-3 if optimizer is CPUAdam else 1.5e-3,
+        weight_decay=0.01,
+        moments=moments,
+    )
     found = []
     for _ in range(200):
         loss = nn.functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
@@ -134,7 +159,9 @@ def losses(optimizer: type, moments: str) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", [CPUAdam, CPULion])
 def test_training_with_narrow_moments_follows_fp32(optimizer: type) -> None:
-    """A transformer layer that learns 128 next tokens by heart: 200 steps to less than a fifth of the loss it starts from."""
+    """A transformer layer that learns 128 next tokens by heart: 200 steps to less than a fifth
+    of the loss it starts from.
+    """
     wide = losses(optimizer, "fp32")
     assert wide[-1] < 0.2 * wide[0]
     for moments, tolerance in (("bf16", 0.02), ("int8", 0.06)):

@@ -1,4 +1,6 @@
-"""The checked interpreter: each fault it is there for is one that the interpreter alone lets pass."""
+"""The checked interpreter: each fault it is there for is one that the interpreter alone lets
+pass.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def follow(table, out):
     tl.store(out + tl.program_id(0), tl.load(source))
 
 
-@pytest.mark.parametrize(("shift", "place"), [(1, "element 16"), (-1, "element -1"), (2**33, f"element {2**33}")])
+@pytest.mark.parametrize(
+    ("shift", "place"), [(1, "element 16"), (-1, "element -1"), (2**33, f"element {2**33}")]
+)
 def test_a_load_outside_names_the_argument(checked_triton: Checked, shift: int, place: str) -> None:
     x, y = torch.ones(16), torch.zeros(16)
     copy[(1,)](x, y, 16, 0, BLOCK=16, POISONED=False)
@@ -117,12 +121,18 @@ def test_lanes_masked_without_other_are_nan(checked_triton: Checked) -> None:
 
 
 def test_memory_of_empty_is_nan(checked_triton: Checked) -> None:
-    assert torch.empty(7).isnan().all() and torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
+    assert (
+        torch.empty(7).isnan().all()
+        and torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
+    )
 
 
 def test_two_programs_that_store_to_one_address_race(checked_triton: Checked) -> None:
     x = torch.arange(4.0)
-    with pytest.raises(MemoryFault, match="race: a store of program 0 and a store of program 1 meet at element 0 of 'total'"):
+    with pytest.raises(
+        MemoryFault,
+        match="race: a store of program 0 and a store of program 1 meet at element 0 of 'total'",
+    ):
         add_up[(4,)](x, torch.zeros(1), ATOMIC=False)
     total = torch.zeros(1)
     add_up[(4,)](x, total, ATOMIC=True)
@@ -130,7 +140,10 @@ def test_two_programs_that_store_to_one_address_race(checked_triton: Checked) ->
 
 
 def test_a_program_that_loads_what_another_stores_races(checked_triton: Checked) -> None:
-    with pytest.raises(MemoryFault, match="race: a load of program 1 and a store of program 0 meet at element 1 of 'x'"):
+    with pytest.raises(
+        MemoryFault,
+        match="race: a load of program 1 and a store of program 0 meet at element 1 of 'x'",
+    ):
         pass_on[(2,)](torch.zeros(3))
     pass_on[(1,)](torch.zeros(3))
 
@@ -142,7 +155,9 @@ def test_lanes_of_one_store_that_disagree_race(checked_triton: Checked) -> None:
 
 
 def test_programs_run_in_another_order(checked_triton: Checked) -> None:
-    """What a program sees of a counter depends on who came before: no race, but wrong if a result rests on it."""
+    """What a program sees of a counter depends on who came before: no race, but wrong if a
+    result rests on it.
+    """
 
     def order_of(**settings: Any) -> list[int]:
         seen = torch.zeros(8, dtype=torch.int32)
@@ -163,7 +178,9 @@ def test_bf16_is_rounded_as_torch_rounds(checked_triton: Checked) -> None:
     with np.errstate(invalid="ignore"):
         arithmetic[(1,)](x, y, out, BLOCK=1024)
     torch.testing.assert_close(out[0], x * y + x, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(out[1], (x.float().exp() * y).bfloat16(), rtol=2**-8, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        out[1], (x.float().exp() * y).bfloat16(), rtol=2**-8, atol=0, equal_nan=True
+    )
     finite = ~x.isnan()
     assert torch.equal(out[2][finite], torch.maximum(torch.where(x > y, -x, y), x.abs())[finite])
 
@@ -180,7 +197,9 @@ def test_a_product_of_fp32_is_tf32_unless_told_otherwise(checked_triton: Checked
     torch.testing.assert_close(out, half.float() @ half.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(checked_triton: Checked) -> None:
+def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(
+    checked_triton: Checked,
+) -> None:
     sources = [torch.full((1,), 2.0), torch.full((1,), 3.0)]
     table, out = torch.tensor([each.data_ptr() for each in sources]), torch.zeros(2)
     with pytest.raises(MemoryFault, match="no tensor named to reachable"):
@@ -196,10 +215,18 @@ def test_everything_is_as_before_afterwards() -> None:
 
     from tests.helpers.checked_triton import checked_triton
 
-    before = (interpreter._get_np_dtype, interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_dot)
+    before = (
+        interpreter._get_np_dtype,
+        interpreter.GridExecutor.__call__,
+        interpreter.InterpreterBuilder.create_dot,
+    )
     with checked_triton():
         with checked_triton(order="reverse"):
             assert interpreter.GridExecutor.__call__ is not before[1]
         assert interpreter.GridExecutor.__call__ is not before[1]
-    assert before == (interpreter._get_np_dtype, interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_dot)
+    assert before == (
+        interpreter._get_np_dtype,
+        interpreter.GridExecutor.__call__,
+        interpreter.InterpreterBuilder.create_dot,
+    )
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,6 @@
-"""Which body of an operation runs, and that a kernel which cannot is said so once; the doctor's trial of kernels."""
+"""Which body of an operation runs, and that a kernel which cannot is said so once; the doctor's
+trial of kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test declares is forgotten after it; no kernel is broken. All others are declared before, or they would be forgotten too."""
+    """What a test declares is forgotten after it; no kernel is broken.
+
+    All others are declared before, or they would be forgotten too.
+    """
     trial.declared()
     monkeypatch.setattr(dispatch, "KERNELS", dict(dispatch.KERNELS))
     monkeypatch.setattr(dispatch, "_BROKEN", {})
@@ -57,7 +62,9 @@ def test_a_name_is_declared_once() -> None:
         Kernel("once", "c:d", doubled)
 
 
-def test_the_interpreter_runs_kernels_unless_the_environment_says_no(body: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_runs_kernels_unless_the_environment_says_no(
+    body: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: True)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     kernel = Kernel("made up", body(lambda x: x * 3), doubled)
@@ -69,13 +76,19 @@ def test_the_interpreter_runs_kernels_unless_the_environment_says_no(body: Calla
     assert kernel(torch.ones(1)).item() == 2
 
 
-def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
     dispatch._warned_missing.cache_clear()
-    assert dispatch.runs_on(torch.device("cuda")) and not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
+    assert (
+        dispatch.runs_on(torch.device("cuda"))
+        and not dispatch.runs_on(CPU)
+        and not dispatch.runs_on(torch.device("meta"))
+    )
     dispatch._warned_missing.cache_clear()
 
 
@@ -87,7 +100,9 @@ class NoDriver:
         raise AssertionError("libcuda.so cannot found!\nPossible files are located at ...")
 
 
-def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import triton.runtime
 
     monkeypatch.setattr(triton.runtime, "driver", NoDriver())
@@ -100,9 +115,15 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(hear
         for kernel in trial.declared().values():
             kernel(*kernel.example(CPU))
         assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
-        assert not dispatch.wanted("optimizer", "auto", torch.device("cuda")) and dispatch.broken() == {}
+        assert (
+            not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
+            and dispatch.broken() == {}
+        )
         (said,) = [each for each in heard if "Triton" in each]
-        assert "finds no driver for this GPU" in said and "AssertionError: libcuda.so cannot found!)" in said
+        assert (
+            "finds no driver for this GPU" in said
+            and "AssertionError: libcuda.so cannot found!)" in said
+        )
     finally:
         for cached in (dispatch.missing_driver, dispatch._warned_missing):
             cached.cache_clear()
@@ -116,8 +137,15 @@ def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert [device.type for device in seen] == ["meta", "cpu", "meta"]
 
 
-def test_what_a_kernel_refuses_goes_to_the_reference(body: Callable[..., str], as_on_a_gpu: None) -> None:
-    kernel = Kernel("made up", body(lambda x: x * 3), doubled, refuses=lambda x: "too long" if len(x) > 1 else "")
+def test_what_a_kernel_refuses_goes_to_the_reference(
+    body: Callable[..., str], as_on_a_gpu: None
+) -> None:
+    kernel = Kernel(
+        "made up",
+        body(lambda x: x * 3),
+        doubled,
+        refuses=lambda x: "too long" if len(x) > 1 else "",
+    )
     assert kernel(torch.ones(1)).tolist() == [3] and kernel(torch.ones(2)).tolist() == [2, 2]
 
 
@@ -138,19 +166,28 @@ def failures() -> list[Exception]:
 
 
 @pytest.mark.parametrize("index", range(6))
-def test_a_kernel_that_does_not_compile_is_said_once(body: Callable[..., str], as_on_a_gpu: None, heard: list[str], index: int) -> None:
+def test_a_kernel_that_does_not_compile_is_said_once(
+    body: Callable[..., str], as_on_a_gpu: None, heard: list[str], index: int
+) -> None:
     calls: list[int] = []
 
     def fails(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         raise failures()[index]
 
-    kernel = Kernel("made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),))
+    kernel = Kernel(
+        "made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),)
+    )
     assert [kernel(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
     assert len(calls) == 1 and list(dispatch.broken()) == ["made up"]
     (said,) = [each for each in heard if "made up" in each]
-    assert "cannot be compiled here, so its slow reference runs from now on" in said and type(failures()[index]).__name__ in said
-    assert trial.try_out(kernel, CPU).startswith(f"cannot be compiled: {type(failures()[index]).__name__}: ")
+    assert (
+        "cannot be compiled here, so its slow reference runs from now on" in said
+        and type(failures()[index]).__name__ in said
+    )
+    assert trial.try_out(kernel, CPU).startswith(
+        f"cannot be compiled: {type(failures()[index]).__name__}: "
+    )
 
 
 def test_a_launch_is_made_on_the_device_of_its_tensors(
@@ -172,7 +209,9 @@ def test_a_launch_is_made_on_the_device_of_its_tensors(
     monkeypatch.setattr(torch.cuda, "device", Chosen)
     kernel = Kernel("made up", body(lambda x: list(chosen)), doubled)
     for index, during in ((0, []), (1, [torch.device("cuda", 1)])):
-        monkeypatch.setattr(dispatch, "_device", lambda args, index=index: torch.device("cuda", index))
+        monkeypatch.setattr(
+            dispatch, "_device", lambda args, index=index: torch.device("cuda", index)
+        )
         assert kernel(torch.ones(1)) == during and chosen == []
 
 
@@ -180,7 +219,9 @@ def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    kernel = Kernel("made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),))
+    kernel = Kernel(
+        "made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),)
+    )
     with pytest.raises(RuntimeError, match="illegal memory access"):
         kernel(torch.ones(1))
     assert dispatch.broken() == {}
@@ -213,21 +254,34 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
     assert trial.try_out(broken, CPU).startswith("TypeError: ")
 
 
-def test_every_kernel_agrees_with_its_reference_on_its_example(checked_triton: Callable[..., Any]) -> None:
+def test_every_kernel_agrees_with_its_reference_on_its_example(
+    checked_triton: Callable[..., Any],
+) -> None:
     """What the doctor runs on a GPU."""
     kernels = trial.declared()
     assert "norm" in kernels
-    assert {name: wrong for name, kernel in kernels.items() if (wrong := trial.try_out(kernel, CPU))} == {}
+    assert {
+        name: wrong for name, kernel in kernels.items() if (wrong := trial.try_out(kernel, CPU))
+    } == {}
 
 
 def test_every_kernel_passes_its_trial(checked_triton) -> None:
     """As the doctor tries them on a GPU; those of folders are among them."""
     found = {name: trial.try_out(kernel, CPU) for name, kernel in trial.declared().items()}
     assert {name: why for name, why in found.items() if why} == {}
-    assert {"norm", "cross_entropy", "flat_adam", "sparse_attention", "sparse_attention_backward"} <= set(found)
+    assert {
+        "norm",
+        "cross_entropy",
+        "flat_adam",
+        "sparse_attention",
+        "sparse_attention_backward",
+    } <= set(found)
 
 
 def test_declared_kernels_are_found_without_triton() -> None:
-    code = "import sys; from hf_zero.ops.trial import declared; print(sorted(declared())); assert 'triton' not in sys.modules"
+    code = (
+        "import sys; from hf_zero.ops.trial import declared; print(sorted(declared())); assert "
+        "'triton' not in sys.modules"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0 and "'sparse_attention'" in said.stdout, said.stderr

@@ -1,4 +1,6 @@
-"""Tensors to and from files, on every backend this machine has: sizes, addresses, order, lifetimes."""
+"""Tensors to and from files, on every backend this machine has: sizes, addresses, order,
+lifetimes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def one_at_a_time(request: pytest.FixtureRequest) -> Iterator[FileQueue]:
 
 
 def open_file(folder: Path, direct: bool = True) -> OpenFile:
-    """A file, past the page cache where its file system allows, or as on one that has no O_DIRECT."""
+    """A file, past the page cache where its file system allows, or as on one that has no
+    O_DIRECT.
+    """
     if direct:
         return OpenFile.open(folder / "file", create=True)
     return OpenFile(str(folder / "file"), os.open(folder / "file", os.O_RDWR | os.O_CREAT))
@@ -54,7 +58,9 @@ def open_file(folder: Path, direct: bool = True) -> OpenFile:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("misaligned", [0, 1, 64])
-def test_what_is_written_is_read(queue: FileQueue, tmp_path: Path, direct: bool, misaligned: int) -> None:
+def test_what_is_written_is_read(
+    queue: FileQueue, tmp_path: Path, direct: bool, misaligned: int
+) -> None:
     file = open_file(tmp_path, direct)
     for offset in (0, 1, ALIGNMENT, BLOCK + 513):
         for nbytes in SIZES:
@@ -62,13 +68,17 @@ def test_what_is_written_is_read(queue: FileQueue, tmp_path: Path, direct: bool,
             queue.write(file, offset, data).wait()
             queue.read(file, offset, out).wait()
             assert torch.equal(out, data), (offset, nbytes)
-            assert (tmp_path / "file").read_bytes()[offset : offset + nbytes] == data.numpy().tobytes()
+            assert (tmp_path / "file").read_bytes()[
+                offset : offset + nbytes
+            ] == data.numpy().tobytes()
 
 
 @pytest.mark.parametrize("nbytes", [(10 << 20) + 3])
 @pytest.mark.parametrize("folder", [None, "/dev/shm"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ten_megabytes_on_a_disk_and_in_memory(backend: str, folder: str | None, nbytes: int, tmp_path: Path) -> None:
+def test_ten_megabytes_on_a_disk_and_in_memory(
+    backend: str, folder: str | None, nbytes: int, tmp_path: Path
+) -> None:
     queue = FileQueue(backend=backend)
     path = (Path(folder) if folder else tmp_path) / f"hf-zero-test-{os.getpid()}-{backend}"
     file = OpenFile.open(path, create=True)
@@ -85,7 +95,15 @@ def test_ten_megabytes_on_a_disk_and_in_memory(backend: str, folder: str | None,
 
 def test_every_dtype_and_shape(queue: FileQueue, tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool):
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int8,
+        torch.bool,
+    ):
         data = torch.randint(0, 2, (3, 5, 7)).to(dtype)
         out = torch.empty_like(data)
         queue.write(file, 24, data).wait()
@@ -113,7 +131,9 @@ def test_many_in_flight_from_several_threads(queue: FileQueue, tmp_path: Path) -
         for ticket in reversed(tickets):
             ticket.wait()
         outs = [torch.empty_like(parts[i]) for i in mine]
-        for ticket in [queue.read(file, offsets[i], out, Priority(i % 3)) for i, out in zip(mine, outs)]:
+        for ticket in [
+            queue.read(file, offsets[i], out, Priority(i % 3)) for i, out in zip(mine, outs)
+        ]:
             ticket.wait()
         wrong.extend(i for i, out in zip(mine, outs) if not torch.equal(out, parts[i]))
 
@@ -130,14 +150,24 @@ def fill(value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(Priority.BEHIND, Priority.AHEAD), (Priority.BEHIND, Priority.NEEDED), (Priority.AHEAD, Priority.NEEDED)]
+    ("first", "second"),
+    [
+        (Priority.BEHIND, Priority.AHEAD),
+        (Priority.BEHIND, Priority.NEEDED),
+        (Priority.AHEAD, Priority.NEEDED),
+    ],
 )
-def test_what_is_urgent_goes_first(one_at_a_time: FileQueue, tmp_path: Path, first: Priority, second: Priority) -> None:
+def test_what_is_urgent_goes_first(
+    one_at_a_time: FileQueue, tmp_path: Path, first: Priority, second: Priority
+) -> None:
     # Both write the same bytes, so what is there in the end tells which of them came last.
     file = open_file(tmp_path)
     one_at_a_time.inject(parse_faults("write:1:slow=250"))
     tickets = [one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)]
-    tickets += [one_at_a_time.write(file, 0, fill(1), first), one_at_a_time.write(file, 0, fill(2), second)]
+    tickets += [
+        one_at_a_time.write(file, 0, fill(1), first),
+        one_at_a_time.write(file, 0, fill(2), second),
+    ]
     one_at_a_time.close()
     assert all(ticket.done() for ticket in tickets)
     assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
@@ -152,7 +182,9 @@ def test_equally_urgent_ones_keep_their_order(one_at_a_time: FileQueue, tmp_path
 
 
 @pytest.mark.parametrize("how", ["wait", "promote"])
-def test_what_somebody_waits_for_becomes_urgent(one_at_a_time: FileQueue, tmp_path: Path, how: str) -> None:
+def test_what_somebody_waits_for_becomes_urgent(
+    one_at_a_time: FileQueue, tmp_path: Path, how: str
+) -> None:
     file = open_file(tmp_path)
     one_at_a_time.inject(parse_faults("write:1:slow=250"))
     one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)
@@ -165,7 +197,9 @@ def test_what_somebody_waits_for_becomes_urgent(one_at_a_time: FileQueue, tmp_pa
     assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
 
 
-def test_an_urgent_read_overtakes_the_rest_of_a_long_write(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+def test_an_urgent_read_overtakes_the_rest_of_a_long_write(
+    one_at_a_time: FileQueue, tmp_path: Path
+) -> None:
     file = open_file(tmp_path)
     long = torch.ones(40 * BLOCK, dtype=torch.uint8)
     one_at_a_time.write(file, 0, torch.zeros_like(long)).wait()
@@ -177,11 +211,15 @@ def test_an_urgent_read_overtakes_the_rest_of_a_long_write(one_at_a_time: FileQu
     writing.wait()
 
 
-def test_one_after_the_other_whatever_the_priorities(one_at_a_time: FileQueue, tmp_path: Path) -> None:
+def test_one_after_the_other_whatever_the_priorities(
+    one_at_a_time: FileQueue, tmp_path: Path
+) -> None:
     file = open_file(tmp_path)
     one_at_a_time.inject(parse_faults("write:1:slow=100"))
     first = one_at_a_time.write(file, 0, fill(1), Priority.BEHIND)
-    second = one_at_a_time.transfer(True, [files.Piece(file, 0, 0, BLOCK)], fill(2), Priority.NEEDED, [first])
+    second = one_at_a_time.transfer(
+        True, [files.Piece(file, 0, 0, BLOCK)], fill(2), Priority.NEEDED, [first]
+    )
     second.wait()
     assert first.done()
     assert (tmp_path / "file").read_bytes() == bytes([2]) * BLOCK
@@ -192,7 +230,8 @@ def test_memory_lives_as_long_as_its_transfer(one_at_a_time: FileQueue, tmp_path
     one_at_a_time.inject(parse_faults("write:1:slow=150"))
     data = fill(5)
     seen = weakref.ref(data)
-    one_at_a_time.write(file, 0, data, Priority.NEEDED)  # else the next, which is waited for, may overtake it
+    # else the next, which is waited for, may overtake it
+    one_at_a_time.write(file, 0, data, Priority.NEEDED)
     del data
     gc.collect()
     assert seen() is not None
@@ -217,7 +256,9 @@ def test_a_file_is_closed_with_its_last_transfer(one_at_a_time: FileQueue, tmp_p
         os.fstat(descriptor)
 
 
-def test_closing_finishes_what_was_asked_for_and_refuses_more(queue: FileQueue, tmp_path: Path) -> None:
+def test_closing_finishes_what_was_asked_for_and_refuses_more(
+    queue: FileQueue, tmp_path: Path
+) -> None:
     file = open_file(tmp_path)
     tickets = [queue.write(file, BLOCK * index, fill(index)) for index in range(20)]
     queue.close()
@@ -230,7 +271,10 @@ def test_closing_finishes_what_was_asked_for_and_refuses_more(queue: FileQueue, 
 def test_cancelling_drops_what_has_not_begun(one_at_a_time: FileQueue, tmp_path: Path) -> None:
     file = open_file(tmp_path)
     one_at_a_time.inject(parse_faults("write:1:slow=200"))
-    tickets = [one_at_a_time.write(file, BLOCK * index, fill(index + 1), Priority.NEEDED) for index in range(4)]
+    tickets = [
+        one_at_a_time.write(file, BLOCK * index, fill(index + 1), Priority.NEEDED)
+        for index in range(4)
+    ]
     one_at_a_time.close(cancel=True)
     with pytest.raises(OSError) as caught:
         tickets[3].wait()
@@ -238,14 +282,18 @@ def test_cancelling_drops_what_has_not_begun(one_at_a_time: FileQueue, tmp_path:
     assert all(ticket.done() for ticket in tickets)
 
 
-def test_tensors_that_are_not_plain_host_memory_are_refused(queue: FileQueue, tmp_path: Path) -> None:
+def test_tensors_that_are_not_plain_host_memory_are_refused(
+    queue: FileQueue, tmp_path: Path
+) -> None:
     file = open_file(tmp_path)
     for tensor in (torch.zeros(4, 4).t(), torch.zeros(4, device="meta")):
         with pytest.raises(OffloadError, match="contiguous CPU memory"):
             queue.write(file, 0, tensor)
 
 
-@pytest.mark.parametrize("arguments", [(4095,), (0,), (1 << 31,), (BLOCK, 0), (BLOCK, 5000), (BLOCK, 4, 0)])
+@pytest.mark.parametrize(
+    "arguments", [(4095,), (0,), (1 << 31,), (BLOCK, 0), (BLOCK, 5000), (BLOCK, 4, 0)]
+)
 def test_sizes_that_cannot_be_are_refused(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="needed"):
         FileQueue(*arguments)
@@ -271,7 +319,9 @@ def test_without_the_native_core_the_same_runs_in_python(monkeypatch: pytest.Mon
         FileQueue(backend="threads")
 
 
-def test_a_file_belongs_to_one_kind_of_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_belongs_to_one_kind_of_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Other:
         pass
 
@@ -305,7 +355,8 @@ for forgets in (False, True):
             queue.close()
         if forgets:
             del queues, files, queue, file
-        sys.exit(0)  # through the interpreter's exit, where nothing may wait for threads that are not there
+        # through the interpreter's exit: nothing may wait for threads that are not there
+        sys.exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for queue, file in zip(queues, files):
         out = torch.empty(1 << 20)
@@ -341,7 +392,7 @@ def test_a_process_ends_with_transfers_under_way(tmp_path: Path) -> None:
 
 SECCOMP = """
 import ctypes, struct, sys
-# A filter of the kernel's that answers io_uring_setup (425 everywhere) with EPERM, as containers do.
+# A filter of the kernel's that answers io_uring_setup (425) with EPERM, as containers do.
 program = struct.pack("HBBI", 0x20, 0, 0, 0) + struct.pack("HBBI", 0x15, 0, 1, 425)
 program += struct.pack("HBBI", 0x06, 0, 0, 0x00050001) + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
 kept = ctypes.create_string_buffer(program)
@@ -363,7 +414,13 @@ except ConfigError as error:
 def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str) -> None:
     environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
     environment.pop("HF_ZERO_IO", None)
-    done = subprocess.run([sys.executable, "-c", SECCOMP], timeout=120, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", SECCOMP],
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.stdout.splitlines()[0] == "threads", done.stderr
     assert "the kernel refuses (io_uring_setup: Operation not permitted)" in done.stdout
     assert "the kernel refuses io_uring (io_uring_setup: Operation not permitted)" in done.stderr

@@ -1,4 +1,6 @@
-"""What goes wrong in transfers: errors of the system, transfers that come short, files that end too early, file systems that refuse."""
+"""What goes wrong in transfers: errors of the system, transfers that come short, files that end
+too early, file systems that refuse.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def file(tmp_path: Path) -> OpenFile:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS])
-def test_an_error_is_raised_with_number_and_path(queue: FileQueue, file: OpenFile, number: int) -> None:
+def test_an_error_is_raised_with_number_and_path(
+    queue: FileQueue, file: OpenFile, number: int
+) -> None:
     data = torch.rand(5 * BLOCK)
     queue.inject(parse_faults(f"write:3:{errno.errorcode[number]}"))
     ticket = queue.write(file, 0, data)
@@ -67,8 +71,13 @@ def test_errors_of_several_transfers_stay_apart(queue: FileQueue, file: OpenFile
 
 
 @pytest.mark.parametrize("misaligned", [0, 8])
-@pytest.mark.parametrize("faults", ["read:1:short", "write:1:short", "read:1+:short,write:1+:short", "read:2:short,write:3:short"])
-def test_what_comes_short_is_continued(queue: FileQueue, file: OpenFile, faults: str, misaligned: int) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    ["read:1:short", "write:1:short", "read:1+:short,write:1+:short", "read:2:short,write:3:short"],
+)
+def test_what_comes_short_is_continued(
+    queue: FileQueue, file: OpenFile, faults: str, misaligned: int
+) -> None:
     data = torch.randint(0, 256, (3 * BLOCK + 77 + misaligned,), dtype=torch.uint8)[misaligned:]
     direct = file.direct
     queue.inject(parse_faults(faults))
@@ -76,7 +85,9 @@ def test_what_comes_short_is_continued(queue: FileQueue, file: OpenFile, faults:
     out = torch.zeros_like(data)
     queue.read(file, 0, out).wait()
     assert torch.equal(out, data)
-    assert file.direct == direct, "what was continued at an odd place was taken for a refusal of O_DIRECT"
+    assert file.direct == direct, (
+        "what was continued at an odd place was taken for a refusal of O_DIRECT"
+    )
     assert Path(file.path).read_bytes() == data.numpy().tobytes()
 
 
@@ -93,15 +104,20 @@ def test_interruptions_are_tried_again(queue: FileQueue, file: OpenFile, number:
 def test_a_file_that_ends_inside_a_read(queue: FileQueue, file: OpenFile) -> None:
     queue.write(file, 0, torch.zeros(BLOCK + 100, dtype=torch.uint8)).wait()
     for offset in (0, BLOCK, 3 * BLOCK):
-        with pytest.raises(OSError, match=r"the file ends too early \(reading \d+ bytes at \d+\)") as caught:
+        with pytest.raises(
+            OSError, match=r"the file ends too early \(reading \d+ bytes at \d+\)"
+        ) as caught:
             queue.read(file, offset, torch.empty(3 * BLOCK + 17, dtype=torch.uint8)).wait()
         assert caught.value.errno == errno.EIO
         assert caught.value.filename == file.path
 
 
-def test_a_file_system_that_refuses_o_direct_in_a_transfer(queue: FileQueue, tmp_path: Path) -> None:
+def test_a_file_system_that_refuses_o_direct_in_a_transfer(
+    queue: FileQueue, tmp_path: Path
+) -> None:
     path = str(tmp_path / "file")
-    # Plain descriptors in both places: what refuses is injected, so that the file system of the tests does not matter.
+    # Plain descriptors in both places: what refuses is injected, so that the file system of the
+    # tests does not matter.
     file = OpenFile(path, os.open(path, os.O_RDWR | os.O_CREAT), os.open(path, os.O_RDWR))
     queue.inject(parse_faults("write:1:EINVAL"))
     assert file.direct
@@ -113,7 +129,9 @@ def test_a_file_system_that_refuses_o_direct_in_a_transfer(queue: FileQueue, tmp
     assert torch.equal(out, data)
 
 
-def test_a_file_system_that_refuses_o_direct_at_open(queue: FileQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_refuses_o_direct_at_open(
+    queue: FileQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def refusing(path: str, flags: int, mode: int = 0o777) -> int:
@@ -136,7 +154,9 @@ def test_other_errors_at_open_are_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_faults_come_from_the_environment(backend: str, file: OpenFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_come_from_the_environment(
+    backend: str, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:ENOSPC")
     queue = FileQueue(BLOCK, backend=backend)
     queue.write(file, 0, torch.zeros(1)).wait()
@@ -146,7 +166,9 @@ def test_faults_come_from_the_environment(backend: str, file: OpenFile, monkeypa
     queue.close()
 
 
-@pytest.mark.parametrize("text", ["write", "write:x:EIO", "read:1:ENOTANERROR", "move:1:EIO", "read:1:slow"])
+@pytest.mark.parametrize(
+    "text", ["write", "write:x:EIO", "read:1:ENOTANERROR", "move:1:EIO", "read:1:slow"]
+)
 def test_faults_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write for example"):
         parse_faults(text)

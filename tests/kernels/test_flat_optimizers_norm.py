@@ -1,4 +1,6 @@
-"""Sums of squares of many tensors in one pass: the kernel in the checked interpreter, its reference, and fp64."""
+"""Sums of squares of many tensors in one pass: the kernel in the checked interpreter, its
+reference, and fp64.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_tensors_of_one_buffer(dtype: torch.dtype, body: str) -> None:
     buffer = torch.randn(RUN * 2 + 700).to(dtype)
-    parts = [buffer[0:1], buffer[8 : RUN + 8], buffer[RUN + 9 : RUN * 2 + 100], buffer[5:5], buffer[-1:]]
+    parts = [
+        buffer[0:1],
+        buffer[8 : RUN + 8],
+        buffer[RUN + 9 : RUN * 2 + 100],
+        buffer[5:5],
+        buffer[-1:],
+    ]
     got = squared_norms(parts)
     want = torch.stack([part.double().square().sum() for part in parts])
     torch.testing.assert_close(got, want, rtol=2e-7, atol=0)
@@ -50,7 +58,10 @@ def test_a_sum_depends_on_its_tensor_alone(body: str) -> None:
 def test_more_accurate_than_one_fp32_sum(body: str, record_property) -> None:
     x = torch.randn(5 * RUN) + 3
     exact = x.double().square().sum().item()
-    ours, theirs = abs(squared_norm(x)[0].item() / exact - 1), abs(x.square().cumsum(0)[-1].item() / exact - 1)
+    ours, theirs = (
+        abs(squared_norm(x)[0].item() / exact - 1),
+        abs(x.square().cumsum(0)[-1].item() / exact - 1),
+    )
     record_property("relative error", f"{ours:.1e}, of one fp32 sum {theirs:.1e}")
     assert ours < 1e-7 and ours < theirs
 
@@ -59,7 +70,10 @@ def test_more_accurate_than_one_fp32_sum(body: str, record_property) -> None:
 def test_large_and_small_elements_count(value: float, body: str) -> None:
     x = torch.full((100,), value)
     total, found = squared_norm(x)
-    assert total.item() == pytest.approx(100 * x[0].double().item() ** 2, rel=1e-9) and found.item() == 0.0
+    assert (
+        total.item() == pytest.approx(100 * x[0].double().item() ** 2, rel=1e-9)
+        and found.item() == 0.0
+    )
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
@@ -72,7 +86,11 @@ def test_what_is_not_finite_is_found(bad: float, dtype: torch.dtype, body: str) 
 
 
 def test_empty_tensors_sum_to_zero(body: str) -> None:
-    assert squared_norms([torch.ones(4), torch.empty(0), torch.empty(0, 3)]).tolist() == [4.0, 0.0, 0.0]
+    assert squared_norms([torch.ones(4), torch.empty(0), torch.empty(0, 3)]).tolist() == [
+        4.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -88,9 +106,13 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_the_operator_is_well_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    torch.library.opcheck(torch.ops.hf_zero.flat_squared_norms.default, ([torch.ones(3), torch.ones(5)],))
+    torch.library.opcheck(
+        torch.ops.hf_zero.flat_squared_norms.default, ([torch.ones(3), torch.ones(5)],)
+    )
 
 
 def test_tables_are_made_once() -> None:
     places = ((0, 40), (40, 24))
-    assert flat_norm.run_tables(places, torch.device("cpu")) is flat_norm.run_tables(places, torch.device("cpu"))
+    assert flat_norm.run_tables(places, torch.device("cpu")) is flat_norm.run_tables(
+        places, torch.device("cpu")
+    )

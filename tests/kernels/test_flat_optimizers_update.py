@@ -1,4 +1,6 @@
-"""The flat optimizers' kernels and references against torch.optim, segment by segment, in the checked interpreter."""
+"""The flat optimizers' kernels and references against torch.optim, segment by segment, in the
+checked interpreter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops.flat_optimizers import Piece, Settings, Tiles, adam_, advance_, lion_, settings_table
+from hf_zero.ops.flat_optimizers import (
+    Piece,
+    Settings,
+    Tiles,
+    adam_,
+    advance_,
+    lion_,
+    settings_table,
+)
 from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.optim.lion import Lion
 from tests.helpers.checked_triton import checked_triton
@@ -33,23 +43,45 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Flats:
-    """Segments of ``lengths`` in flat buffers that begin at different places, with elements of nobody between them."""
+    """Segments of ``lengths`` in flat buffers that begin at different places, with elements of
+    nobody between them.
+    """
 
-    def __init__(self, lengths: tuple[int, ...], rows: int, grad: torch.dtype, out: torch.dtype | None, phases: tuple[int, ...], tile: int):
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        rows: int,
+        grad: torch.dtype,
+        out: torch.dtype | None,
+        phases: tuple[int, ...],
+        tile: int,
+    ):
         self.pieces, at = [], 0
         for index, length in enumerate(lengths):
             master, first_grad, moment, copy = (at + phase for phase in phases)
-            self.pieces.append(Piece(length, index % rows, master, first_grad, moment, None if out is None else copy))
+            self.pieces.append(
+                Piece(
+                    length, index % rows, master, first_grad, moment, None if out is None else copy
+                )
+            )
             at += length + index % 3
         numel = at + max(phases)
-        self.master, self.mean, self.square = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+        self.master, self.mean, self.square = (
+            torch.randn(numel),
+            torch.zeros(numel),
+            torch.zeros(numel),
+        )
         self.grad = torch.zeros(numel, dtype=grad)
         self.out = None if out is None else torch.full((numel,), 7.0, dtype=out)
         self.tiles = Tiles.cut(self.pieces, "cpu", tile)
         self.steps = torch.zeros(rows)
 
     def of(self, buffer: Tensor, place: str) -> list[Tensor]:
-        return [buffer[at : at + piece.length] for piece in self.pieces if (at := getattr(piece, place)) is not None]
+        return [
+            buffer[at : at + piece.length]
+            for piece in self.pieces
+            if (at := getattr(piece, place)) is not None
+        ]
 
     def step(self, settings: list[Settings], lion: bool = False, **told: Any) -> None:
         self.grad.copy_(torch.randn(self.grad.numel()))
@@ -57,12 +89,23 @@ class Flats:
         if lion:
             lion_(self.master, self.grad, self.mean, self.tiles, coefficients, out=self.out, **told)
         else:
-            adam_(self.master, self.grad, self.mean, self.square, self.tiles, coefficients, out=self.out, **told)
+            adam_(
+                self.master,
+                self.grad,
+                self.mean,
+                self.square,
+                self.tiles,
+                coefficients,
+                out=self.out,
+                **told,
+            )
 
 
 def grouped(flats: Flats, rows: int) -> list[list[torch.nn.Parameter]]:
     parameters = [torch.nn.Parameter(part.clone()) for part in flats.of(flats.master, "master")]
-    return [[p for p, piece in zip(parameters, flats.pieces) if piece.row == row] for row in range(rows)]
+    return [
+        [p for p, piece in zip(parameters, flats.pieces) if piece.row == row] for row in range(rows)
+    ]
 
 
 def in_order(flats: Flats, groups: list[list[torch.nn.Parameter]]) -> list[torch.nn.Parameter]:
@@ -71,9 +114,18 @@ def in_order(flats: Flats, groups: list[list[torch.nn.Parameter]]) -> list[torch
 
 
 ADAMS = {
-    "adamw": (torch.optim.AdamW, [{"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}]),
-    "adam": (torch.optim.Adam, [{"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}, {"lr": 3e-3}]),
-    "maximize": (torch.optim.AdamW, [{"lr": 1e-2, "maximize": True}, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}]),
+    "adamw": (
+        torch.optim.AdamW,
+        [{"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}],
+    ),
+    "adam": (
+        torch.optim.Adam,
+        [{"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}, {"lr": 3e-3}],
+    ),
+    "maximize": (
+        torch.optim.AdamW,
+        [{"lr": 1e-2, "maximize": True}, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}],
+    ),
 }
 
 
@@ -98,21 +150,32 @@ def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[Settings]:
 
 @pytest.mark.parametrize("phases", [(0, 0, 0, 0), (8, 16, 0, 24), (3, 3, 3, 3), (0, 1, 5, 2)])
 @pytest.mark.parametrize("name", ADAMS)
-def test_adam_is_torch_s(name: str, phases: tuple[int, ...], body: str, record_property: Any) -> None:
+def test_adam_is_torch_s(
+    name: str, phases: tuple[int, ...], body: str, record_property: Any
+) -> None:
     cls, groups = ADAMS[name]
     flats = Flats(LENGTHS, len(groups), torch.float32, torch.bfloat16, phases, 64)
     before = flats.master.clone()
     parameters = grouped(flats, len(groups))
-    theirs = cls([{"params": group, **given} for group, given in zip(parameters, groups)], foreach=False)
+    theirs = cls(
+        [{"params": group, **given} for group, given in zip(parameters, groups)], foreach=False
+    )
     for _ in range(3):
         flats.step(adam_rows(cls, groups))
         for parameter, grad in zip(in_order(flats, parameters), flats.of(flats.grad, "grad")):
             parameter.grad = grad.clone()
         theirs.step()
     whole = in_order(flats, parameters)
-    torch.testing.assert_close(flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(
+        flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7
+    )
     for buffer, state in ((flats.mean, "exp_avg"), (flats.square, "exp_avg_sq")):
-        torch.testing.assert_close(flats.of(buffer, "moment"), [theirs.state[p][state] for p in whole], rtol=3e-7, atol=1e-7)
+        torch.testing.assert_close(
+            flats.of(buffer, "moment"),
+            [theirs.state[p][state] for p in whole],
+            rtol=3e-7,
+            atol=1e-7,
+        )
     assert flats.steps.tolist() == [3.0] * len(groups)
     assert flats.out is not None
     for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
@@ -122,12 +185,17 @@ def test_adam_is_torch_s(name: str, phases: tuple[int, ...], body: str, record_p
 
 def untouched(flats: Flats, before: Tensor) -> None:
     """Elements of no segment are what they were."""
-    for buffer, place, was in ((flats.master, "master", before), (flats.out, "out", torch.tensor(7.0))):
+    for buffer, place, was in (
+        (flats.master, "master", before),
+        (flats.out, "out", torch.tensor(7.0)),
+    ):
         if buffer is not None:
             inside = torch.zeros(buffer.numel(), dtype=torch.bool)
             for part in flats.of(inside, place):
                 part.fill_(True)
-            assert torch.equal(buffer[~inside], was.expand(buffer.numel())[~inside].to(buffer.dtype))
+            assert torch.equal(
+                buffer[~inside], was.expand(buffer.numel())[~inside].to(buffer.dtype)
+            )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -135,7 +203,11 @@ def test_lion_is_the_paper_s(decay: float, body: str) -> None:
     flats = Flats(LENGTHS, 2, torch.float32, None, (8, 0, 16, 0), 64)
     parameters = grouped(flats, 2)
     rates = (1e-2, 3e-3)
-    theirs = Lion([{"params": group, "lr": lr} for group, lr in zip(parameters, rates)], weight_decay=decay, foreach=False)
+    theirs = Lion(
+        [{"params": group, "lr": lr} for group, lr in zip(parameters, rates)],
+        weight_decay=decay,
+        foreach=False,
+    )
     rows = [Settings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
     for _ in range(3):
         flats.step(rows, lion=True)
@@ -143,15 +215,26 @@ def test_lion_is_the_paper_s(decay: float, body: str) -> None:
             parameter.grad = grad.clone()
         theirs.step()
     whole = in_order(flats, parameters)
-    torch.testing.assert_close(flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7)
-    torch.testing.assert_close(flats.of(flats.mean, "moment"), [theirs.state[p]["exp_avg"] for p in whole], rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(
+        flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7
+    )
+    torch.testing.assert_close(
+        flats.of(flats.mean, "moment"),
+        [theirs.state[p]["exp_avg"] for p in whole],
+        rtol=3e-7,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize("lion", [False, True])
 @pytest.mark.parametrize("out", [None, *FLOATS])
 @pytest.mark.parametrize("grad", FLOATS)
-def test_any_gradient_and_copy_divided_and_skipped(grad: torch.dtype, out: torch.dtype | None, lion: bool, body: str) -> None:
-    """A divided 16-bit gradient moves what the same numbers in fp32 move; a step that is skipped moves nothing and is not counted."""
+def test_any_gradient_and_copy_divided_and_skipped(
+    grad: torch.dtype, out: torch.dtype | None, lion: bool, body: str
+) -> None:
+    """A divided 16-bit gradient moves what the same numbers in fp32 move; a step that is skipped
+    moves nothing and is not counted.
+    """
     torch.manual_seed(3)
     flats = Flats((70, 5), 1, grad, out, (0, 0, 0, 0), 32)
     torch.manual_seed(3)
@@ -162,7 +245,9 @@ def test_any_gradient_and_copy_divided_and_skipped(grad: torch.dtype, out: torch
     wide.grad.copy_(flats.grad.float() / divisor)
     coefficients = advance_(wide.steps, settings_table(rows, "cpu"))
     arrays = (wide.mean,) if lion else (wide.mean, wide.square)
-    (lion_ if lion else adam_)(wide.master, wide.grad, *arrays, wide.tiles, coefficients, out=wide.out)
+    (lion_ if lion else adam_)(
+        wide.master, wide.grad, *arrays, wide.tiles, coefficients, out=wide.out
+    )
     assert flats.steps.item() == 1.0
     torch.testing.assert_close(flats.master, wide.master, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(flats.mean, wide.mean, rtol=1e-6, atol=1e-7)
@@ -172,7 +257,9 @@ def test_any_gradient_and_copy_divided_and_skipped(grad: torch.dtype, out: torch
     kept = [t.clone() for t in (flats.master, flats.mean, flats.square)]
     copied = None if flats.out is None else flats.out.clone()
     flats.step(rows, lion, divisor=divisor, found_inf=torch.tensor(1.0))
-    assert all(torch.equal(now, was) for now, was in zip((flats.master, flats.mean, flats.square), kept))
+    assert all(
+        torch.equal(now, was) for now, was in zip((flats.master, flats.mean, flats.square), kept)
+    )
     assert copied is None or torch.equal(flats.out, copied)
     assert flats.steps.item() == 1.0
 
@@ -185,7 +272,9 @@ def test_nothing_is_nothing(body: str) -> None:
 
 
 def test_bias_corrections_are_those_of_fp64(body: str) -> None:
-    """The second moment's is 1e-3 in the first step: in fp32 its power would be off in the fifth digit."""
+    """The second moment's is 1e-3 in the first step: in fp32 its power would be off in the fifth
+    digit.
+    """
     steps = torch.tensor([0.0, 9.0, 99_999.0])
     rows = [Settings(1e-3, 0.9, 0.999), Settings(1e-3, 0.95, 0.99), Settings(1e-3, 0.9, 0.9999)]
     got = advance_(steps, settings_table(rows, "cpu"))
@@ -210,9 +299,16 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
         for master, grad, moment, out, length, row, whole, _ in tiles.table.tolist():
             seen[master : master + length] += 1 + row
             piece = pieces[row]
-            assert grad - piece.grad == moment - piece.moment == out - piece.out == master - piece.master
+            assert (
+                grad - piece.grad
+                == moment - piece.moment
+                == out - piece.out
+                == master - piece.master
+            )
             assert 0 < length <= tile
-            assert not whole or (length == tile and all(place % PHASE == 0 for place in (master, grad, moment, out)))
+            assert not whole or (
+                length == tile and all(place % PHASE == 0 for place in (master, grad, moment, out))
+            )
         want = torch.zeros_like(seen)
         for piece in pieces:
             want[piece.master : piece.master + piece.length] = 1 + piece.row
@@ -229,9 +325,15 @@ def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
 
 
 def test_pieces_that_go_on_are_one() -> None:
-    assert Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 32, 32)], "cpu", 64).table.shape[0] == 1
-    assert Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 1, 32, 32, 32)], "cpu", 64).table.shape[0] == 2
-    assert Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 40, 32)], "cpu", 64).table.shape[0] == 2
+    assert (
+        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 32, 32)], "cpu", 64).table.shape[0] == 1
+    )
+    assert (
+        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 1, 32, 32, 32)], "cpu", 64).table.shape[0] == 2
+    )
+    assert (
+        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 40, 32)], "cpu", 64).table.shape[0] == 2
+    )
 
 
 def test_a_rate_may_be_a_tensor() -> None:
@@ -245,20 +347,30 @@ def test_a_rate_may_be_a_tensor() -> None:
 def arguments() -> dict[str, Any]:
     tiles = Tiles.cut([Piece(64, 0, 0, 0, 0, 0)], "cpu", 64)
     arrays = {name: torch.zeros(64) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
-    return {**arrays, "tiles": tiles, "coefficients": advance_(torch.zeros(1), settings_table([Settings(1e-3)], "cpu"))}
+    return {
+        **arrays,
+        "tiles": tiles,
+        "coefficients": advance_(torch.zeros(1), settings_table([Settings(1e-3)], "cpu")),
+    }
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"grad": torch.zeros(64, dtype=torch.float64)}, "grad is torch.float64; give one of torch.float32"),
+        (
+            {"grad": torch.zeros(64, dtype=torch.float64)},
+            "grad is torch.float64; give one of torch.float32",
+        ),
         ({"exp_avg": torch.zeros(64, dtype=torch.bfloat16)}, "exp_avg is torch.bfloat16"),
         ({"exp_avg_sq": torch.zeros(63)}, "exp_avg_sq has 63 elements and the tiles reach to 64"),
         ({"master": torch.zeros(128)[::2]}, r"master has shape \(64,\) and strides \(2,\)"),
         ({"grad": torch.zeros(64, device="meta")}, "grad is on meta and master on cpu"),
         ({"out": torch.zeros(100)[1:]}, "out does not begin at a multiple of 16 bytes"),
         ({"coefficients": torch.zeros(0, 16)}, "the tiles use 1 rows"),
-        ({"coefficients": torch.zeros(1, 16, dtype=torch.float64)}, "coefficients is torch.float64"),
+        (
+            {"coefficients": torch.zeros(1, 16, dtype=torch.float64)},
+            "coefficients is torch.float64",
+        ),
         ({"divisor": torch.ones(2)}, r"divisor is torch.float32 \(2,\)"),
         ({"found_inf": torch.tensor(True)}, "found_inf is torch.bool"),
     ],
@@ -288,12 +400,19 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("out", [None, torch.bfloat16])
-def test_operators_are_well_declared(out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_well_declared(
+    out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
     flats = Flats((20,), 1, torch.float32, out, (0, 0, 0, 0), 16)
     table = settings_table([Settings(1e-3)], "cpu")
     coefficients = advance_(flats.steps, table)
     torch.library.opcheck(torch.ops.hf_zero.flat_advance_.default, (flats.steps, table, None))
     shared = (flats.out, flats.tiles.table, coefficients, torch.tensor(2.0), torch.tensor(0.0), 16)
-    torch.library.opcheck(torch.ops.hf_zero.flat_adam_.default, (flats.master, flats.grad, flats.mean, flats.square, *shared))
-    torch.library.opcheck(torch.ops.hf_zero.flat_lion_.default, (flats.master, flats.grad, flats.mean, *shared))
+    torch.library.opcheck(
+        torch.ops.hf_zero.flat_adam_.default,
+        (flats.master, flats.grad, flats.mean, flats.square, *shared),
+    )
+    torch.library.opcheck(
+        torch.ops.hf_zero.flat_lion_.default, (flats.master, flats.grad, flats.mean, *shared)
+    )

@@ -1,4 +1,6 @@
-"""Every Triton kernel, as it ships, compiled for the GPUs it is meant for and found fit: helpers/aot_gate.py says what that is."""
+"""Every Triton kernel, as it ships, compiled for the GPUs it is meant for and found fit:
+helpers/aot_gate.py says what that is.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,15 @@ def ends() -> set[str]:
 
 
 OFTEN = ends()
-# A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, --long at all.
+# A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, --long at
+# all.
 WANTED = [
-    pytest.param(label, arch, id=f"{label}-sm_{arch}".replace(" ", "-"), marks=[] if arch == 90 and label in OFTEN else pytest.mark.long)
+    pytest.param(
+        label,
+        arch,
+        id=f"{label}-sm_{arch}".replace(" ", "-"),
+        marks=[] if arch == 90 and label in OFTEN else pytest.mark.long,
+    )
     for label, case in aot_gate.cases().items()
     for arch in case.archs
 ]
@@ -38,8 +46,14 @@ Reports = dict[tuple[str, int], Report]
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Reports:
     """What the kernels of the selected tests became, compiled side by side."""
-    selected = [item.callspec.params for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    return aot_gate.measure((each["label"], each["arch"]) for each in selected if {"label", "arch"} <= each.keys())
+    selected = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    return aot_gate.measure(
+        (each["label"], each["arch"]) for each in selected if {"label", "arch"} <= each.keys()
+    )
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "ptxas is here")
@@ -49,12 +63,16 @@ def test_a_kernel_is_fit_for_its_gpus(label: str, arch: int, reports: Reports) -
 
 
 def test_the_table_in_the_readme_has_every_kernel() -> None:
-    assert aot_gate.labels_in(aot_gate.README.read_text()) == set(aot_gate.cases()), "run python -m tests.helpers.aot_gate --write"
+    assert aot_gate.labels_in(aot_gate.README.read_text()) == set(aot_gate.cases()), (
+        "run python -m tests.helpers.aot_gate --write"
+    )
 
 
 def test_the_counts_in_the_readme_have_every_kernel() -> None:
     counted = aot_gate.README.read_text().partition(aot_gate.BEGIN)[0]
-    assert {f"`{case.kernel.__name__}`" for case in aot_gate.cases().values()} == set(re.findall(r"^\| (`\w+`) \|", counted, re.MULTILINE))
+    assert {f"`{case.kernel.__name__}`" for case in aot_gate.cases().values()} == set(
+        re.findall(r"^\| (`\w+`) \|", counted, re.MULTILINE)
+    )
 
 
 CASE = Case(
@@ -68,7 +86,14 @@ CASE = Case(
     dot=False,
     min_occupancy=0.5,
 )
-FIT = Report("kernel 1024", 90, 4, registers=64, shared=1024, instructions={**dict.fromkeys(aot_gate.INSTRUCTIONS, 0), "16-byte loads": 2})
+FIT = Report(
+    "kernel 1024",
+    90,
+    4,
+    registers=64,
+    shared=1024,
+    instructions={**dict.fromkeys(aot_gate.INSTRUCTIONS, 0), "16-byte loads": 2},
+)
 
 
 def test_what_may_not_ship_is_said() -> None:
@@ -86,7 +111,10 @@ def test_what_may_not_ship_is_said() -> None:
     for arch, tensor_core in aot_gate.TENSOR_CORE.items():
         product, report = replace(CASE, dot=True), replace(FIT, arch=arch)
         assert f"no {tensor_core}" in " ".join(problems(product, report))
-        assert problems(product, replace(report, instructions={**FIT.instructions, tensor_core: 1})) == []
+        assert (
+            problems(product, replace(report, instructions={**FIT.instructions, tensor_core: 1}))
+            == []
+        )
 
 
 def test_a_case_that_misnames_an_argument_is_said() -> None:
@@ -95,7 +123,9 @@ def test_a_case_that_misnames_an_argument_is_said() -> None:
     assert "aligned names ['y']" in replace(CASE, aligned=("y",)).unnamed()
 
 
-def test_the_table_is_read_back_from_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_table_is_read_back_from_what_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     monkeypatch.setattr(aot_gate, "cases", lambda: {CASE.label: CASE})
     monkeypatch.setattr(aot_gate, "README", tmp_path / "README.md")
     reports = {(CASE.label, arch): replace(FIT, arch=arch) for arch in CASE.archs}
@@ -105,4 +135,9 @@ def test_the_table_is_read_back_from_what_is_written(monkeypatch: pytest.MonkeyP
     aot_gate.README.write_text(f"before\n{aot_gate.BEGIN}\nold\n{aot_gate.END}\nafter\n")
     aot_gate.write(reports)
     text = aot_gate.README.read_text()
-    assert aot_gate.labels_in(text) == {"kernel 1024"} and text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert (
+        aot_gate.labels_in(text) == {"kernel 1024"}
+        and text.startswith("before\n")
+        and text.endswith("\nafter\n")
+        and "old" not in text
+    )

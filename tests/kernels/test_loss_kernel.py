@@ -16,18 +16,28 @@ pytestmark = pytest.mark.usefixtures("checked_triton")
 
 PLAIN = Terms()
 ALL = Terms(ignore_index=3, label_smoothing=0.1, z_loss=1e-2, softcap=5.0, scale=0.7)
-DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a gradient, whose largest is near 1
+# of a gradient, whose largest is near 1
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def rows_of_logits(rows: int, width: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
     return (torch.randn(rows, width) * spread).to(dtype)
 
 
-def both(logits: torch.Tensor, vocabulary: int, labels: torch.Tensor, factors: Any, lse: Any, terms: Terms) -> Any:
+def both(
+    logits: torch.Tensor,
+    vocabulary: int,
+    labels: torch.Tensor,
+    factors: Any,
+    lse: Any,
+    terms: Terms,
+) -> Any:
     """(kernel's losses, lse and logits), (the reference's, from the same logits in fp64)."""
     exact = logits.double()
     wide = None if factors is None else factors.double()
-    expected = cross_entropy_(exact, vocabulary, labels, wide, None if lse is None else lse.double(), *terms.numbers())
+    expected = cross_entropy_(
+        exact, vocabulary, labels, wide, None if lse is None else lse.double(), *terms.numbers()
+    )
     found = CROSS_ENTROPY(logits, vocabulary, labels, factors, lse, *terms.numbers())
     return (*found, logits), (*expected, exact)
 
@@ -35,16 +45,25 @@ def both(logits: torch.Tensor, vocabulary: int, labels: torch.Tensor, factors: A
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("terms", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize(("vocabulary", "width"), [(1, 64), (101, 128), (128, 128), (300, 320)])
-def test_losses_and_gradients_are_the_references(dtype: torch.dtype, terms: Terms, vocabulary: int, width: int) -> None:
+def test_losses_and_gradients_are_the_references(
+    dtype: torch.dtype, terms: Terms, vocabulary: int, width: int
+) -> None:
     logits = rows_of_logits(5, width, dtype)
     logits[:, vocabulary:] = float("nan")  # padding is never looked at
     labels = torch.randint(0, vocabulary, (5,))
     labels[2] = terms.ignore_index
     factors = torch.full((1,), 0.5)
-    (loss, lse, grad), (exact_loss, exact_lse, exact_grad) = both(logits, vocabulary, labels, factors, None, terms)
+    (loss, lse, grad), (exact_loss, exact_lse, exact_grad) = both(
+        logits, vocabulary, labels, factors, None, terms
+    )
     torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad[:, :vocabulary].double(), exact_grad[:, :vocabulary], rtol=DTYPES[dtype], atol=DTYPES[dtype] / 4)
+    torch.testing.assert_close(
+        grad[:, :vocabulary].double(),
+        exact_grad[:, :vocabulary],
+        rtol=DTYPES[dtype],
+        atol=DTYPES[dtype] / 4,
+    )
 
 
 def test_rows_longer_than_a_block_are_read_twice_in_either_direction() -> None:
@@ -54,7 +73,9 @@ def test_rows_longer_than_a_block_are_read_twice_in_either_direction() -> None:
     found, expected = both(logits, 33_000, labels, torch.ones(1), None, PLAIN)
     for each, exact in zip(found[:2], expected[:2]):
         torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[2][:, :33_000].double(), expected[2][:, :33_000], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found[2][:, :33_000].double(), expected[2][:, :33_000], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_without_factors_the_logits_stay() -> None:
@@ -75,7 +96,9 @@ def test_a_known_logsumexp_and_a_factor_for_each_row(terms: Terms) -> None:
 
 def test_a_label_outside_the_vocabulary_makes_its_loss_nan_and_no_other() -> None:
     logits = rows_of_logits(3, 64, torch.float32)
-    loss, _ = CROSS_ENTROPY(logits, 50, torch.tensor([50, 1, -7]), torch.ones(1), None, *PLAIN.numbers())
+    loss, _ = CROSS_ENTROPY(
+        logits, 50, torch.tensor([50, 1, -7]), torch.ones(1), None, *PLAIN.numbers()
+    )
     assert loss.isnan().tolist() == [True, False, True] and not logits[:, :50].isnan().any()
 
 
@@ -89,5 +112,12 @@ def test_huge_and_infinite_logits_give_finite_losses() -> None:
 
 
 def test_no_rows_launch_nothing() -> None:
-    loss, lse = CROSS_ENTROPY(torch.empty(0, 64), 50, torch.empty(0, dtype=torch.int64), torch.ones(1), None, *PLAIN.numbers())
+    loss, lse = CROSS_ENTROPY(
+        torch.empty(0, 64),
+        50,
+        torch.empty(0, dtype=torch.int64),
+        torch.ones(1),
+        None,
+        *PLAIN.numbers(),
+    )
     assert loss.shape == lse.shape == (0,)

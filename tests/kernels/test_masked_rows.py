@@ -27,9 +27,19 @@ def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Ten
 def test_labelled_rows_come_in_order_and_their_gradients_go_back(spare: int | None) -> None:
     hidden, labels = batch()
     at = (labels != -100).nonzero()[:, 0]
-    rows, kept, lost = select_rows(hidden, labels, capacity=None if spare is None else len(at) + spare)
-    assert torch.equal(rows[: len(at)], hidden[at]) and torch.equal(kept[: len(at)], labels[at]) and lost == 0
-    assert kept.shape == (len(at) + (spare or 0),) and (kept[len(at) :] == -100).all() and rows.isfinite().all()
+    rows, kept, lost = select_rows(
+        hidden, labels, capacity=None if spare is None else len(at) + spare
+    )
+    assert (
+        torch.equal(rows[: len(at)], hidden[at])
+        and torch.equal(kept[: len(at)], labels[at])
+        and lost == 0
+    )
+    assert (
+        kept.shape == (len(at) + (spare or 0),)
+        and (kept[len(at) :] == -100).all()
+        and rows.isfinite().all()
+    )
     above = torch.randn_like(rows)
     above[len(at) :] = 0  # an ignored row has none
     (found,) = torch.autograd.grad(rows, hidden, above)
@@ -47,7 +57,10 @@ def test_rows_without_a_place_are_counted() -> None:
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, 0), (0, 4), (5, 0)])
 def test_nothing_to_select_or_nowhere_to_put_it(tokens: int, capacity: int) -> None:
-    hidden, labels = torch.randn(tokens, 6, requires_grad=True), torch.ones(tokens, dtype=torch.int64)
+    hidden, labels = (
+        torch.randn(tokens, 6, requires_grad=True),
+        torch.ones(tokens, dtype=torch.int64),
+    )
     rows, kept, lost = select_rows(hidden, labels, capacity=capacity)
     assert rows.shape == (capacity, 6) and (kept == -100).all() and lost == tokens
     assert torch.equal(torch.autograd.grad(rows.sum(), hidden)[0], torch.zeros(tokens, 6))
@@ -72,7 +85,9 @@ def test_what_does_not_fit_is_named(labels: torch.Tensor, capacity: int, says: s
 
 
 class LateCount(torch.Tensor):
-    """Pinned memory that a copy reaches when its event is waited for; until then it holds nonsense."""
+    """Pinned memory that a copy reaches when its event is waited for; until then it holds
+    nonsense.
+    """
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # type: ignore[override]
         assert non_blocking
@@ -91,8 +106,14 @@ class FakeDevice:
         for name in ("new_stream", "current_stream"):
             monkeypatch.setattr(masked_rows.streams, name, lambda device: self)
         monkeypatch.setattr(masked_rows.streams, "on_stream", lambda stream: nullcontext())
-        monkeypatch.setattr(masked_rows.streams, "record_event", lambda stream: SimpleNamespace(synchronize=self.arrive))
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("recorded"))
+        monkeypatch.setattr(
+            masked_rows.streams,
+            "record_event",
+            lambda stream: SimpleNamespace(synchronize=self.arrive),
+        )
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("recorded")
+        )
         monkeypatch.setattr(masked_rows, "_counting_stream", lambda device: self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> LateCount:
@@ -118,10 +139,13 @@ def test_a_cpu_is_asked_how_many_rows_there_are() -> None:
 
 
 def test_labels_of_the_host_are_counted_there_for_a_model_on_a_device() -> None:
-    assert RowCapacity().places(RowCount(labelled(4096, 0.1)), torch.device("cuda")) == 512  # and no stream is asked for
+    # and no stream is asked for
+    assert RowCapacity().places(RowCount(labelled(4096, 0.1)), torch.device("cuda")) == 512
 
 
-def test_places_follow_the_count_of_each_batch_and_stay_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_follow_the_count_of_each_batch_and_stay_where_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     FakeDevice(monkeypatch)
     capacity = RowCapacity()
 
@@ -138,20 +162,29 @@ def test_places_follow_the_count_of_each_batch_and_stay_where_it_does(monkeypatc
 def test_a_copy_counts_for_itself() -> None:
     capacity = RowCapacity()
     capacity.places(RowCount(labelled(4096, 0.5)), torch.device("cuda"))
-    assert copy.deepcopy(capacity).places(RowCount(labelled(4096, 0.45)), torch.device("cuda")) == 1920
+    assert (
+        copy.deepcopy(capacity).places(RowCount(labelled(4096, 0.45)), torch.device("cuda")) == 1920
+    )
 
 
-def test_a_head_on_a_device_loses_no_row_whatever_the_batch_before_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_on_a_device_loses_no_row_whatever_the_batch_before_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, fused = pair("bert")
     assert not isinstance(fuse_head(fused), str)
     device = FakeDevice(monkeypatch)
     monkeypatch.setattr(masked_rows, "GRANULE", 8)
     rows: list[int] = []
-    fused.cls.predictions.transform.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[0]))
+    fused.cls.predictions.transform.register_forward_pre_hook(
+        lambda module, given: rows.append(given[0].shape[0])
+    )
     fused.bert.register_forward_pre_hook(lambda module, given: device.log.append("body"))
     for share in (0.1, 0.4, 0.5, 0.0, 0.1):
         ids = torch.randint(3, 60, (4, 20))
-        given = {"input_ids": ids, "labels": ids.where(labelled(80, share).view(4, 20) != -100, -100)}
+        given = {
+            "input_ids": ids,
+            "labels": ids.where(labelled(80, share).view(4, 20) != -100, -100),
+        }
         device.log.clear()
         losses = []
         for model in (plain, fused):

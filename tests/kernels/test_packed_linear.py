@@ -18,7 +18,9 @@ from tests.helpers.errors_beside_torch import gradients
 OUTPUTS = (8, 4, 6)
 
 
-def layers(dtype: torch.dtype = torch.float32, bias: bool = True, packed: bool = True) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def layers(
+    dtype: torch.dtype = torch.float32, bias: bool = True, packed: bool = True
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     weights = [nn.Parameter(torch.randn(n, 12).to(dtype)) for n in OUTPUTS]
     biases = [nn.Parameter(torch.randn(n).to(dtype)) for n in OUTPUTS] if bias else []
     if packed:
@@ -57,7 +59,9 @@ def test_is_each_layer_by_itself(shape, packed, bias, dtype):
         outs = function(leaf)
         sum(out.float().pow(2).sum() for out in outs).backward()
         results += [*outs, leaf.grad, *(parameter.grad for parameter in (*weights, *biases))]
-    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
+    limits = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
+    )
     assert [g.shape for g in got] == [w.shape for w in want]
     assert all(torch.allclose(g, w, **limits) for g, w in zip(got, want))
 
@@ -66,7 +70,10 @@ def test_beside_each_other_they_are_one_product():
     x = torch.randn(5, 12)
     for packed, forward in ((True, 1), (False, 3)):
         weights, biases = layers(packed=packed)
-        assert products(lambda weights=weights, biases=biases: packed_linear(x, weights, biases)) == forward
+        assert (
+            products(lambda weights=weights, biases=biases: packed_linear(x, weights, biases))
+            == forward
+        )
     weights, biases = layers()
     out = packed_linear_whole(x.clone().requires_grad_(), weights, biases)
     assert products(lambda: out.sum().backward()) == 2, "one for x, one for all weights"
@@ -79,9 +86,15 @@ def test_what_does_not_train_gets_no_gradient(packed):
     biases[0].requires_grad_(False)
     x = torch.randn(5, 12)
     sum(out.pow(2).sum() for out in packed_linear(x, weights, biases)).backward()
-    assert [w.grad is not None for w in weights] == [True, False, True] and [b.grad is not None for b in biases] == [False, True, True]
-    want = torch.autograd.grad(F.linear(x, weights[2], biases[2]).pow(2).sum(), (weights[2], biases[2]))
-    assert torch.allclose(weights[2].grad, want[0], atol=1e-4) and torch.allclose(biases[2].grad, want[1], atol=1e-4)
+    assert [w.grad is not None for w in weights] == [True, False, True] and [
+        b.grad is not None for b in biases
+    ] == [False, True, True]
+    want = torch.autograd.grad(
+        F.linear(x, weights[2], biases[2]).pow(2).sum(), (weights[2], biases[2])
+    )
+    assert torch.allclose(weights[2].grad, want[0], atol=1e-4) and torch.allclose(
+        biases[2].grad, want[1], atol=1e-4
+    )
     frozen = [w.detach() for w in weights]
     leaf = x.clone().requires_grad_()
     sum(out.sum() for out in packed_linear(leaf, frozen)).backward()
@@ -90,7 +103,8 @@ def test_what_does_not_train_gets_no_gradient(packed):
 
 def test_the_gradient_of_a_whole_result_is_not_put_together():
     weights, _ = layers(bias=False)
-    pair = weights[:1] * 2  # gate and up of one width; the same weight twice lies in no buffer twice
+    # gate and up of one width; the same weight twice lies in no buffer twice
+    pair = weights[:1] * 2
     x = torch.randn(5, 12)
 
     def ours(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +113,9 @@ def test_the_gradient_of_a_whole_result_is_not_put_together():
     def plain(x: torch.Tensor) -> torch.Tensor:
         return F.silu(F.linear(x, pair[0])) * F.linear(x, pair[1])
 
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(ours, [x]), gradients(plain, [x])))
+    assert all(
+        torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(ours, [x]), gradients(plain, [x]))
+    )
     leaf = x.clone().requires_grad_()
     with patch("torch.cat", side_effect=AssertionError("put together")):
         ours(leaf).sum().backward()
@@ -112,8 +128,13 @@ def test_mixed_biases_and_autocast_take_the_plain_way():
     want = [F.linear(x, w, b) for w, b in zip(weights, [biases[0], None, biases[2]])]
     assert all(torch.allclose(g, w, atol=1e-5) for g, w in zip(got, want))
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = packed_linear(x, weights, biases), [F.linear(x, w, b) for w, b in zip(weights, biases)]
-    assert all(g.dtype == torch.bfloat16 and torch.allclose(g, w, atol=0.1) for g, w in zip(got, want))
+        got, want = (
+            packed_linear(x, weights, biases),
+            [F.linear(x, w, b) for w, b in zip(weights, biases)],
+        )
+    assert all(
+        g.dtype == torch.bfloat16 and torch.allclose(g, w, atol=0.1) for g, w in zip(got, want)
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)])
@@ -121,7 +142,9 @@ def test_empty_inputs(shape):
     weights, biases = layers()
     x = torch.randn(shape, requires_grad=True)
     sum(out.sum() for out in packed_linear(x, weights, biases)).backward()
-    assert x.grad.shape == x.shape and all(torch.equal(p.grad, torch.zeros_like(p)) for p in (*weights, *biases))
+    assert x.grad.shape == x.shape and all(
+        torch.equal(p.grad, torch.zeros_like(p)) for p in (*weights, *biases)
+    )
 
 
 def test_the_ops_are_registered_as_torch_wants_them():
@@ -129,10 +152,19 @@ def test_the_ops_are_registered_as_torch_wants_them():
     x = torch.randn(5, 12, requires_grad=True)
     detached = [w.detach() for w in weights]
     apart = [w.detach().clone().requires_grad_() for w in weights]
-    torch.library.opcheck(torch.ops.hf_zero.packed_linear.default, (x, apart, [b.detach().clone().requires_grad_() for b in biases]))
+    torch.library.opcheck(
+        torch.ops.hf_zero.packed_linear.default,
+        (x, apart, [b.detach().clone().requires_grad_() for b in biases]),
+    )
     torch.library.opcheck(torch.ops.hf_zero.packed_linear.default, (x, detached, []))
-    torch.library.opcheck(torch.ops.hf_zero.packed_linear_backward.default, (torch.randn(5, 18), x.detach(), detached, True, True, True))
-    torch.library.opcheck(torch.ops.hf_zero.packed_linear_backward.default, (torch.randn(5, 18), x.detach(), detached, False, True, False))
+    torch.library.opcheck(
+        torch.ops.hf_zero.packed_linear_backward.default,
+        (torch.randn(5, 18), x.detach(), detached, True, True, True),
+    )
+    torch.library.opcheck(
+        torch.ops.hf_zero.packed_linear_backward.default,
+        (torch.randn(5, 18), x.detach(), detached, False, True, False),
+    )
 
 
 def test_compiles_whole():
@@ -144,17 +176,24 @@ def test_compiles_whole():
         return torch.cat((first * 2, second, third), dim=-1)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(compiled, [x]), gradients(block, [x])))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(gradients(compiled, [x]), gradients(block, [x]))
+    )
 
 
 def test_packing_keeps_parameters_values_and_ties():
-    model = nn.ModuleDict({"q": nn.Linear(6, 4), "k": nn.Linear(6, 2), "tied": nn.Linear(6, 4, bias=False)})
+    model = nn.ModuleDict(
+        {"q": nn.Linear(6, 4), "k": nn.Linear(6, 2), "tied": nn.Linear(6, 4, bias=False)}
+    )
     model["tied"].weight = model["q"].weight
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = [id(p) for p in model.parameters()]
     pack_([model["q"].weight, model["k"].weight], model)
     pack_([model["q"].bias, model["k"].bias], model)
-    assert adjacent([model["q"].weight, model["k"].weight]) and adjacent([model["q"].bias, model["k"].bias])
+    assert adjacent([model["q"].weight, model["k"].weight]) and adjacent(
+        [model["q"].bias, model["k"].bias]
+    )
     assert [id(p) for p in model.parameters()] == ids and model["tied"].weight is model["q"].weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     where = model["q"].weight.data_ptr()
@@ -166,7 +205,13 @@ def test_packing_keeps_parameters_values_and_ties():
 def test_adjacent_means_one_storage_one_order_one_dtype():
     whole = torch.randn(6, 4)
     assert adjacent([whole[:2], whole[2:5], whole[5:]]) and adjacent([whole[1:3]])
-    for parts in ([whole[2:], whole[:2]], [whole[:2], whole[3:]], [whole[:, :2], whole[:, 2:]], [whole[:2], whole[2:].half()], [whole[:0]]):
+    for parts in (
+        [whole[2:], whole[:2]],
+        [whole[:2], whole[3:]],
+        [whole[:, :2], whole[:, 2:]],
+        [whole[:2], whole[2:].half()],
+        [whole[:0]],
+    ):
         assert not adjacent(parts)
 
 
@@ -185,7 +230,11 @@ def test_what_cannot_be_packed_is_refused():
         ([a, parameter(4, 6, device="meta")], None, "parameter 1 of shape .* has no values here"),
         ([a, parameter(2, 6), a], None, "parameter 2 is given twice"),
         ([a, nn.Parameter(whole[2:4])], None, "parameter 1 is a view of a larger buffer"),
-        ([nn.Parameter(shared), nn.Parameter(shared)], None, "two of the parameters share their memory"),
+        (
+            [nn.Parameter(shared), nn.Parameter(shared)],
+            None,
+            "two of the parameters share their memory",
+        ),
         ([a, parameter(2, 6)], model, "alias shares the memory of a parameter to be packed"),
     ):
         with pytest.raises(KernelError, match=said):
@@ -208,10 +257,22 @@ def test_bad_input_is_named():
     for call, said in (
         (lambda: packed_linear(x, []), "packed_linear: no weights"),
         (lambda: packed_linear(x, weights, biases[:2]), "2 biases for 3 weights"),
-        (lambda: packed_linear(x[:, :7], weights), r"weight 0 has shape \[8, 12\] for an x of shape \[5, 7\]"),
-        (lambda: packed_linear(x, weights, [biases[0], biases[0], biases[2]]), r"bias 1 has shape \[8\] for a weight of 4 outputs"),
-        (lambda: packed_linear(x.half(), weights), "weight 0 is torch.float32 on cpu and x torch.float16 on cpu"),
-        (lambda: packed_linear(x, weights, [b.double() for b in biases]), "bias 0 is torch.float64"),
+        (
+            lambda: packed_linear(x[:, :7], weights),
+            r"weight 0 has shape \[8, 12\] for an x of shape \[5, 7\]",
+        ),
+        (
+            lambda: packed_linear(x, weights, [biases[0], biases[0], biases[2]]),
+            r"bias 1 has shape \[8\] for a weight of 4 outputs",
+        ),
+        (
+            lambda: packed_linear(x.half(), weights),
+            "weight 0 is torch.float32 on cpu and x torch.float16 on cpu",
+        ),
+        (
+            lambda: packed_linear(x, weights, [b.double() for b in biases]),
+            "bias 0 is torch.float64",
+        ),
     ):
         with pytest.raises(KernelError, match=said):
             call()

@@ -28,9 +28,15 @@ def dropped(x: torch.Tensor, dropout: float) -> torch.Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(2, 3, 8), (9, 1025), (1, 300)])
 def test_with_a_bias(body, shape, dropout, dtype):
-    x, others, bias = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    x, others, bias = (
+        torch.randn(shape).to(dtype),
+        torch.randn(shape).to(dtype),
+        torch.randn(shape[-1]).to(dtype),
+    )
     assert_no_worse_than_torch(
-        lambda x, residual, bias: dropout_add(x, residual, bias, dropout=dropout, training=True, seed=SEED),
+        lambda x, residual, bias: dropout_add(
+            x, residual, bias, dropout=dropout, training=True, seed=SEED
+        ),
         lambda x, residual, bias: residual + dropped(x + bias, dropout),
         [x, others, bias],
     )
@@ -50,7 +56,9 @@ def test_kernel_and_reference_drop_the_same(monkeypatch):
     x, others = torch.randn(11, 1500), torch.randn(11, 1500)
 
     def results() -> list[torch.Tensor]:
-        return gradients(lambda x, r: dropout_add(x, r, dropout=0.3, training=True, seed=SEED), [x, others])
+        return gradients(
+            lambda x, r: dropout_add(x, r, dropout=0.3, training=True, seed=SEED), [x, others]
+        )
 
     ours = results()
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
@@ -97,13 +105,21 @@ def test_dtypes_of_x_and_residual_may_differ(body):
     bias = torch.randn(8, requires_grad=True)
     y = dropout_add(x, others, bias, dropout=0.5, training=True, seed=SEED)
     y.sum().backward()
-    assert (y.dtype, x.grad.dtype, others.grad.dtype, bias.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    assert (y.dtype, x.grad.dtype, others.grad.dtype, bias.grad.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
     assert torch.allclose(y, others + dropped(x.float() + bias, 0.5))
 
 
 def test_strided_inputs(body):
     wide = torch.randn(6, 40)
-    for x, others in ((wide[:, 3:19], wide[:, 20:36]), (torch.randn(16, 6).t(), torch.randn(1, 16).expand(6, 16))):
+    for x, others in (
+        (wide[:, 3:19], wide[:, 20:36]),
+        (torch.randn(16, 6).t(), torch.randn(1, 16).expand(6, 16)),
+    ):
         assert_no_worse_than_torch(
             lambda x, residual: dropout_add(x, residual, dropout=0.5, training=True, seed=SEED),
             lambda x, residual: residual + dropped(x, 0.5),
@@ -111,7 +127,9 @@ def test_strided_inputs(body):
         )
 
 
-@pytest.mark.parametrize("trains", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "trains", [(True, False, False), (False, True, False), (False, False, True)]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_what_does_not_train_gets_no_gradient(body, dropout, trains):
     inputs = [torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)]
@@ -135,10 +153,14 @@ def test_empty_inputs(body, shape):
 
 
 def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("hf_zero.ops.triton_kernels.activations"), "PROGRAMS", 3)
+    monkeypatch.setattr(
+        pytest.importorskip("hf_zero.ops.triton_kernels.activations"), "PROGRAMS", 3
+    )
     x, others, bias = torch.randn(70, 24), torch.randn(70, 24), torch.randn(24)
     assert_no_worse_than_torch(
-        lambda x, residual, bias: dropout_add(x, residual, bias, dropout=0.5, training=True, seed=SEED),
+        lambda x, residual, bias: dropout_add(
+            x, residual, bias, dropout=0.5, training=True, seed=SEED
+        ),
         lambda x, residual, bias: residual + dropped(x + bias, 0.5),
         [x, others, bias],
     )
@@ -146,7 +168,10 @@ def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):
 
 def test_ops_are_registered_as_torch_wants_them(body):
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    forward, backward = torch.ops.hf_zero.dropout_add.default, torch.ops.hf_zero.dropout_add_backward.default
+    forward, backward = (
+        torch.ops.hf_zero.dropout_add.default,
+        torch.ops.hf_zero.dropout_add_backward.default,
+    )
     torch.library.opcheck(forward, (x, torch.randn(3, 8), bias, SEED, 0.5))
     torch.library.opcheck(forward, (x, torch.randn(3, 8), bias, None, 0.0))
     torch.library.opcheck(backward, (torch.randn(3, 8), SEED, 0.5, torch.float32, torch.float32))
@@ -160,8 +185,13 @@ def test_compiles_whole():
         return dropout_add(F.relu(x), x, bias, dropout=0.5, training=True, seed=SEED)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, [x, bias]), gradients(block, [x, bias])))
-    torch.compile(lambda x: dropout_add(x, x, dropout=0.5, training=True), fullgraph=True, backend="aot_eager")(x)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gradients(compiled, [x, bias]), gradients(block, [x, bias]))
+    )
+    torch.compile(
+        lambda x: dropout_add(x, x, dropout=0.5, training=True), fullgraph=True, backend="aot_eager"
+    )(x)
 
 
 def test_bad_input_is_named():
@@ -171,7 +201,10 @@ def test_bad_input_is_named():
         (lambda: dropout_add(x.long(), x), "dropout_add: x is torch.int64"),
         (lambda: dropout_add(x, x, torch.randn(7)), r"bias has shape \[7\]"),
         (lambda: dropout_add(x, x, dropout=1.5), "dropout=1.5 is no probability"),
-        (lambda: dropout_add(x, x, dropout=0.5, seed=torch.tensor(3)), r"seed is torch.int64 \[\] on cpu and x on cpu"),
+        (
+            lambda: dropout_add(x, x, dropout=0.5, seed=torch.tensor(3)),
+            r"seed is torch.int64 \[\] on cpu and x on cpu",
+        ),
     ):
         with pytest.raises(KernelError, match=said):
             call()

@@ -1,4 +1,6 @@
-"""Block-sparse attention's kernels, in the checked interpreter, against the dense masked softmax: outputs, statistics, gradients, dropout."""
+"""Block-sparse attention's kernels, in the checked interpreter, against the dense masked
+softmax: outputs, statistics, gradients, dropout.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,24 @@ from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves")
+pytestmark = pytest.mark.skipif(
+    not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves"
+)
 
 
-def inputs(batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: torch.dtype, *, strided: bool) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: as projections lie in memory, or with gaps between heads and a last dimension of stride 1."""
+def inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    strided: bool,
+) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output: as projections lie in memory, or with gaps between
+    heads and a last dimension of stride 1.
+    """
     made = []
     for count in (heads, kv_heads, kv_heads, heads):
         x = torch.randn(batch, length, count, width + 8 * strided).to(dtype)
@@ -50,7 +65,9 @@ def both_ways(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """o, lse, dq, dk, dv of the kernels, and of the reference in fp32 from the same values."""
     q, k, v, grad = tensors
-    compiled = plan.plan_for(config.handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
+    compiled = plan.plan_for(
+        config.handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device
+    )
     seed = torch.tensor([1234]) if dropout else None
     rest: Any = (compiled, padding, seed, causal, q.shape[3] ** -0.5, dropout)
     with checked_triton():
@@ -73,7 +90,9 @@ def assert_near(kernel: list[torch.Tensor], truth: list[torch.Tensor], dtype: to
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists above the mean are cut, so that the sums over parts run at a size the interpreter bears."""
+    """Lists above the mean are cut, so that the sums over parts run at a size the interpreter
+    bears.
+    """
     monkeypatch.setattr(plan, "SHORTEST_SPLIT", 2)
     monkeypatch.setattr(plan, "LONGEST", 1)
     plan.plan_for.cache_clear()
@@ -96,7 +115,11 @@ BLOCKS = (16, 32, 64, 128)
 
 
 @pytest.mark.parametrize(
-    "causal, block", fast(itertools.product((False, True), BLOCKS), lambda causal, block: BLOCKS.index(block) % 2 == causal)
+    "causal, block",
+    fast(
+        itertools.product((False, True), BLOCKS),
+        lambda causal, block: BLOCKS.index(block) % 2 == causal,
+    ),
 )
 def test_blocks(block: int, causal: bool) -> None:
     config = BigBirdSparsityConfig(2, block=block, num_random_blocks=1, num_sliding_window_blocks=1)
@@ -106,7 +129,9 @@ def test_blocks(block: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_global_rows_and_columns_are_cut_into_parts(short_splits: None, per_head: bool) -> None:
-    config = BigBirdSparsityConfig(4, 64, per_head, num_random_blocks=int(per_head), num_sliding_window_blocks=1)
+    config = BigBirdSparsityConfig(
+        4, 64, per_head, num_random_blocks=int(per_head), num_sliding_window_blocks=1
+    )
     compiled = plan.plan_for(config.handle, 330, 4, 2, False, torch.device("cpu"))
     assert compiled.per_head == per_head and compiled.rows.slots and compiled.columns.slots
     tensors = inputs(1, 4, 2, 330, 16, torch.float32, strided=False)
@@ -114,15 +139,23 @@ def test_global_rows_and_columns_are_cut_into_parts(short_splits: None, per_head
 
 
 def test_heads_that_share_keys_and_differ_in_layout() -> None:
-    config = FixedSparsityConfig(4, 32, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2)
-    assert_near(*both_ways(config, inputs(2, 4, 2, 130, 16, torch.float32, strided=True)), torch.float32)
+    config = FixedSparsityConfig(
+        4, 32, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2
+    )
+    assert_near(
+        *both_ways(config, inputs(2, 4, 2, 130, 16, torch.float32, strided=True)), torch.float32
+    )
 
 
 def test_padding_rows_without_keys_and_columns_without_rows() -> None:
     layout = torch.tensor([[[1, 0, 1], [0, 0, 0], [1, 0, 0]]])
     padding = torch.ones(2, 180, dtype=torch.bool)
     padding[0, 100:], padding[1, :70] = False, False
-    kernel, truth = both_ways(BlockLayout(layout, 64), inputs(2, 2, 1, 180, 16, torch.float32, strided=False), padding=padding)
+    kernel, truth = both_ways(
+        BlockLayout(layout, 64),
+        inputs(2, 2, 1, 180, 16, torch.float32, strided=False),
+        padding=padding,
+    )
     assert_near(kernel, truth, torch.float32)
     o, lse, dq, dk, _ = kernel
     assert not o[:, :, 64:128].any() and not dq[:, :, 64:128].any() and not dk[:, :, 64:128].any()
@@ -134,37 +167,61 @@ def test_dropout_draws_what_the_reference_draws(dropout: float) -> None:
     tensors = inputs(2, 2, 2, 130, 16, torch.float32, strided=False)
     padding = torch.ones(2, 130, dtype=torch.bool)
     padding[1, 90:] = False
-    assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors, padding=padding, dropout=dropout), torch.float32)
+    assert_near(
+        *both_ways(DenseSparsityConfig(2, block=64), tensors, padding=padding, dropout=dropout),
+        torch.float32,
+    )
 
 
 def test_dropout_is_fair() -> None:
     words = reference.dropout_words(torch.tensor([7]), 0, 4, 256).double() / 2**31
     assert words.shape == (4, 256, 256) and (words < 1).all()
-    assert abs(words.mean().item() - 0.5) < 3e-3 and abs((words < 0.1).double().mean().item() - 0.1) < 3e-3
+    assert (
+        abs(words.mean().item() - 0.5) < 3e-3
+        and abs((words < 0.1).double().mean().item() - 0.1) < 3e-3
+    )
     for shifted in (words.roll(1, 0), words.roll(1, 1), words.roll(1, 2)):
-        assert abs(torch.corrcoef(torch.stack([words.flatten(), shifted.flatten()]))[0, 1].item()) < 1e-2
+        assert (
+            abs(torch.corrcoef(torch.stack([words.flatten(), shifted.flatten()]))[0, 1].item())
+            < 1e-2
+        )
 
 
 def test_rounding_is_no_worse_than_eager_attentions() -> None:
-    """bf16: the error against fp32 beside that of transformers' eager attention under the same mask.
+    """bf16: the error against fp32 beside that of transformers' eager attention under the same
+    mask.
 
-    (torch's fused attention computes in fp32 throughout on a CPU; on a GPU tests/gpu compares with it.)
+    (torch's fused attention computes in fp32 throughout on a CPU; on a GPU tests/gpu compares with
+    it.)
     """
     config = VariableSparsityConfig(2, 64, local_window_blocks=[2], global_block_indices=[1])
     tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16, strided=False)
     kernel, truth = both_ways(config, tensors)
-    mask = reference.allowed(plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu")), 192, False)
+    mask = reference.allowed(
+        plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu")), 192, False
+    )
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    weights = (q @ k.mT * 64**-0.5).masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = (
+        (q @ k.mT * 64**-0.5)
+        .masked_fill(~mask, -torch.inf)
+        .softmax(-1, dtype=torch.float32)
+        .to(q.dtype)
+    )
     out = weights @ v
     eager = [out, *torch.autograd.grad(out, (q, k, v), tensors[3])]
-    for name, ours, theirs, true in zip(("o", "dq", "dk", "dv"), [kernel[0], *kernel[2:]], eager, [truth[0], *truth[2:]]):
-        error, eager_error = ((x.float() - true).pow(2).mean().sqrt().item() for x in (ours, theirs))
+    for name, ours, theirs, true in zip(
+        ("o", "dq", "dk", "dv"), [kernel[0], *kernel[2:]], eager, [truth[0], *truth[2:]]
+    ):
+        error, eager_error = (
+            (x.float() - true).pow(2).mean().sqrt().item() for x in (ours, theirs)
+        )
         print(f"{name}: ours {error:.2e}, eager {eager_error:.2e}")
         assert error <= eager_error, name
 
 
-def test_a_grid_has_one_axis_for_any_number_of_sequences(short_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_has_one_axis_for_any_number_of_sequences(
+    short_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other two of CUDA's end at 65,535."""
     from hf_zero.ops.triton_kernels import sparse_attention as forward
     from hf_zero.ops.triton_kernels import sparse_attention_backward as backward
@@ -178,11 +235,17 @@ def test_a_grid_has_one_axis_for_any_number_of_sequences(short_splits: None, mon
     for module, names in ((forward, ("forward", "combine")), (backward, ("dq", "dkdv", "sum"))):
         for name in names:
             monkeypatch.setattr(module, f"sparse_attention_{name}", Launched())
-    config = BigBirdSparsityConfig(1, 64, num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=1)
+    config = BigBirdSparsityConfig(
+        1, 64, num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=1
+    )
     compiled = plan.plan_for(config.handle, 330, 1, 1, False, torch.device("cpu"))
     assert compiled.rows.slots and compiled.columns.slots
     q = torch.zeros(1, 1, 1, 16).expand(70_000, 1, 330, 16)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **told: torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape)))
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *shape, **told: torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape)),
+    )
     rest: Any = (compiled, None, None, False, 0.25, 0.0)
     forward.forward(q, q, q, *rest)
     monkeypatch.setattr(torch, "empty_like", lambda x: x)
@@ -206,12 +269,16 @@ def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.Monk
 def test_lengths_do_not_compile_anew() -> None:
     """What a plan counts is not specialised on; the compiling process reads it off the kernels."""
     code = (
-        "from hf_zero.ops.triton_kernels import sparse_attention as f, sparse_attention_backward as b\n"
-        "kernels = f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq, b.sparse_attention_dkdv, b.sparse_attention_sum\n"
+        "from hf_zero.ops.triton_kernels import sparse_attention as f, "
+        "sparse_attention_backward as b\n"
+        "kernels = f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq, "
+        "b.sparse_attention_dkdv, b.sparse_attention_sum\n"
         "for kernel in kernels:\n"
         "    free = {each.name for each in kernel.params if each.do_not_specialize}\n"
         "    assert free == {'programs', 'slots'}, (kernel.__name__, free)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr

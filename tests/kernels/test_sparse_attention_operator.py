@@ -1,4 +1,6 @@
-"""sparse_attention as torch sees it: an operator with gradients that compiles, counts what it is given, and names what it cannot take."""
+"""sparse_attention as torch sees it: an operator with gradients that compiles, counts what it is
+given, and names what it cannot take.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,32 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
 
 
-def qkv(batch: int = 1, heads: int = 2, kv_heads: int = 2, length: int = 70, width: int = 16, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(batch, count, length, width, requires_grad=True, **kwargs) for count in (heads, kv_heads, kv_heads))
+def qkv(
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 2,
+    length: int = 70,
+    width: int = 16,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        torch.randn(batch, count, length, width, requires_grad=True, **kwargs)
+        for count in (heads, kv_heads, kv_heads)
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_dense_layout_is_attention(causal: bool) -> None:
     q, k, v = qkv(2, 4, 2, 100)
     ours = sparse_attention(q, k, v, DenseSparsityConfig(4), causal=causal, scale=0.3)
-    torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
+    torchs = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=0.3, enable_gqa=True
+    )
     torch.testing.assert_close(ours, torchs, atol=1e-5, rtol=1e-5)
     grad = torch.randn_like(ours)
-    for mine, theirs in zip(torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(torchs, (q, k, v), grad)):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(torchs, (q, k, v), grad)
+    ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -57,7 +73,10 @@ def test_the_operator_keeps_torchs_rules() -> None:
     handle = FixedSparsityConfig(2).handle
     padding, seed = torch.ones(1, 70, dtype=torch.bool), torch.tensor([3])
     for p, s in ((None, None), (padding, seed)):
-        torch.library.opcheck(torch.ops.hf_zero.sparse_attention.default, (*qkv(), p, s, handle, True, 0.25, 0.1 if s is not None else 0.0))
+        torch.library.opcheck(
+            torch.ops.hf_zero.sparse_attention.default,
+            (*qkv(), p, s, handle, True, 0.25, 0.1 if s is not None else 0.0),
+        )
 
 
 def test_it_compiles_whole() -> None:
@@ -67,16 +86,23 @@ def test_it_compiles_whole() -> None:
     def attend(*given: torch.Tensor) -> torch.Tensor:
         return sparse_attention(*given, config) * 2
 
-    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), attend(q, k, v))
+    torch.testing.assert_close(
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), attend(q, k, v)
+    )
 
 
 def test_a_unidirectional_configuration_is_causal_within_its_blocks() -> None:
     q, k, v = qkv(length=64)
     config = FixedSparsityConfig(2, attention="unidirectional")
-    assert torch.equal(sparse_attention(q, k, v, config), sparse_attention(q, k, v, config, causal=True))
+    assert torch.equal(
+        sparse_attention(q, k, v, config), sparse_attention(q, k, v, config, causal=True)
+    )
     changed = v.detach().clone()
     changed[:, :, 40:] = 9
-    assert torch.equal(sparse_attention(q, k, v, config)[:, :, :40], sparse_attention(q, k, changed, config)[:, :, :40])
+    assert torch.equal(
+        sparse_attention(q, k, v, config)[:, :, :40],
+        sparse_attention(q, k, changed, config)[:, :, :40],
+    )
 
 
 def test_a_layout_can_be_a_tensor() -> None:
@@ -85,7 +111,9 @@ def test_a_layout_can_be_a_tensor() -> None:
     expected = sparse_attention(q, k, v, BlockLayout(layout, 64))
     assert torch.equal(sparse_attention(q, k, v, layout), expected)
     layout[0, 0, 1] = 1
-    assert not torch.equal(sparse_attention(q, k, v, layout), expected), "written to since it was compiled"
+    assert not torch.equal(sparse_attention(q, k, v, layout), expected), (
+        "written to since it was compiled"
+    )
 
 
 def test_a_plan_is_made_once_for_equal_configurations() -> None:
@@ -137,14 +165,23 @@ def test_autocast_decides_the_dtype() -> None:
         ({"layout": torch.ones(3, 3)}, "has the shape"),
         ({"layout": BlockLayout(torch.ones(1, 3, 3), 16)}, "the layout is of 3 blocks of 16"),
         ({"layout": DenseSparsityConfig(2, block=24)}, "blocks of 16, 32, 64 or a multiple"),
-        ({"layout": FixedSparsityConfig(4, different_layout_per_head=True, num_different_global_patterns=4)}, "num_heads=2"),
+        (
+            {
+                "layout": FixedSparsityConfig(
+                    4, different_layout_per_head=True, num_different_global_patterns=4
+                )
+            },
+            "num_heads=2",
+        ),
     ],
 )
 def test_what_it_cannot_take_is_named(changed: dict[str, Any], said: str) -> None:
     q, k, v = qkv()
     given = {"q": q, "k": k, "v": v, "layout": DenseSparsityConfig(2), **changed}
     with pytest.raises(KernelError, match=said):
-        sparse_attention(given.pop("q"), given.pop("k"), given.pop("v"), given.pop("layout"), **given)
+        sparse_attention(
+            given.pop("q"), given.pop("k"), given.pop("v"), given.pop("layout"), **given
+        )
 
 
 def test_wide_heads_are_refused() -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import accumulate, all_finite, cast, checksum, gather, native, scatter, squared_norm
+from hf_zero.ops import (
+    accumulate,
+    all_finite,
+    cast,
+    checksum,
+    gather,
+    native,
+    scatter,
+    squared_norm,
+)
 from tests.helpers.buffers import Guarded, reference, same_bits
 
 SIZES = [0, 1, 3, 31, 32, 33, 511, 512, 513, 2**20 + 1]
@@ -21,10 +30,16 @@ EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 def test_squared_norm(isa: str, dtype: torch.dtype) -> None:
     for numel in SIZES:
         x = torch.randn(numel + 1).to(dtype)[1:]
-        exact = math.fsum(v * v for v in x.double().tolist()) if numel < 1000 else float(x.double().square().sum())
+        exact = (
+            math.fsum(v * v for v in x.double().tolist())
+            if numel < 1000
+            else float(x.double().square().sum())
+        )
         assert squared_norm(x) == pytest.approx(exact, rel=1e-13, abs=0)
     if dtype != torch.float16:
-        assert squared_norm(torch.full((100_000,), 1e30, dtype=dtype)) == pytest.approx(1e65, rel=0.01)
+        assert squared_norm(torch.full((100_000,), 1e30, dtype=dtype)) == pytest.approx(
+            1e65, rel=0.01
+        )
 
 
 def test_squared_norm_is_the_same_on_every_instruction_set_and_thread_count() -> None:
@@ -62,7 +77,10 @@ def test_the_largest_finite_numbers_are_finite(isa: str) -> None:
 def test_cast(isa: str, source: torch.dtype, target: torch.dtype) -> None:
     for numel in SIZES:
         guarded = Guarded(offset=1)
-        x, out = guarded(torch.randn(numel).mul(100).to(source)), guarded(torch.zeros(numel, dtype=target))
+        x, out = (
+            guarded(torch.randn(numel).mul(100).to(source)),
+            guarded(torch.zeros(numel, dtype=target)),
+        )
         for scale in (1.0, 0.37):
             cast(out, x, scale)
             assert torch.equal(out, (x.float() * scale).to(target))
@@ -82,7 +100,9 @@ def test_every_16_bit_number_is_read_right(isa: str, source: torch.dtype) -> Non
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_beside_every_16_bit_one_round_right(isa: str, target: torch.dtype) -> None:
-    """The number itself, its fp32 neighbours, and the middle to the next with its neighbours: ties, carries, denormals, overflow."""
+    """The number itself, its fp32 neighbours, and the middle to the next with its neighbours:
+    ties, carries, denormals, overflow.
+    """
     exact = EVERY_HALF.view(target).float()
     bits = exact.view(torch.int32).to(torch.int64)
     middle = 1 << (15 if target == torch.bfloat16 else 12)
@@ -105,7 +125,9 @@ def test_accumulate(isa: str, source: torch.dtype) -> None:
         guarded.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str
+)
 def test_segments_there_and_back(dtype: torch.dtype) -> None:
     draw = random.Random(0)
     for longest in (3, 50_000):
@@ -119,7 +141,9 @@ def test_segments_there_and_back(dtype: torch.dtype) -> None:
         whole = torch.randint(0, 100, (at + 3,)).to(dtype)
         packed = torch.zeros(sum(length for _, length in runs), dtype=dtype)
         gather(packed, whole, runs)
-        assert torch.equal(packed, torch.cat([whole[start : start + length] for start, length in runs]))
+        assert torch.equal(
+            packed, torch.cat([whole[start : start + length] for start, length in runs])
+        )
         guarded = Guarded(offset=1)
         back = guarded(torch.zeros_like(whole))
         scatter(back, packed, runs)
@@ -154,7 +178,9 @@ def test_checksum_sees_a_bit_a_swap_and_a_length() -> None:
     assert checksum(swapped) != plain and checksum(x[:-1]) != plain
     sums = {checksum(torch.zeros(n, dtype=torch.uint8)) for n in range(200)}
     assert len(sums) == 200
-    assert checksum(torch.zeros(4, dtype=torch.int64)) == checksum(torch.zeros(32, dtype=torch.uint8))
+    assert checksum(torch.zeros(4, dtype=torch.int64)) == checksum(
+        torch.zeros(32, dtype=torch.uint8)
+    )
 
 
 def test_segments_outside_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""Updates of the native core against the torch reference, bit for bit: sizes, starts, dtypes, values, threads, cuts."""
+"""Updates of the native core against the torch reference, bit for bit: sizes, starts, dtypes,
+values, threads, cuts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ State = dict[str, Any]
 def numbers(numel: int, seed: int) -> Tensor:
     """Values over many magnitudes, with denormals, zeros and their signs among them."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(4).exp()
+    x = (
+        torch.randn(numel, generator=generator)
+        * torch.randn(numel, generator=generator).mul(4).exp()
+    )
     x[::7] *= 1e-38
     x[3::31] = 0.0
     x[5::31] = -0.0
@@ -44,12 +49,28 @@ def moment(kind: str, values: Tensor, signed: bool, guarded: Guarded) -> Moment:
 def parts(state: State) -> list[Tensor]:
     found = []
     for value in state.values():
-        found += [value.codes, value.scales] if isinstance(value, Blocks) else [value] if isinstance(value, Tensor) else []
+        found += (
+            [value.codes, value.scales]
+            if isinstance(value, Blocks)
+            else [value]
+            if isinstance(value, Tensor)
+            else []
+        )
     return found
 
 
-def state_of(update: Update, numel: int, guarded: Guarded, grad: torch.dtype, out: torch.dtype | None, kind: str = "fp32") -> State:
-    state: State = {"master": guarded(numbers(numel, 1)), "grad": guarded(numbers(numel, 2).to(grad))}
+def state_of(
+    update: Update,
+    numel: int,
+    guarded: Guarded,
+    grad: torch.dtype,
+    out: torch.dtype | None,
+    kind: str = "fp32",
+) -> State:
+    state: State = {
+        "master": guarded(numbers(numel, 1)),
+        "grad": guarded(numbers(numel, 2).to(grad)),
+    }
     if update is adam:
         state["exp_avg"] = moment(kind, numbers(numel, 3) * 1e-2, True, guarded)
         state["exp_avg_sq"] = moment(kind, numbers(numel, 4).square() * 1e-4, False, guarded)
@@ -64,7 +85,9 @@ def state_of(update: Update, numel: int, guarded: Guarded, grad: torch.dtype, ou
     return state
 
 
-def compare(update: Update, make: Callable[[Guarded], State], offset: int = 0, **settings: Any) -> None:
+def compare(
+    update: Update, make: Callable[[Guarded], State], offset: int = 0, **settings: Any
+) -> None:
     guarded = Guarded(offset)
     native_state, torch_state = make(guarded), make(Guarded())
     update(**native_state, **settings)
@@ -76,13 +99,45 @@ def compare(update: Update, make: Callable[[Guarded], State], offset: int = 0, *
 
 
 SETTINGS: dict[Update, State] = {
-    adam: {"step": 7, **ADAM, "weight_decay": 0.1, "decoupled": True, "divisor": 3.0, "seed": 5, "first": FIRST},
-    lion: {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "divisor": 3.0, "seed": 5, "first": FIRST},
-    adagrad: {"step": 7, "lr": 1e-2, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1, "divisor": 3.0},
+    adam: {
+        "step": 7,
+        **ADAM,
+        "weight_decay": 0.1,
+        "decoupled": True,
+        "divisor": 3.0,
+        "seed": 5,
+        "first": FIRST,
+    },
+    lion: {
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "divisor": 3.0,
+        "seed": 5,
+        "first": FIRST,
+    },
+    adagrad: {
+        "step": 7,
+        "lr": 1e-2,
+        "lr_decay": 0.1,
+        "eps": 1e-10,
+        "weight_decay": 0.1,
+        "divisor": 3.0,
+    },
     sgd: {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "divisor": 3.0},
 }
-KINDS = {adam: ("fp32", "bf16", "int8"), lion: ("fp32", "bf16", "int8"), adagrad: ("fp32",), sgd: ("fp32",)}
-CASES = [pytest.param(update, kind, id=f"{update.__name__}-{kind}") for update, kinds in KINDS.items() for kind in kinds]
+KINDS = {
+    adam: ("fp32", "bf16", "int8"),
+    lion: ("fp32", "bf16", "int8"),
+    adagrad: ("fp32",),
+    sgd: ("fp32",),
+}
+CASES = [
+    pytest.param(update, kind, id=f"{update.__name__}-{kind}")
+    for update, kinds in KINDS.items()
+    for kind in kinds
+]
 
 
 @pytest.mark.parametrize(("update", "kind"), CASES)
@@ -90,13 +145,25 @@ CASES = [pytest.param(update, kind, id=f"{update.__name__}-{kind}") for update, 
 def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: torch.dtype) -> None:
     for numel in SIZES:
         for out in (None, *DTYPES):
-            compare(update, lambda g, n=numel, o=out: state_of(update, n, g, grad, o, kind), offset=1, **SETTINGS[update])
-    compare(update, lambda g: state_of(update, 513, g, grad, grad, kind), offset=0, **SETTINGS[update])
+            compare(
+                update,
+                lambda g, n=numel, o=out: state_of(update, n, g, grad, o, kind),
+                offset=1,
+                **SETTINGS[update],
+            )
+    compare(
+        update, lambda g: state_of(update, 513, g, grad, grad, kind), offset=0, **SETTINGS[update]
+    )
 
 
 @pytest.mark.parametrize(("update", "kind"), CASES)
 def test_a_large_one(isa: str, update: Update, kind: str) -> None:
-    compare(update, lambda g: state_of(update, BIG, g, torch.bfloat16, torch.bfloat16, kind), offset=0, **SETTINGS[update])
+    compare(
+        update,
+        lambda g: state_of(update, BIG, g, torch.bfloat16, torch.bfloat16, kind),
+        offset=0,
+        **SETTINGS[update],
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,12 +182,19 @@ def test_a_large_one(isa: str, update: Update, kind: str) -> None:
 )
 def test_every_option(isa: str, update: Update, changed: State) -> None:
     for grad in (torch.float32, torch.bfloat16):
-        compare(update, lambda g, d=grad: state_of(update, 1300, g, d, torch.float16), **{**SETTINGS[update], **changed})
+        compare(
+            update,
+            lambda g, d=grad: state_of(update, 1300, g, d, torch.float16),
+            **{**SETTINGS[update], **changed},
+        )
 
 
 def test_amsgrad_and_no_momentum(isa: str) -> None:
     def amsgrad(guarded: Guarded) -> State:
-        return {**state_of(adam, 1300, guarded, torch.float32, None), "max_exp_avg_sq": guarded(numbers(1300, 9).square() * 1e-4)}
+        return {
+            **state_of(adam, 1300, guarded, torch.float32, None),
+            "max_exp_avg_sq": guarded(numbers(1300, 9).square() * 1e-4),
+        }
 
     compare(adam, amsgrad, **SETTINGS[adam])
     compare(adam, amsgrad, **{**SETTINGS[adam], "decoupled": False})
@@ -148,7 +222,9 @@ def test_a_gradient_that_is_not_finite_is_seen_in_every_moment(isa: str) -> None
         state["grad"][300] = float("nan")
         adam(**state, **SETTINGS[adam])
         kept = state["exp_avg_sq"].decode() if kind == "int8" else state["exp_avg_sq"]
-        assert kept[300].isnan() and state["master"][300].isnan() and state["master"][299].isfinite()
+        assert (
+            kept[300].isnan() and state["master"][300].isnan() and state["master"][299].isfinite()
+        )
 
 
 @pytest.mark.parametrize(("update", "kind"), CASES)
@@ -165,7 +241,10 @@ def test_threads_and_cuts_leave_no_trace(isa: str, update: Update, kind: str) ->
     cut = state_of(update, numel, Guarded(), torch.bfloat16, torch.bfloat16, kind)
     borders = [0, 256, 256 * 5, 256 * 300, numel]
     for start, stop in itertools.pairwise(borders):
-        piece = {name: v.narrow(start, stop - start) if isinstance(v, Blocks) else v[start:stop] for name, v in cut.items()}
+        piece = {
+            name: v.narrow(start, stop - start) if isinstance(v, Blocks) else v[start:stop]
+            for name, v in cut.items()
+        }
         settings = dict(SETTINGS[update])
         if "first" in settings:
             settings["first"] += start

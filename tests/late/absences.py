@@ -1,8 +1,9 @@
-"""Ranks that do not come to a collective, and ranks that are slow: ``python -m tests.late.absences MODE CASE …``, with RANK and so on
-set.
+"""Ranks that do not come to a collective, and ranks that are slow: ``python -m tests.late.absences
+MODE CASE …``, with RANK and so on set.
 
-The host waits for no collective here, so what ends the job, or leaves it alone, is what hf_zero follows on its own thread. Rank 1 is
-the one that stays away. A line of JSON a case and rank; a case that raises is the last.
+The host waits for no collective here, so what ends the job, or leaves it alone, is what hf_zero
+follows on its own thread. Rank 1 is the one that stays away. A line of JSON a case and rank; a case
+that raises is the last.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def leaves_out_blocks(job: Job) -> list[float]:
 
 
 def plain(rank: int) -> list[float]:
-    """The losses of :func:`leaves_out_blocks` in a plain loop over the global batch, on the CPU: the gradient of what is left out is zero."""
+    """The losses of :func:`leaves_out_blocks` in a plain loop over the global batch, on the CPU:
+    the gradient of what is left out is zero.
+    """
     model = tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     each = [training.batches(STEPS + len(LEFT_OUT), place, 2) for place in range(2)]
@@ -123,7 +126,9 @@ def plain(rank: int) -> list[float]:
             found.append(model(values))
         optimizer.zero_grad()
         torch.stack(found).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.config(JOB)["gradient_clipping"])
+        torch.nn.utils.clip_grad_norm_(
+            model.parameters(), training.config(JOB)["gradient_clipping"]
+        )
         optimizer.step()
         losses.append(found[rank].item())
     return losses
@@ -158,7 +163,14 @@ def main() -> None:
                 worst = training.worst(losses, plain(rank))
         except RuntimeError as error:
             raised = f"{type(error).__name__}: {error}"
-        row = {"case": name, "rank": rank, "raised": raised, "said": said, "worst": worst, "reports": device.reports()}
+        row = {
+            "case": name,
+            "rank": rank,
+            "raised": raised,
+            "said": said,
+            "worst": worst,
+            "reports": device.reports(),
+        }
         print(json.dumps(row), flush=True)
         if raised:
             break

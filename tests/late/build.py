@@ -64,7 +64,11 @@ def _with_headers(sources: Iterable[Path]) -> set[Path]:
     found, new = set[Path](), set(sources)
     while new:
         found |= new
-        names = {name for path in new for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)}
+        names = {
+            name
+            for path in new
+            for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        }
         new = {SOURCES / name for name in names} - found
     return found
 

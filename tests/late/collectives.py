@@ -20,7 +20,9 @@ _watch: Watch | None = None
 
 def _communicator(store: Any, rank: int, size: int, timeout: Any) -> Any:
     name, board = _board(store, rank, size)
-    made = C.communicator(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), name, str(board))
+    made = C.communicator(
+        dist.ProcessGroupGloo(store, rank, size, timeout=timeout), name, str(board)
+    )
     if store.add("late opened", 1) == size:  # its pages live on in those who have mapped them
         board.unlink()
     _look_for_deadlocks(rank)

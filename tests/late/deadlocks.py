@@ -1,13 +1,16 @@
-"""Ranks that wait for each other in a circle, over their hosts and their streams, are told apart from ranks that are slow.
+"""Ranks that wait for each other in a circle, over their hosts and their streams, are told apart
+from ranks that are slow.
 
-A thread in each process looks whether anything goes on. Where nothing has for a while, it writes down what each of its threads and
-streams waits for, where the other ranks of its communicators can read it, and reads theirs. What waits in a circle never ends: that
-is a report, and every wait of the job raises.
+A thread in each process looks whether anything goes on. Where nothing has for a while, it writes
+down what each of its threads and streams waits for, where the other ranks of its communicators can
+read it, and reads theirs. What waits in a circle never ends: that is a report, and every wait of
+the job raises.
 
     host of a rank -> a stream        it is in a synchronisation
     stream         -> a stream        it waits for an event
     stream         -> a host          its collective waits for a rank that has not issued it
-    stream         -> a stream        its collective waits for a rank that has issued it, behind other work
+    stream         -> a stream        its collective waits for a rank that has issued it, behind
+    other work
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ Status = dict[str, Any]
 Edge = tuple[str, str, str]  # who waits, for whom, because of what
 
 
-def status_of(rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]]) -> Status:
+def status_of(
+    rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]]
+) -> Status:
     """Where the process of ``rank`` stands, as JSON carries it."""
     ends = {}
     for each in communicators:
@@ -33,31 +38,60 @@ def status_of(rank: int, waits: Mapping[str, Any], communicators: Iterable[Mappi
             "name": each["name"],
             "rank": each["rank"],
             "issued": each["issued"],
-            "outstanding": {str(number): [stream, what] for number, stream, what in list(each["outstanding"])[:8]},
-            "missing": {str(number): list(ranks) for number, ranks in list(each["missing"].items())[:8]},
+            "outstanding": {
+                str(number): [stream, what]
+                for number, stream, what in list(each["outstanding"])[:8]
+            },
+            "missing": {
+                str(number): list(ranks) for number, ranks in list(each["missing"].items())[:8]
+            },
         }
     hosts, streams = ([list(each) for each in waits[kind]] for kind in ("hosts", "streams"))
-    return {"rank": rank, "moved": waits["moved"], "hosts": hosts, "streams": streams, "communicators": ends}
+    return {
+        "rank": rank,
+        "moved": waits["moved"],
+        "hosts": hosts,
+        "streams": streams,
+        "communicators": ends,
+    }
 
 
 def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int]]) -> list[Edge]:
-    """Who waits for whom. ``members`` has, by name of a communicator, the process of each of its ranks."""
+    """Who waits for whom.
+
+    ``members`` has, by name of a communicator, the process of each of its ranks.
+    """
     found: list[Edge] = []
     for rank, status in statuses.items():
         for thread, site, stream, number in status["hosts"]:
-            found.append((_host(rank), _stream(rank, stream), f"{thread} synchronises with task #{number} [{site}]"))
+            found.append(
+                (
+                    _host(rank),
+                    _stream(rank, stream),
+                    f"{thread} synchronises with task #{number} [{site}]",
+                )
+            )
         for stream, other, number, communicator, collective in status["streams"]:
             if other >= 0:
-                found.append((_stream(rank, stream), _stream(rank, other), f"waits for its task #{number}"))
+                found.append(
+                    (_stream(rank, stream), _stream(rank, other), f"waits for its task #{number}")
+                )
                 continue
             end = status["communicators"].get(str(communicator))
             if end is not None:
-                found += _collective_edges(rank, stream, collective, end, statuses, members.get(end["name"], {}))
+                found += _collective_edges(
+                    rank, stream, collective, end, statuses, members.get(end["name"], {})
+                )
     return found
 
 
 def _collective_edges(
-    rank: int, stream: int, collective: int, end: Mapping[str, Any], statuses: Mapping[int, Status], members: Mapping[int, int]
+    rank: int,
+    stream: int,
+    collective: int,
+    end: Mapping[str, Any],
+    statuses: Mapping[int, Status],
+    members: Mapping[int, int],
 ) -> list[Edge]:
     what = end["outstanding"].get(str(collective), [stream, "?"])[1]
     why = f"{end['name']} #{collective} {what}"
@@ -67,13 +101,23 @@ def _collective_edges(
         theirs = statuses.get(process) if process is not None else None
         if process is None or theirs is None:
             continue
-        far = next((each for each in theirs["communicators"].values() if each["name"] == end["name"]), None)
+        far = next(
+            (each for each in theirs["communicators"].values() if each["name"] == end["name"]), None
+        )
         if far is None or far["issued"] < collective:
-            found.append((_stream(rank, stream), _host(process), f"{why}: rank {process} has not issued it"))
+            found.append(
+                (_stream(rank, stream), _host(process), f"{why}: rank {process} has not issued it")
+            )
         elif str(collective) in far["outstanding"]:
             queued = far["outstanding"][str(collective)][0]
             if (process, queued) != (rank, stream):
-                found.append((_stream(rank, stream), _stream(process, queued), f"{why}: rank {process} has issued it behind other work"))
+                found.append(
+                    (
+                        _stream(rank, stream),
+                        _stream(process, queued),
+                        f"{why}: rank {process} has issued it behind other work",
+                    )
+                )
     return found
 
 
@@ -90,7 +134,9 @@ def circle(found: Iterable[Edge]) -> list[Edge]:
     return []
 
 
-def _walk(node: str, by_start: dict[str, list[Edge]], path: list[Edge], nodes: list[str], done: set[str]) -> list[Edge] | None:
+def _walk(
+    node: str, by_start: dict[str, list[Edge]], path: list[Edge], nodes: list[str], done: set[str]
+) -> list[Edge] | None:
     if node in nodes:
         return path[nodes.index(node) :]
     if node in done:
@@ -104,7 +150,9 @@ def _walk(node: str, by_start: dict[str, list[Edge]], path: list[Edge], nodes: l
 
 
 def describe(closed: Iterable[Edge]) -> str:
-    return "the ranks wait for each other in a circle:\n" + "\n".join(f"  {start} -> {end}: {why}" for start, end, why in closed)
+    return "the ranks wait for each other in a circle:\n" + "\n".join(
+        f"  {start} -> {end}: {why}" for start, end, why in closed
+    )
 
 
 def _host(rank: int) -> str:
@@ -116,13 +164,17 @@ def _stream(rank: int, stream: int) -> str:
 
 
 class Watch(threading.Thread):
-    """Looks in the background. ``module`` is the device's; ``rank`` says which process of the job this is."""
+    """Looks in the background.
+
+    ``module`` is the device's; ``rank`` says which process of the job this is.
+    """
 
     def __init__(self, module: Any, rank: int):
         super().__init__(name="late-deadlocks", daemon=True)
         self.module, self.rank = module, rank
         self._moved, self._since, self._seen = -1, time.monotonic(), ""
-        self._ended: set[int] = set()  # communicators that a circle has ended, here or as another rank says
+        # communicators that a circle has ended, here or as another rank says
+        self._ended: set[int] = set()
 
     def run(self) -> None:
         while True:

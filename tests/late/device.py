@@ -1,7 +1,7 @@
 """The simulated device of this process: importing this loads it, and registers it with torch.
 
-It is the backend "late", or CUDA itself with LATE_AS=cuda in the environment; then this module has to
-be imported before torch. What the process is asked with:
+It is the backend "late", or CUDA itself with LATE_AS=cuda in the environment; then this module has
+to be imported before torch. What the process is asked with:
 
     configure(mode)     inline, eager, random or lazy: see the README
     reports(), forget() what was found: (kind, text) each
@@ -56,8 +56,12 @@ def configure(mode: str = "lazy", seed: int = 0, max_us: int = 500, nap: float =
     C.configure(mode, max_us, seed, nap)
 
 
-def flags(detect: bool = True, poison: bool = True, guard_host: bool = True, sites: bool = True) -> None:
-    """What is checked: races, NaN in new memory, host memory under copies; Python sites in reports."""
+def flags(
+    detect: bool = True, poison: bool = True, guard_host: bool = True, sites: bool = True
+) -> None:
+    """What is checked: races, NaN in new memory, host memory under copies; Python sites in
+    reports.
+    """
     C.flags(detect, poison, guard_host, sites)
 
 

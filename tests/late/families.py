@@ -1,6 +1,8 @@
-"""Deep models of transformers on one rank of a group: ``python -m tests.late.families MODE FAMILY [CASE ...]``, with RANK and so on set.
+"""Deep models of transformers on one rank of a group: ``python -m tests.late.families MODE FAMILY
+[CASE ...]``, with RANK and so on set.
 
-MODE ``cpu`` trains without the device, which is what its losses are compared with. One line of JSON a case.
+MODE ``cpu`` trains without the device, which is what its losses are compared with. One line of JSON
+a case.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ def cases(folder: str) -> dict[str, Case]:
         "stage 1, activations on the host": (1, {}, ACTIVATIONS),
         "stage 3, activations on the host": (3, {}, ACTIVATIONS),
         "all and activations on the host": (3, BOTH, ACTIVATIONS),
-        "stage 3, activations on the host, checkpointed": (3, {}, {**ACTIVATIONS, "checkpointed": True}),
+        "stage 3, activations on the host, checkpointed": (
+            3,
+            {},
+            {**ACTIVATIONS, "checkpointed": True},
+        ),
     }
 
 
@@ -73,22 +79,53 @@ def build(family: str, checkpointed: bool) -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
-    layers, wide = LAYERS[family], {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS[family], "num_attention_heads": 4}
-    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    layers, wide = (
+        LAYERS[family],
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": LAYERS[family],
+            "num_attention_heads": 4,
+        },
+    )
+    plain = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "attn_implementation": "eager",
+    }
     model: Any
     if family == "bert":
-        model = hf.BertForMaskedLM(hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=LENGTH, **plain))
+        model = hf.BertForMaskedLM(
+            hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=LENGTH, **plain)
+        )
     elif family == "llama":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**wide, num_key_value_heads=2, intermediate_size=80))
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(**wide, num_key_value_heads=2, intermediate_size=80)
+        )
     elif family == "gpt2":
         quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH, **quiet))
+        model = hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH, **quiet
+            )
+        )
     elif family == "t5":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": layers, "num_heads": 4, "dropout_rate": 0.0}
-        model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0))
+        sizes = {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": layers,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+        }
+        model = hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0)
+        )
     else:
         experts = {"num_local_experts": 4, "experts_implementation": "eager"}
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**wide, num_key_value_heads=2, intermediate_size=48, **experts))
+        model = hf.MixtralForCausalLM(
+            hf.MixtralConfig(**wide, num_key_value_heads=2, intermediate_size=48, **experts)
+        )
     if checkpointed:
         model.gradient_checkpointing_enable()
     return model.train()
@@ -105,7 +142,11 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, **({"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}), **zero},
+        "zero_optimization": {
+            "stage": stage,
+            **({"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}),
+            **zero,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "kernels": "off",
         **more,
@@ -144,24 +185,72 @@ def main(mode: str, family: str, names: Sequence[str]) -> None:
     shared = os.environ["SHARED_FOLDER"]
     known = cases(shared)
     for name in names or known:
-        losses = train(family, known[name], int(os.environ["RANK"]), str(Path(shared) / f"{mode} {name}".replace(" ", "_")))
+        losses = train(
+            family,
+            known[name],
+            int(os.environ["RANK"]),
+            str(Path(shared) / f"{mode} {name}".replace(" ", "_")),
+        )
         reports = []
         if device is not None:
             gc.collect()
             device.synchronize_all()
             reports = device.reports()
             device.forget()
-        print(json.dumps({"case": name, "rank": int(os.environ["RANK"]), "losses": losses, "reports": reports}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "case": name,
+                    "rank": int(os.environ["RANK"]),
+                    "losses": losses,
+                    "reports": reports,
+                }
+            ),
+            flush=True,
+        )
 
 
-def run(mode: str, family: str, *names: str, env: Mapping[str, str], port: int, seconds: float) -> dict[tuple[str, int], dict[str, Any]]:
+def run(
+    mode: str, family: str, *names: str, env: Mapping[str, str], port: int, seconds: float
+) -> dict[tuple[str, int], dict[str, Any]]:
     """What two ranks printed, by case and rank."""
     with tempfile.TemporaryDirectory() as folder:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "SHARED_FOLDER": folder}
-        own = {**env, **place, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_ZERO_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.late.families", mode, family, *names]
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started = [subprocess.Popen(command, env={**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes) for rank in range(2)]
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "SHARED_FOLDER": folder,
+        }
+        own = {
+            **env,
+            **place,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_ZERO_LOG_LEVEL": "ERROR",
+        }
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.late.families",
+            mode,
+            family,
+            *names,
+        ]
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        started = [
+            subprocess.Popen(
+                command, env={**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes
+            )
+            for rank in range(2)
+        ]
         try:
             ends = [each.communicate(timeout=seconds) for each in started]
         finally:
@@ -169,8 +258,12 @@ def run(mode: str, family: str, *names: str, env: Mapping[str, str], port: int, 
                 each.kill()
                 each.wait()
     for each, (_, errors) in zip(started, ends):
-        assert each.returncode == 0, f"{mode} {family} ended with {each.returncode}:\n{errors[-4000:]}"
-    rows = [json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")]
+        assert each.returncode == 0, (
+            f"{mode} {family} ended with {each.returncode}:\n{errors[-4000:]}"
+        )
+    rows = [
+        json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")
+    ]
     return {(row["case"], row["rank"]): row for row in rows}
 
 

@@ -1,7 +1,9 @@
-"""Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults MODE [FAULT ...]``.
+"""Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults
+MODE [FAULT ...]``.
 
-A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of hf_zero, or puts another
-function in the place of one. Every rank of the group has it. A line of JSON says what was found.
+A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of
+hf_zero, or puts another function in the place of one. Every rank of the group has it. A line of
+JSON says what was found.
 """
 
 from __future__ import annotations
@@ -25,15 +27,21 @@ from hf_zero.device import kinds, streams  # isort: skip
 
 @dataclass(frozen=True)
 class Fault:
-    """``put`` is a context in which the fault is there; ``changed`` counts how often it has struck, ``kind`` is what must be reported."""
+    """``put`` is a context in which the fault is there; ``changed`` counts how often it has
+    struck, ``kind`` is what must be reported.
+    """
 
     job: str
     put: Callable[[], AbstractContextManager[Callable[[], int]]]
     kinds: frozenset[str]
 
 
-def left_out(operation: str, function: str) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
-    """Calls of ``operation`` ("wait", "synchronize", "query", "record_stream") from ``function`` ("unit.py finish_gather") do nothing."""
+def left_out(
+    operation: str, function: str
+) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+    """Calls of ``operation`` ("wait", "synchronize", "query", "record_stream") from ``function``
+    ("unit.py finish_gather") do nothing.
+    """
 
     @contextlib.contextmanager
     def put() -> Iterator[Callable[[], int]]:
@@ -45,7 +53,9 @@ def left_out(operation: str, function: str) -> Callable[[], AbstractContextManag
     return put
 
 
-def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+def replaced(
+    owner: Any, name: str, fault: Callable[..., Any]
+) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
     """``fault`` in the place of ``owner.name``; it gets what it replaces as its first argument."""
 
     @contextlib.contextmanager
@@ -66,7 +76,9 @@ def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Callable[[], A
 
 
 def _released_at_once(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
-    """The memory of a unit goes back while its gather is under way, and is taken again: ``resize_`` twice."""
+    """The memory of a unit goes back while its gather is under way, and is taken again:
+    ``resize_`` twice.
+    """
     plain(self, *args, **kwargs)
     for flat in self.sharded:
         held = flat.full.untyped_storage()
@@ -81,7 +93,9 @@ def _not_kept(plain: Any, flat: Any, values: torch.Tensor, *rest: Any) -> Any:
     return plain(flat, torch.empty(values.numel(), dtype=values.dtype), *rest)
 
 
-def _recorded_first(plain: Any, self: transfers.Streams, source: torch.Tensor, target: torch.Tensor) -> Any:
+def _recorded_first(
+    plain: Any, self: transfers.Streams, source: torch.Tensor, target: torch.Tensor
+) -> Any:
     """The event that tells of a copy is recorded before the copy."""
     event = streams.record_event(self._stream)
     plain(self, source, target)
@@ -92,7 +106,9 @@ def _nothing(plain: Any, *args: Any) -> None:
     """It is not called."""
 
 
-def _on_another_stream(plain: Any, self: homeward.Homeward, flat: Any, values: torch.Tensor, *rest: Any) -> None:
+def _on_another_stream(
+    plain: Any, self: homeward.Homeward, flat: Any, values: torch.Tensor, *rest: Any
+) -> None:
     """The gradient is read on a stream of its own that has waited for nothing."""
     other = streams.new_stream(values.device)
     with streams.on_stream(other):
@@ -101,7 +117,9 @@ def _on_another_stream(plain: Any, self: homeward.Homeward, flat: Any, values: t
 
 
 def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
-    """Rank 1 gathers two units the other way round: units of two sizes, as those of one size match by NCCL's rules."""
+    """Rank 1 gathers two units the other way round: units of two sizes, as those of one size
+    match by NCCL's rules.
+    """
     plain(self, *args, **kwargs)
     if self._plan is not None and os.environ.get("RANK") == "1":
         plan = self._plan = list(self._plan)
@@ -111,15 +129,21 @@ def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwar
                 break
 
 
-def _updates_with_the_others(plain: Any, self: update.Updater, updated: unit.Unit, axis: Any) -> None:
-    """The thread that updates issues its gathers where the thread that trains issues its reductions."""
+def _updates_with_the_others(
+    plain: Any, self: update.Updater, updated: unit.Unit, axis: Any
+) -> None:
+    """The thread that updates issues its gathers where the thread that trains issues its
+    reductions.
+    """
     with mock.patch.object(axis, "_group", updated.trainable[0].axis._reduce_group):
         plain(self, updated, axis)
 
 
 @contextlib.contextmanager
 def _no_device_set() -> Iterator[Callable[[], int]]:
-    """No thread says which device is its own: neither at its start nor where it registers memory."""
+    """No thread says which device is its own: neither at its start nor where it registers
+    memory.
+    """
     nowhere = replaced(kinds, "set_device", lambda plain, device: None)
     anywhere = replaced(kinds, "current", lambda plain, device: contextlib.nullcontext())
     with nowhere() as first, anywhere() as second:
@@ -136,25 +160,63 @@ ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
 
 FAULTS: dict[str, Fault] = {
-    "compute does not wait for a gather": Fault("stage 3", left_out("wait", "unit.py finish_gather"), COPIES),
-    "a gather does not wait for the last reader": Fault(ALL, left_out("wait", "unit.py launch_gather"), COPIES),
-    "compute does not wait for a reduction": Fault("stage 2", left_out("wait", "axis.py reduce_into"), COPIES),
-    "a unit's memory is given back under its gather": Fault("stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES),
-    "a gradient is copied before it is complete": Fault(HOST, left_out("wait", "homeward.py send"), COPIES),
-    "a gradient is read on another stream": Fault(HOST, replaced(homeward.Homeward, "send", _on_another_stream), COPIES),
-    "a gradient is given back before it is copied": Fault(HOST, replaced(homeward, "_Crossing", _not_kept), COPIES),
-    "the host adds a gradient before it has come": Fault(HOST, left_out("synchronize", "homeward.py _land"), COPIES),
-    "the host updates before gradients have come": Fault(HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES),
-    "the forward does not wait for new parameters": Fault(HOST, left_out("wait", "update.py _wait_for"), COPIES),
-    "a pinned buffer is refilled under its copy": Fault(PIECES, left_out("synchronize", "update.py _place"), COPIES),
-    "shards are written while they are brought": Fault(ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
-    "an activation is copied before it is there": Fault(ACTIVATIONS, left_out("wait", "transfers.py send"), COPIES),
-    "an activation is brought before its memory is free": Fault(ACTIVATIONS, left_out("wait", "transfers.py bring"), COPIES),
-    "an activation is used before it is back": Fault(ACTIVATIONS, left_out("wait", "transfers.py use"), COPIES),
-    "an activation is given back under its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES),
-    "an event is recorded before its copy": Fault(ACTIVATIONS, replaced(transfers.Streams, "send", _recorded_first), COPIES),
-    "one rank gathers in another order": Fault("stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER),
-    "the update gathers where gradients are reduced": Fault(HOST, replaced(update.Updater, "_gather", _updates_with_the_others), THREADS),
+    "compute does not wait for a gather": Fault(
+        "stage 3", left_out("wait", "unit.py finish_gather"), COPIES
+    ),
+    "a gather does not wait for the last reader": Fault(
+        ALL, left_out("wait", "unit.py launch_gather"), COPIES
+    ),
+    "compute does not wait for a reduction": Fault(
+        "stage 2", left_out("wait", "axis.py reduce_into"), COPIES
+    ),
+    "a unit's memory is given back under its gather": Fault(
+        "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES
+    ),
+    "a gradient is copied before it is complete": Fault(
+        HOST, left_out("wait", "homeward.py send"), COPIES
+    ),
+    "a gradient is read on another stream": Fault(
+        HOST, replaced(homeward.Homeward, "send", _on_another_stream), COPIES
+    ),
+    "a gradient is given back before it is copied": Fault(
+        HOST, replaced(homeward, "_Crossing", _not_kept), COPIES
+    ),
+    "the host adds a gradient before it has come": Fault(
+        HOST, left_out("synchronize", "homeward.py _land"), COPIES
+    ),
+    "the host updates before gradients have come": Fault(
+        HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES
+    ),
+    "the forward does not wait for new parameters": Fault(
+        HOST, left_out("wait", "update.py _wait_for"), COPIES
+    ),
+    "a pinned buffer is refilled under its copy": Fault(
+        PIECES, left_out("synchronize", "update.py _place"), COPIES
+    ),
+    "shards are written while they are brought": Fault(
+        ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES
+    ),
+    "an activation is copied before it is there": Fault(
+        ACTIVATIONS, left_out("wait", "transfers.py send"), COPIES
+    ),
+    "an activation is brought before its memory is free": Fault(
+        ACTIVATIONS, left_out("wait", "transfers.py bring"), COPIES
+    ),
+    "an activation is used before it is back": Fault(
+        ACTIVATIONS, left_out("wait", "transfers.py use"), COPIES
+    ),
+    "an activation is given back under its copy": Fault(
+        ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES
+    ),
+    "an event is recorded before its copy": Fault(
+        ACTIVATIONS, replaced(transfers.Streams, "send", _recorded_first), COPIES
+    ),
+    "one rank gathers in another order": Fault(
+        "stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER
+    ),
+    "the update gathers where gradients are reduced": Fault(
+        HOST, replaced(update.Updater, "_gather", _updates_with_the_others), THREADS
+    ),
     "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
 }
 
@@ -170,7 +232,14 @@ def run(name: str, rank: int, world: int) -> dict[str, Any]:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:300]
         count = struck()
-    return {"fault": name, "rank": rank, "kinds": sorted(fault.kinds), "struck": count, "reports": device.reports(), "error": error}
+    return {
+        "fault": name,
+        "rank": rank,
+        "kinds": sorted(fault.kinds),
+        "struck": count,
+        "reports": device.reports(),
+        "error": error,
+    }
 
 
 def main() -> None:
@@ -178,7 +247,8 @@ def main() -> None:
     mode, _, seed = sys.argv[1].partition(":")
     device.configure(mode, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
     device.only_device(int(os.environ.get("LOCAL_RANK", "0")))
-    training.train("stage 3", 1, rank, world)  # the main thread has set its device by now, without a fault
+    # the main thread has set its device by now, without a fault
+    training.train("stage 3", 1, rank, world)
     for name in sys.argv[2:] or FAULTS:
         print(json.dumps(run(name, rank, world)), flush=True)
 

@@ -41,8 +41,13 @@ def environment(as_cuda: bool = False, **more: str) -> dict[str, str]:
     return own | more
 
 
-def run(module: str, *arguments: str, seconds: float = 240, env: Mapping[str, str] | None = None) -> str:
-    """What ``python -m module arguments`` printed. A process that fails is an error with its end."""
+def run(
+    module: str, *arguments: str, seconds: float = 240, env: Mapping[str, str] | None = None
+) -> str:
+    """What ``python -m module arguments`` printed.
+
+    A process that fails is an error with its end.
+    """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
         command, env=dict(env or environment()), cwd=ROOT, capture_output=True, text=True,
@@ -53,9 +58,18 @@ def run(module: str, *arguments: str, seconds: float = 240, env: Mapping[str, st
     return done.stdout
 
 
-def run_ranks(module: str, *arguments: str, ranks: int = 2, seconds: float = 400) -> Sequence[dict[str, Any]]:
-    """The rows of ``python -m module arguments`` on ranks that have a device each, all of them posing as CUDA."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def run_ranks(
+    module: str, *arguments: str, ranks: int = 2, seconds: float = 400
+) -> Sequence[dict[str, Any]]:
+    """The rows of ``python -m module arguments`` on ranks that have a device each, all of them
+    posing as CUDA.
+    """
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     quiet = {"HF_ZERO_LOG_LEVEL": "ERROR", "LATE_MODE": "inline"}
 
     def start(rank: int) -> Sequence[dict[str, Any]]:

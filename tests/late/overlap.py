@@ -1,4 +1,6 @@
-"""What the engine does beside the computation, by the cost model: ``python -m tests.late.overlap``, one line of JSON a case."""
+"""What the engine does beside the computation, by the cost model: ``python -m
+tests.late.overlap``, one line of JSON a case.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,17 @@ import hf_zero  # isort: skip
 from hf_zero.core import update  # isort: skip
 from hf_zero.optim import piecewise  # isort: skip
 
-# A block computes for about twenty times as long as its gather, its copies or its update take. The host launches at no cost.
-RATES = {"memory": 2e8, "flops": 1e15, "network": 2e9, "to_device": 2e9, "to_host": 2e9, "launch": 0.0, "shortest": 0.0}
+# A block computes for about twenty times as long as its gather, its copies or its update take. The
+# host launches at no cost.
+RATES = {
+    "memory": 2e8,
+    "flops": 1e15,
+    "network": 2e9,
+    "to_device": 2e9,
+    "to_host": 2e9,
+    "launch": 0.0,
+    "shortest": 0.0,
+}
 UPDATE_RATE = 4e9  # bytes a second that the host's update reads and writes
 STATES = 28  # bytes of an element: gradient, master and two moments read, three of them written
 STEPS = 3
@@ -24,10 +35,18 @@ STEPS = 3
 
 @contextmanager
 def update_on_its_own_lane(waits: bool) -> Iterator[None]:
-    """The update's thread has a clock of its own, which hands over where threads do. ``waits``: a step returns when all is updated."""
+    """The update's thread has a clock of its own, which hands over where threads do.
+
+    ``waits``: a step returns when all is updated.
+    """
     begun: dict[Any, float] = {}
     over: dict[Any, float] = {}
-    submit, run, finish, apply = update.Updater._submit, update.Updater._run, update.Updater.finish, piecewise.Update.run
+    submit, run, finish, apply = (
+        update.Updater._submit,
+        update.Updater._run,
+        update.Updater.finish,
+        piecewise.Update.run,
+    )
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
         begun.update(dict.fromkeys(units, timeline.host_now()))
@@ -67,7 +86,9 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
     config = training.config(job)
     config["zero_optimization"] |= zero
     engine, *_ = hf_zero.initialize(model=training.tower(), config=config)
-    inputs = list(training.batches((STEPS + 1) * config["gradient_accumulation_steps"], rank, world))
+    inputs = list(
+        training.batches((STEPS + 1) * config["gradient_accumulation_steps"], rank, world)
+    )
     try:
         with timeline.traced(**RATES) as ran:
             steps = []
@@ -85,22 +106,35 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
 
 def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
     """What the computing stream ran: all of it, what a forward has launched, or what it has not."""
-    own = [task for task in ran if task.stream < timeline.HOST and task.stream % device.C.STREAMS_EACH == 0]
+    own = [
+        task
+        for task in ran
+        if task.stream < timeline.HOST and task.stream % device.C.STREAMS_EACH == 0
+    ]
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
 def gathers(prefetch: int, rank: int, world: int) -> dict[str, Any]:
     """Stage 3: how much of the gathers' time the computation stands still."""
-    ran = train("stage 3, one micro-batch", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
+    ran = train("stage 3, one micro-batch", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[
+        -1
+    ]
     found = [task for task in ran if task.what == "all_gather"]
     exposed = timeline.total(found) - timeline.beside(found, computed(ran))
-    return {"gathers": len(found), "seconds": timeline.total(found), "longest": max(task.seconds for task in found), "exposed": exposed}
+    return {
+        "gathers": len(found),
+        "seconds": timeline.total(found),
+        "longest": max(task.seconds for task in found),
+        "exposed": exposed,
+    }
 
 
 def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
-    """Offload: how much of the host's update lies beside what the device computes, in the step where most of it does.
+    """Offload: how much of the host's update lies beside what the device computes, in the step
+    where most of it does.
 
-    On a busy machine the update's thread may come late to hand its time over, and a step then shows less than there is.
+    On a busy machine the update's thread may come late to hand its time over, and a step then shows
+    less than there is.
     """
     with update_on_its_own_lane(waits):
         steps = [_updates(ran) for ran in train(job, {}, rank, world)]
@@ -120,7 +154,10 @@ def _updates(ran: list[timeline.Ran]) -> dict[str, Any]:
 def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device.configure("eager")
-    clipped, at_once = "stage 2, optimizer on the host", "stage 3, all on the host, updated in the backward"
+    clipped, at_once = (
+        "stage 2, optimizer on the host",
+        "stage 3, all on the host, updated in the backward",
+    )
     cases = {
         "gathers, prefetched": lambda: gathers(40_000, rank, world),
         "gathers, not prefetched": lambda: gathers(0, rank, world),

@@ -10,7 +10,8 @@ import torch.cuda
 
 from tests.late.device import C
 
-ALWAYS = ("Stream", "Event", "stream", "device", "device_of")  # torch.cuda has them, and they differ
+# torch.cuda has them, and they differ
+ALWAYS = ("Stream", "Event", "stream", "device", "device_of")
 NOT_OURS = ("C", "NAME", "BYTES", "Any", "Iterable", "Iterator", "annotations")
 
 
@@ -23,7 +24,9 @@ def pose(module: types.ModuleType) -> None:
     ours = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("__") and name not in NOT_OURS and not isinstance(value, types.ModuleType)
+        if not name.startswith("__")
+        and name not in NOT_OURS
+        and not isinstance(value, types.ModuleType)
     }
     for place in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         for name, value in ours.items():
@@ -33,7 +36,9 @@ def pose(module: types.ModuleType) -> None:
 
 
 def _take_storages() -> None:
-    """Storages of CUDA tensors, whose allocator torch's bindings only know where they were built with CUDA."""
+    """Storages of CUDA tensors, whose allocator torch's bindings only know where they were built
+    with CUDA.
+    """
     plain_resize, plain_new = torch.UntypedStorage.resize_, torch.UntypedStorage.__new__
 
     def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

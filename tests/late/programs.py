@@ -1,8 +1,9 @@
-"""Small programs, right and broken, and what the device says of each: ``python -m tests.late.programs``.
+"""Small programs, right and broken, and what the device says of each: ``python -m
+tests.late.programs``.
 
-Each is a function of no arguments that returns a number. Those in RIGHT must run without a report and
-return what they return in mode inline; those in BROKEN name the kind of report that must come, in
-every mode, also where the numbers happen to be right.
+Each is a function of no arguments that returns a number. Those in RIGHT must run without a report
+and return what they return in mode inline; those in BROKEN name the kind of report that must come,
+in every mode, also where the numbers happen to be right.
 """
 
 from __future__ import annotations
@@ -443,7 +444,11 @@ def judge(name: str) -> dict[str, Any]:
 def main() -> None:
     """The modes given, one after the other; ``random:7`` has a seed. One line of JSON a program."""
     if sys.argv[1:] == ["--kinds"]:
-        print(json.dumps(dict.fromkeys(RIGHT, "") | {name: kind for name, (_, kind) in BROKEN.items()}))
+        print(
+            json.dumps(
+                dict.fromkeys(RIGHT, "") | {name: kind for name, (_, kind) in BROKEN.items()}
+            )
+        )
         return
     for mode in sys.argv[1:] or ["inline", "eager", "lazy", "random:1"]:
         kind, _, seed = mode.partition(":")

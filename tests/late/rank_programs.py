@@ -1,8 +1,10 @@
-"""Small programs of two ranks over the device's collectives, right and broken: what is reported of each.
+"""Small programs of two ranks over the device's collectives, right and broken: what is reported of
+each.
 
-``python -m tests.late.rank_programs RANK RANKS PORT MODE [program ...]`` runs one rank; ``run`` starts them all. A name
-says what must be found: ``order_…`` collectives in another order, ``threads_…`` two threads on a communicator,
-``deadlock_…`` a circle of waits, ``race_…``, and nothing of ``right_…``.
+``python -m tests.late.rank_programs RANK RANKS PORT MODE [program ...]`` runs one rank; ``run``
+starts them all. A name says what must be found: ``order_…`` collectives in another order,
+``threads_…`` two threads on a communicator, ``deadlock_…`` a circle of waits, ``race_…``, and
+nothing of ``right_…``.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Job:
 
     def gather(self, group: Any, count: int = 64) -> Any:
         out = self.torch.empty(RANKS * count, device=self.device)
-        return out, self.dist.all_gather_into_tensor(out, self.ones(count), group=group, async_op=True)
+        return out, self.dist.all_gather_into_tensor(
+            out, self.ones(count), group=group, async_op=True
+        )
 
 
 @program
@@ -201,7 +205,9 @@ def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> N
 
     device.configure(mode, seed=rank)
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit
+    )
     kind = "nccl" if device.AS_CUDA else "late"
     for name in names or PROGRAMS:
         groups = [dist.new_group(backend=kind, timeout=limit) for _ in range(2)]
@@ -213,7 +219,12 @@ def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> N
             device.synchronize_all()
         except RuntimeError as error:
             value = f"RuntimeError: {error}"
-        print(json.dumps({"program": name, "rank": rank, "value": value, "reports": device.reports()}), flush=True)
+        print(
+            json.dumps(
+                {"program": name, "rank": rank, "value": value, "reports": device.reports()}
+            ),
+            flush=True,
+        )
         dist.barrier()
         device.forget()
         for group in groups:
@@ -222,14 +233,32 @@ def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> N
     dist.destroy_process_group()
 
 
-def run(mode: str, *names: str, env: dict[str, str], port: int, seconds: float = 240) -> list[dict[str, Any]]:
+def run(
+    mode: str, *names: str, env: dict[str, str], port: int, seconds: float = 240
+) -> list[dict[str, Any]]:
     """What all ranks printed, a row for each program and rank."""
     started = []
     for rank in range(RANKS):
-        command = [sys.executable, "-m", "tests.late.rank_programs", str(rank), str(RANKS), str(port), mode, *names]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.late.rank_programs",
+            str(rank),
+            str(RANKS),
+            str(port),
+            mode,
+            *names,
+        ]
         own = {**env, "RANK": str(rank)}
         started.append(
-            subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
     try:
         ends = [each.communicate(timeout=seconds) for each in started]
@@ -239,7 +268,9 @@ def run(mode: str, *names: str, env: dict[str, str], port: int, seconds: float =
             each.wait()
     for each, (_, errors) in zip(started, ends):
         assert each.returncode == 0, f"ended with {each.returncode}:\n{errors[-3000:]}"
-    return [json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")]
+    return [
+        json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Trains all jobs in one rank of a group: ``python -m tests.late.sweep MODE [JOB ...]``, with RANK and so on set.
+"""Trains all jobs in one rank of a group: ``python -m tests.late.sweep MODE [JOB ...]``, with RANK
+and so on set.
 
 One line of JSON a job: the worst difference of its losses from the plain loop's, and the reports.
 """

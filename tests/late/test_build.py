@@ -1,4 +1,6 @@
-"""The library is built once for each state of its sources, by one process of several, and is part of no wheel."""
+"""The library is built once for each state of its sources, by one process of several, and is
+part of no wheel.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ def test_processes_that_ask_at_once_build_once(tmp_path: Path) -> None:
     """With a compiler that notes its calls, and makes empty files."""
     launch.needs_the_device()
     fake, calls = tmp_path / "compiler", tmp_path / "calls"
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nfor last; do :; done\nsleep 0.05; : > "$last"\n')
+    fake.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\nfor last; do :; done\nsleep 0.05; : > "$last"\n'
+    )
     fake.chmod(0o755)
     env = launch.environment() | {"CXX": str(fake), "LATE_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "tests.late.build"]
 
     def built(_: int) -> str:
-        return subprocess.run(command, env=env, cwd=launch.ROOT, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, env=env, cwd=launch.ROOT, check=True, capture_output=True, text=True
+        ).stdout
 
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(built, range(3)))
@@ -41,7 +47,9 @@ def test_a_changed_source_is_built_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert build.fingerprint() != whole and build.fingerprint([tmp_path / "c.cpp"]) == c
 
 
-def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("LATE_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -1,4 +1,6 @@
-"""Collectives of the simulated device: what ranks do right passes, and what NCCL does not tell is reported."""
+"""Collectives of the simulated device: what ranks do right passes, and what NCCL does not tell
+is reported.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ VALUES = {
     "right_one_is_slow": 3.0,
     "right_streams_cross": [3.0, 3.0],
     "right_thread_hands_over": [3.0],
-    "right_cpu_tensors_are_refused": "No backend type associated with device type cpu: all_reduce takes tensors of late",
+    "right_cpu_tensors_are_refused": "No backend type associated with device type cpu: all_reduce "
+    "takes tensors of late",
     "right_there_is_no_point_to_point": "Backend late does not support send",
-    "order_of_unequal_sizes": True,  # NaN: two different collectives leave garbage, and nothing is said to the program
+    # NaN: two different collectives leave garbage, and nothing is said to the program
+    "order_of_unequal_sizes": True,
 }
 
 
@@ -30,7 +34,9 @@ VALUES = {
 def test_each_program_is_judged_by_its_name(mode: str) -> None:
     launch.needs_the_device()
     rows = rank_programs.run(mode, env=launch.environment(), port=free_port())
-    assert {(row["program"], row["rank"]) for row in rows} == {(name, rank) for name in rank_programs.PROGRAMS for rank in range(2)}
+    assert {(row["program"], row["rank"]) for row in rows} == {
+        (name, rank) for name in rank_programs.PROGRAMS for rank in range(2)
+    }
     for name in rank_programs.PROGRAMS:
         mine = [row for row in rows if row["program"] == name]
         kinds = {kind for row in mine for kind, _ in row["reports"]}
@@ -39,7 +45,9 @@ def test_each_program_is_judged_by_its_name(mode: str) -> None:
         if name in VALUES:
             assert [row["value"] for row in mine] == [VALUES[name]] * 2, name
         if expected == "deadlock":
-            assert all("the ranks wait for each other in a circle" in row["value"] for row in mine), name
+            assert all(
+                "the ranks wait for each other in a circle" in row["value"] for row in mine
+            ), name
 
 
 def test_a_report_of_order_has_both_sequences() -> None:
@@ -51,18 +59,31 @@ def test_a_report_of_order_has_both_sequences() -> None:
         assert kind == "order" and "collective #1 is" in lines[0]
         by_rank = dict(line.strip().split(": ", 1) for line in lines[1:])
         assert by_rank["rank 0"].startswith("#1 all_reduce Float 64 sum [rank_programs.py")
-        assert by_rank["rank 1"].startswith("#1 all_gather Float 64")  # and what else each had issued by then
+        # and what else each had issued by then
+        assert by_rank["rank 1"].startswith("#1 all_gather Float 64")
 
 
-# -- circles ---------------------------------------------------------------------------------------------------------
+# -- circles ---------------------------------------------------------------------------------------
 
 
-def status(rank: int, hosts: Sequence[Any] = (), streams: Sequence[Any] = (), **ends: dict[str, Any]) -> deadlocks.Status:
+def status(
+    rank: int, hosts: Sequence[Any] = (), streams: Sequence[Any] = (), **ends: dict[str, Any]
+) -> deadlocks.Status:
     communicators = [
-        {"index": index, "name": name, "rank": rank, "issued": 0, "outstanding": [], "missing": {}, **end}
+        {
+            "index": index,
+            "name": name,
+            "rank": rank,
+            "issued": 0,
+            "outstanding": [],
+            "missing": {},
+            **end,
+        }
         for index, (name, end) in enumerate(ends.items())
     ]
-    return deadlocks.status_of(rank, {"moved": 1, "hosts": hosts, "streams": streams}, communicators)
+    return deadlocks.status_of(
+        rank, {"moved": 1, "hosts": hosts, "streams": streams}, communicators
+    )
 
 
 BOTH = {"first": {0: 0, 1: 1}, "second": {0: 0, 1: 1}}
@@ -76,10 +97,18 @@ def test_hosts_that_wait_for_each_other() -> None:
     """Each synchronises with a collective that the other one would issue next."""
     waits: dict[str, Any] = {"hosts": [["python", "here", 0, 5]]}
     zero = status(
-        0, **waits, streams=[[0, -1, 0, 0, 1]], first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}}, second={}
+        0,
+        **waits,
+        streams=[[0, -1, 0, 0, 1]],
+        first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}},
+        second={},
     )
     one = status(
-        1, **waits, streams=[[0, -1, 0, 1, 1]], first={}, second={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [0]}}
+        1,
+        **waits,
+        streams=[[0, -1, 0, 1, 1]],
+        first={},
+        second={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [0]}},
     )
     closed = found(zero, one)
     assert {edge[:2] for edge in closed} == {
@@ -90,13 +119,21 @@ def test_hosts_that_wait_for_each_other() -> None:
 
 
 def test_a_host_that_computes_ends_the_wait() -> None:
-    zero = status(0, hosts=[["python", "here", 0, 5]], streams=[[0, -1, 0, 0, 1]], first={"issued": 1, "missing": {1: [1]}})
+    zero = status(
+        0,
+        hosts=[["python", "here", 0, 5]],
+        streams=[[0, -1, 0, 0, 1]],
+        first={"issued": 1, "missing": {1: [1]}},
+    )
     assert found(zero, status(1, first={})) == []
 
 
 def test_streams_that_wait_for_each_other_through_events() -> None:
     zero = status(
-        0, streams=[[0, -1, 0, 0, 1]], first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}}, second={"issued": 1}
+        0,
+        streams=[[0, -1, 0, 0, 1]],
+        first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}},
+        second={"issued": 1},
     )
     one = status(
         1,
@@ -104,6 +141,11 @@ def test_streams_that_wait_for_each_other_through_events() -> None:
         first={"issued": 1, "outstanding": [(1, 2, "sum")]},
         second={"issued": 1, "outstanding": [(1, 3, "sum")], "missing": {1: [0]}},
     )
-    assert found(zero, one) == []  # rank 0 is in the first and has run the second: nothing leads back
+    # rank 0 is in the first and has run the second: nothing leads back
+    assert found(zero, one) == []
     zero["communicators"]["1"]["outstanding"] = {"1": [0, "sum"]}
-    assert {edge[0] for edge in found(zero, one)} == {"stream 0 of rank 0", "stream 2 of rank 1", "stream 3 of rank 1"}
+    assert {edge[0] for edge in found(zero, one)} == {
+        "stream 0 of rank 0",
+        "stream 2 of rank 1",
+        "stream 3 of rank 1",
+    }

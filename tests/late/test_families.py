@@ -1,4 +1,6 @@
-"""Deep models on two ranks of the simulated device, which poses as CUDA: no report, and the losses of CPU ranks."""
+"""Deep models on two ranks of the simulated device, which poses as CUDA: no report, and the
+losses of CPU ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
 
 # The fast suite: what depth has shown defects in.
 FAST = {
-    "bert": ("stage 2, optimizer on the host", "stage 3", "stage 3, optimizer on the host, bf16", "all on the host, saved"),
+    "bert": (
+        "stage 2, optimizer on the host",
+        "stage 3",
+        "stage 3, optimizer on the host, bf16",
+        "all on the host, saved",
+    ),
     "gpt2": ("stage 3, activations on the host",),
     "t5": ("all on the host, one micro-batch",),
 }
@@ -21,16 +28,27 @@ FAST = {
 
 def wrong(family: str, mode: str, *names: str, seconds: float = 600) -> list[str]:
     """What is not as on CPU ranks."""
-    cpu = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")} | {"OMP_NUM_THREADS": "1"}
+    cpu = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")} | {
+        "OMP_NUM_THREADS": "1"
+    }
     cpu["PYTHONPATH"] = str(launch.ROOT)
     expected = families.run("cpu", family, *names, env=cpu, port=free_port(), seconds=seconds)
-    got = families.run(mode, family, *names, env=launch.environment(as_cuda=True), port=free_port(), seconds=seconds)
+    got = families.run(
+        mode,
+        family,
+        *names,
+        env=launch.environment(as_cuda=True),
+        port=free_port(),
+        seconds=seconds,
+    )
     assert got.keys() == expected.keys() and len(got) == 2 * len(names or families.cases(""))
     found = []
     for key, row in got.items():
         losses, plain = row["losses"], expected[key]["losses"]
         rounded = "bf16" in key[0] or "fp16" in key[0] or key[0].endswith(", saved")
-        far = max(abs(a - b) / (1 if rounded else abs(b)) for a, b in zip(losses, plain, strict=True))
+        far = max(
+            abs(a - b) / (1 if rounded else abs(b)) for a, b in zip(losses, plain, strict=True)
+        )
         if row["reports"]:
             found.append(f"{mode} {family} {key}: {row['reports'][:2]}")
         if not far < (ROUNDED if rounded else FP32):

@@ -23,7 +23,9 @@ def survivors(mode: str) -> list[str]:
         if not any(row["struck"] for row in found):
             lived.append(f"{name}: it was put nowhere")
         elif not kinds & set(found[0]["kinds"]):
-            lived.append(f"{name}: reports {kinds or 'none'}, errors {[row['error'] for row in found]}")
+            lived.append(
+                f"{name}: reports {kinds or 'none'}, errors {[row['error'] for row in found]}"
+            )
     return lived
 
 

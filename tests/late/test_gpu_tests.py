@@ -13,5 +13,7 @@ def test_they_pass(name: str) -> None:
     launch.needs_the_device()
     own = launch.environment(as_cuda=True, HF_ZERO_BACKEND="hf_zero", HF_HUB_OFFLINE="1")
     own.pop("TRITON_INTERPRET", None)
-    out = launch.run("pytest", "-o", "addopts=", "-q", f"tests/gpu/test_{name}_on_gpu.py", seconds=900, env=own)
+    out = launch.run(
+        "pytest", "-o", "addopts=", "-q", f"tests/gpu/test_{name}_on_gpu.py", seconds=900, env=own
+    )
     assert " passed" in out and "skipped" not in out, out

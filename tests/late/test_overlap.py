@@ -1,4 +1,6 @@
-"""What the engine does beside the computation, in simulated time: counted by rates, not measured."""
+"""What the engine does beside the computation, in simulated time: counted by rates, not
+measured.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def cases() -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in rows if row["rank"] == 1}
 
 
-def test_no_gather_is_exposed_where_computing_takes_longer(cases: dict[str, dict[str, Any]]) -> None:
+def test_no_gather_is_exposed_where_computing_takes_longer(
+    cases: dict[str, dict[str, Any]],
+) -> None:
     prefetched, plain = cases["gathers, prefetched"], cases["gathers, not prefetched"]
     assert prefetched["gathers"] == plain["gathers"] >= 12
     assert plain["exposed"] > 0.9 * plain["seconds"], "the measure sees exposed gathers"
@@ -26,7 +30,12 @@ def test_no_gather_is_exposed_where_computing_takes_longer(cases: dict[str, dict
 
 def test_the_hosts_update_runs_beside_the_device(cases: dict[str, dict[str, Any]]) -> None:
     waited = cases["updates that a step waits for"]
-    assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, "the measure sees none"
-    clipped, at_once = cases["updates beside the next forward"], cases["updates beside the backward"]
+    assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, (
+        "the measure sees none"
+    )
+    clipped, at_once = (
+        cases["updates beside the next forward"],
+        cases["updates beside the backward"],
+    )
     assert clipped["beside forward"] > 0.5 * clipped["seconds"]
     assert at_once["beside backward"] > 0.5 * at_once["seconds"]

@@ -26,7 +26,9 @@ def judged(as_cuda: bool, *modes: str) -> list[str]:
         if not (wanted <= kinds) or (kinds and not wanted):
             wrong.append(f"{mode} {name}: reports {row['reports']}, expected {wanted or 'none'}")
         inline = by_mode["inline", name]["value"]
-        if not wanted and not (isinstance(row["value"], float) and math.isclose(row["value"], inline)):
+        if not wanted and not (
+            isinstance(row["value"], float) and math.isclose(row["value"], inline)
+        ):
             wrong.append(f"{mode} {name}: {row['value']} instead of {inline}")
     return wrong
 

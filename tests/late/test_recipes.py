@@ -1,4 +1,6 @@
-"""The recipes on two ranks of the simulated device, which poses as CUDA: no report; without dropout, the losses of CPU ranks."""
+"""The recipes on two ranks of the simulated device, which poses as CUDA: no report; without
+dropout, the losses of CPU ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CLOSE = 2e-5  # relative, of losses in fp32
 
 @dataclass(frozen=True)
 class Recipe:
-    """The words that start it for a few steps, up to its folder; ``history`` is the file below it that has its losses, if one has."""
+    """The words that start it for a few steps, up to its folder; ``history`` is the file below
+    it that has its losses, if one has.
+    """
 
     command: tuple[str, ...]
     more: dict[str, str]  # of the environment
@@ -38,45 +42,52 @@ TINY = ("--vocab_size", "512", "--num_layers", "2")
 FOUND = {
     "bert-mlm": Recipe(
         (
-            "accelerate", "launch", "--config", "zero3.yaml", "run_mlm.py", *TINY, "--hidden_size", "32", "--max_train_steps", "2",
+            "accelerate", "launch", "--config", "zero3.yaml", "run_mlm.py", *TINY, "--hidden_size",
+            "32", "--max_train_steps", "2",
             "--logging_steps", "1", "--validation_fraction", "0.005", "--output_dir",
         ),
         {},
     ),
     "cifar10": Recipe(
         (
-            *TORCHRUN, "run_cifar10.py", "--deepspeed_config", "zero3.json", "--train_images", "256", "--eval_images", "64",
+            *TORCHRUN, "run_cifar10.py", "--deepspeed_config", "zero3.json", "--train_images",
+            "256", "--eval_images", "64",
             "--max_train_steps", "2", "--logging_steps", "1", "--output_dir",
         ),
         {},
     ),
     "gpt2": Recipe(
-        (*TORCHRUN, "run_gpt2.py", "--deepspeed_config", "zero3.json", *TINY, "--train_iters", "2", "--log_interval", "1", "--save"), {}
+        (*TORCHRUN, "run_gpt2.py", "--deepspeed_config", "zero3.json", *TINY, "--train_iters", "2",
+        "--log_interval", "1", "--save"), {}
     ),
     "hello-bert": Recipe(
         (
-            *TORCHRUN, "run_hello_bert.py", "--deepspeed_config", "zero3.json", *TINY, "--h_dim", "32", "--num_iterations", "2",
+            *TORCHRUN, "run_hello_bert.py", "--deepspeed_config", "zero3.json", *TINY, "--h_dim",
+            "32", "--num_iterations", "2",
             "--log_every", "1", "--checkpoint_dir",
         ),
         {},
     ),
     "translation": Recipe(
         (
-            *TORCHRUN, "run_translation.py", "--deepspeed", "zero3.json", "--phrases", "200", "--eval_pairs", "8", "--max_steps", "2",
+            *TORCHRUN, "run_translation.py", "--deepspeed", "zero3.json", "--phrases", "200",
+            "--eval_pairs", "8", "--max_steps", "2",
             "--logging_steps", "1", "--output_dir",
         ),
         {},
     ),
     "pre-layer-norm-bert": Recipe(
         (
-            *TORCHRUN, "run_pre_layer_norm.py", "--deepspeed_config", "pre.json", "--num_layers", "2", "--h_dim", "16", "--sentence", "4",
+            *TORCHRUN, "run_pre_layer_norm.py", "--deepspeed_config", "pre.json", "--num_layers",
+            "2", "--h_dim", "16", "--sentence", "4",
             "--batch_size", "2", "--num_iterations", "2", "--log_every", "1", "--checkpoint_dir",
         ),
         INTERPRETED,
     ),
     "lightning": Recipe(
         (
-            "python", "run_lightning.py", "--train_images", "128", "--batch_size", "32", "--max_steps", "2", "--max_epochs", "1",
+            "python", "run_lightning.py", "--train_images", "128", "--batch_size", "32",
+            "--max_steps", "2", "--max_epochs", "1",
             "--output_dir",
         ),
         {},
@@ -94,11 +105,19 @@ def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
         "LATE_REPORTS": f"{folder}-{{rank}}.json",
     }
     own.pop("TRITON_INTERPRET", None)
-    for kept in [each for each in own if each in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]:
+    for kept in [
+        each
+        for each in own
+        if each
+        in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ]:
         del own[kept]
     if as_cuda and name != "lightning":
         del own["LATE_ALL"]  # launchers stay without
-    command = [str(folder.with_suffix(".yaml")) if word.endswith(".yaml") and as_cuda else word for word in recipe.command]
+    command = [
+        str(folder.with_suffix(".yaml")) if word.endswith(".yaml") and as_cuda else word
+        for word in recipe.command
+    ]
     if as_cuda and name == "bert-mlm":
         config = yaml.safe_load((RECIPES / name / "zero3.yaml").read_text())
         folder.with_suffix(".yaml").write_text(yaml.safe_dump({**config, "use_cpu": False}))
@@ -107,7 +126,8 @@ def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
     log = folder.with_suffix(".log")
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [program, *command[1:], str(folder)], cwd=RECIPES / name, env={**own, **recipe.more, "LATE_DEVICES": "2"},
+            [program, *command[1:], str(folder)], cwd=RECIPES / name, env={**own, **recipe.more,
+            "LATE_DEVICES": "2"},
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
         try:
@@ -122,21 +142,34 @@ def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
     if not recipe.history:
         return []
     states = [*folder.glob("trainer_state.json"), *folder.glob(recipe.history)]
-    return [entry["loss"] for entry in json.loads(states[0].read_text())["log_history"] if "loss" in entry]
+    return [
+        entry["loss"]
+        for entry in json.loads(states[0].read_text())["log_history"]
+        if "loss" in entry
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("hello-bert", "cifar10") else pytest.param(name, marks=pytest.mark.long) for name in FOUND]
+    "name",
+    [
+        name if name in ("hello-bert", "cifar10") else pytest.param(name, marks=pytest.mark.long)
+        for name in FOUND
+    ],
 )
 def test_a_recipe_trains_without_a_report(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     losses = run(name, tmp_path / "late", as_cuda=True)
-    assert all(map(math.isfinite, losses)) and len(losses) == (2 if FOUND[name].history else 0), losses
+    assert all(map(math.isfinite, losses)) and len(losses) == (2 if FOUND[name].history else 0), (
+        losses
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["cifar10", "gpt2"])  # the others have dropout
 def test_a_recipe_has_the_losses_of_cpu_ranks(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
-    late, cpu = run(name, tmp_path / "late", as_cuda=True), run(name, tmp_path / "cpu", as_cuda=False)
+    late, cpu = (
+        run(name, tmp_path / "late", as_cuda=True),
+        run(name, tmp_path / "cpu", as_cuda=False),
+    )
     assert late == pytest.approx(cpu, rel=CLOSE)

@@ -1,4 +1,6 @@
-"""Simulated time: what ran when, by the rates of a cost model, and how much of it lay beside other work."""
+"""Simulated time: what ran when, by the rates of a cost model, and how much of it lay beside
+other work.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ HOST = device.C.HOST
 
 
 class Ran(NamedTuple):
-    """A task, in seconds of simulated time. ``stream``: the device's streams by number; HOST + n is lane n of the host."""
+    """A task, in seconds of simulated time.
+
+    ``stream``: the device's streams by number; HOST + n is lane n of the host.
+    """
 
     stream: int
     what: str
@@ -28,7 +33,10 @@ class Ran(NamedTuple):
 
 @contextlib.contextmanager
 def traced(**rates: float) -> Iterator[Callable[[], list[Ran]]]:
-    """Inside, tasks are noted; what it gives returns them. ``rates``: flops, memory, to_device, to_host, network (a second each), launch, shortest."""
+    """Inside, tasks are noted; what it gives returns them.
+
+    ``rates``: flops, memory, to_device, to_host, network (a second each), launch, shortest.
+    """
     device.C.set_rates(rates)
     device.forget()
     device.C.set_tracing(True)
@@ -40,7 +48,9 @@ def traced(**rates: float) -> Iterator[Callable[[], list[Ran]]]:
 
 @contextlib.contextmanager
 def host_lane(lane: int, not_before: float = 0.0) -> Iterator[None]:
-    """This thread's work and waits count on a clock of the host of their own: it works beside the thread that launches."""
+    """This thread's work and waits count on a clock of the host of their own: it works beside
+    the thread that launches.
+    """
     before = device.C.set_lane(lane)
     device.C.host_not_before(not_before)
     try:
@@ -62,7 +72,9 @@ def total(tasks: Sequence[Ran]) -> float:
 def beside(tasks: Sequence[Ran], others: Sequence[Ran]) -> float:
     """Seconds in which one of ``tasks`` and one of ``others`` run."""
     theirs = _merged(others)
-    both = ((max(start, low), min(end, high)) for start, end in _merged(tasks) for low, high in theirs)
+    both = (
+        (max(start, low), min(end, high)) for start, end in _merged(tasks) for low, high in theirs
+    )
     return sum(max(0.0, high - low) for low, high in both)
 
 

@@ -32,7 +32,11 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3": (3, {}, {}),
     "stage 3, one micro-batch": (3, {}, ONCE),
     "stage 2, optimizer on the host": (2, OPTIMIZER, {}),
-    "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, {**ONCE, "gradient_clipping": 0.0}),
+    "stage 2, optimizer on the host, one micro-batch": (
+        2,
+        OPTIMIZER,
+        {**ONCE, "gradient_clipping": 0.0},
+    ),
     "stage 2, optimizer on the host, small pieces": (
         2,
         {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "buffer_size": 512}},
@@ -42,12 +46,23 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
     "stage 3, all on the host, updated in the backward": (
         3,
-        {**BOTH, "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True}},
+        {
+            **BOTH,
+            "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True},
+        },
         {**ONCE, "gradient_clipping": 0.0},
     ),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
-    "stage 2, half of the optimizer on the host, SGD": (2, HALF, {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}),
-    "stage 3, half of the optimizer on the host, RMSprop": (3, HALF, {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}),
+    "stage 2, half of the optimizer on the host, SGD": (
+        2,
+        HALF,
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}},
+    ),
+    "stage 3, half of the optimizer on the host, RMSprop": (
+        3,
+        HALF,
+        {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}},
+    ),
 }
 
 
@@ -104,7 +119,9 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
     model, chosen = tower(), config(job)
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
-    optimizer = getattr(torch.optim, chosen["optimizer"]["type"])(model.parameters(), **chosen["optimizer"]["params"])
+    optimizer = getattr(torch.optim, chosen["optimizer"]["type"])(
+        model.parameters(), **chosen["optimizer"]["params"]
+    )
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
     losses = []
     for step in range(steps):

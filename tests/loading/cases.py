@@ -1,4 +1,6 @@
-"""What is done with a model that is loaded in shards, on every rank, beside the plain loader in the same process."""
+"""What is done with a model that is loaded in shards, on every rank, beside the plain loader in
+the same process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.loading.zoo import LOGITS, animal, inputs
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
-# -- loading and comparing ---------------------------------------------------------------------------------------------
+# -- loading and comparing -------------------------------------------------------------------------
 
 
 def plain(name: str, folder: Path, **options: Any) -> Any:
@@ -45,14 +47,22 @@ def load(cls: Any, path: Any, **options: Any) -> Any:
 def assert_released(model: nn.Module) -> None:
     from hf_zero.core.parameter import ReleasedParameter
 
-    whole = [name for name, parameter in model.named_parameters() if type(parameter) is not ReleasedParameter]
+    whole = [
+        name
+        for name, parameter in model.named_parameters()
+        if type(parameter) is not ReleasedParameter
+    ]
     assert not whole, whole[:4]
 
 
 def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
     mine, theirs = found.state_dict(), expected.state_dict()
     assert list(mine) == list(theirs)
-    wrong = [name for name, value in theirs.items() if mine[name].dtype != value.dtype or not torch.equal(mine[name], value)]
+    wrong = [
+        name
+        for name, value in theirs.items()
+        if mine[name].dtype != value.dtype or not torch.equal(mine[name], value)
+    ]
     assert not wrong, wrong[:4]
 
 
@@ -72,7 +82,9 @@ def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
     for name, buffer in expected.named_buffers():
         assert type(buffers[name]) is torch.Tensor
         assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
-    for (name, mine), (_, theirs) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+    for (name, mine), (_, theirs) in zip(
+        found.named_parameters(), expected.named_parameters(), strict=True
+    ):
         assert mine.requires_grad == theirs.requires_grad, name
     assert found.training == expected.training
 
@@ -92,10 +104,16 @@ def tokens(step: int = 0) -> torch.Tensor:
     return inputs("llama")["input_ids"] + step  # [2 samples, 8]
 
 
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, config: dict[str, Any] | None = None) -> Any:
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: dict[str, Any] | None = None,
+) -> Any:
     import hf_zero
 
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3
+    )
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config or CONFIG)[0]
 
 
@@ -104,9 +122,14 @@ def language_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def assert_trains_alike(
-    rank: int, found: nn.Module, expected: nn.Module, loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = language_loss
+    rank: int,
+    found: nn.Module,
+    expected: nn.Module,
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = language_loss,
 ) -> None:
-    """Three steps of ``found`` under ZeRO, one sample a rank and no dropout, are those of ``expected`` in one process."""
+    """Three steps of ``found`` under ZeRO, one sample a rank and no dropout, are those of
+    ``expected`` in one process.
+    """
     engine = initialize(found)
     assert_released(found)
     optimizer = torch.optim.AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-3)
@@ -145,7 +168,7 @@ def once(rank: int, do: Callable[[], Any]) -> None:
     dist.barrier()
 
 
-# -- every type of model -----------------------------------------------------------------------------------------------
+# -- every type of model ---------------------------------------------------------------------------
 
 
 def loads_like_the_plain_loader(rank: int, folder: Path, name: str) -> None:
@@ -161,7 +184,7 @@ def loads_like_the_plain_loader(rank: int, folder: Path, name: str) -> None:
     let_go(found)
 
 
-# -- what from_pretrained is asked for ---------------------------------------------------------------------------------
+# -- what from_pretrained is asked for -------------------------------------------------------------
 
 
 def dtypes(rank: int, folder: Path) -> None:
@@ -204,7 +227,10 @@ def sizes_that_do_not_match(rank: int, folder: Path) -> None:
 def a_new_head(rank: int, folder: Path) -> None:
     import transformers
 
-    for cls, name in ((transformers.BertForSequenceClassification, "bert"), (transformers.LlamaForSequenceClassification, "llama")):
+    for cls, name in (
+        (transformers.BertForSequenceClassification, "bert"),
+        (transformers.LlamaForSequenceClassification, "llama"),
+    ):
         torch.manual_seed(3)
         expected, told = cls.from_pretrained(folder / name, num_labels=5, output_loading_info=True)
         after = torch.rand(3)
@@ -245,8 +271,13 @@ def a_state_dict_that_is_here_already(rank: int, folder: Path) -> None:
     found = hf_zero.from_pretrained(cls, None, "zero3", config=expected.config, state_dict=values)
     assert_same_model(found, expected)
     assert_trains_alike(rank, found, expected)
-    values["lm_head.weight"] = torch.full((99, 32), float("nan"))  # these are its values, not missing ones
-    assert hf_zero.from_pretrained(cls, None, "zero3", config=expected.config, state_dict=values).lm_head.weight.isnan().all()
+    # these are its values, not missing ones
+    values["lm_head.weight"] = torch.full((99, 32), float("nan"))
+    assert (
+        hf_zero.from_pretrained(cls, None, "zero3", config=expected.config, state_dict=values)
+        .lm_head.weight.isnan()
+        .all()
+    )
 
 
 def files_of_torch(rank: int, folder: Path) -> None:
@@ -257,7 +288,11 @@ def files_of_torch(rank: int, folder: Path) -> None:
         def write(path: Path = path, zipped: bool = zipped) -> None:
             model = plain("bert", folder)
             model.config.save_pretrained(path)
-            torch.save(model.state_dict(), path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+            torch.save(
+                model.state_dict(),
+                path / "pytorch_model.bin",
+                _use_new_zipfile_serialization=zipped,
+            )
 
         once(rank, write)
         found = load(cls, path)
@@ -290,7 +325,9 @@ def stages_that_do_not_shard_parameters(rank: int, folder: Path) -> None:
 
     expected = plain("llama", folder)
     for stage in (0, 1, 2):
-        found = hf_zero.from_pretrained(animal("llama").cls, folder / "llama", {"zero_optimization": {"stage": stage}})
+        found = hf_zero.from_pretrained(
+            animal("llama").cls, folder / "llama", {"zero_optimization": {"stage": stage}}
+        )
         assert all(type(parameter) is nn.Parameter for parameter in found.parameters())
         assert_same_model(found, expected)
     with zero3_alive():
@@ -302,7 +339,10 @@ def stages_that_do_not_shard_parameters(rank: int, folder: Path) -> None:
 def devices(rank: int, folder: Path) -> None:
     from hf_zero.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"from_pretrained\(device_map=\.\.\.\) with zero stage 3: .* drop device_map"):
+    with pytest.raises(
+        ConfigError,
+        match=r"from_pretrained\(device_map=\.\.\.\) with zero stage 3: .* drop device_map",
+    ):
         held("llama", folder, device_map="auto")
     with torch.device("meta"):  # of the script; it would be the model's
         found = held("llama", folder)
@@ -310,7 +350,7 @@ def devices(rank: int, folder: Path) -> None:
     let_go(found)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def weights_that_nothing_initialises(rank: int, folder: Path) -> None:
@@ -324,7 +364,11 @@ def weights_that_nothing_initialises(rank: int, folder: Path) -> None:
             self.scale = nn.Parameter(torch.full((3,), 2.5))
             self.post_init()
 
-    with pytest.raises(ConfigError, match=r"no values for scale, and the model's _init_weights gives it none; load a checkpoint that has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no values for scale, and the model's _init_weights gives it none; load "
+        r"a checkpoint that has",
+    ):
         load(Scaled, folder / "bert")
 
     path = folder / "clip without its scale"
@@ -332,7 +376,11 @@ def weights_that_nothing_initialises(rank: int, folder: Path) -> None:
     def write() -> None:
         model = plain("clip", folder)
         model.config.save_pretrained(path)
-        kept = {name: value.clone() for name, value in model.state_dict().items() if name != "logit_scale"}
+        kept = {
+            name: value.clone()
+            for name, value in model.state_dict().items()
+            if name != "logit_scale"
+        }
         save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
     once(rank, write)
@@ -385,7 +433,10 @@ def files_that_one_rank_lacks(rank: int, folder: Path) -> None:
         file = sorted(path.glob("*.safetensors"))[1]
         os.truncate(file, file.stat().st_size - 100)
     told = rf"rank {last} could not load LlamaForCausalLM: CheckpointError: .*is damaged"
-    with pytest.raises(CheckpointError if rank == last else RankMismatchError, match="is damaged" if rank == last else told):
+    with pytest.raises(
+        CheckpointError if rank == last else RankMismatchError,
+        match="is damaged" if rank == last else told,
+    ):
         load(animal("llama").cls, path)
     assert open_files() == []
     let_go(held("llama", folder))
@@ -408,14 +459,21 @@ def files_that_one_rank_cannot_read(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             patch.setattr(TensorFile, "read_into", fails)
-        with pytest.raises(OSError if rank == last else RankMismatchError, match="Input/output error" if rank == last else told):
+        with pytest.raises(
+            OSError if rank == last else RankMismatchError,
+            match="Input/output error" if rank == last else told,
+        ):
             load(animal("llama").cls, folder / "llama")
     let_go(held("llama", folder))
 
 
 def open_files() -> list[str]:
     links = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    return [target for target in (os.readlink(link) for link in links if link.is_symlink()) if target.endswith(".safetensors")]
+    return [
+        target
+        for target in (os.readlink(link) for link in links if link.is_symlink())
+        if target.endswith(".safetensors")
+    ]
 
 
 def nothing_stays_behind(rank: int, folder: Path) -> None:
@@ -428,7 +486,7 @@ def nothing_stays_behind(rank: int, folder: Path) -> None:
     assert model() is None
 
 
-# -- what is done with a held model ------------------------------------------------------------------------------------
+# -- what is done with a held model ----------------------------------------------------------------
 
 
 def freezing_before_initialize(rank: int, folder: Path) -> None:
@@ -463,13 +521,17 @@ def modules_added_before_initialize(rank: int, folder: Path) -> None:
 def adapters(rank: int, folder: Path) -> None:
     import peft
 
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     models = []
     for model in (held("llama", folder), plain("llama", folder)):
         torch.manual_seed(5)
         models.append(peft.get_peft_model(model, config))
     with torch.no_grad():
-        assert torch.equal(models[0](input_ids=tokens()).logits, models[1](input_ids=tokens()).logits)
+        assert torch.equal(
+            models[0](input_ids=tokens()).logits, models[1](input_ids=tokens()).logits
+        )
     assert_trains_alike(rank, *models)
 
 
@@ -478,7 +540,9 @@ def adapters_from_a_folder(rank: int, folder: Path) -> None:
     import transformers
 
     path = folder / "adapter"
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     once(rank, lambda: peft.get_peft_model(plain("llama", folder), config).save_pretrained(path))
     expected = transformers.AutoModelForCausalLM.from_pretrained(path)
     found = load(transformers.AutoModelForCausalLM, path)
@@ -486,7 +550,9 @@ def adapters_from_a_folder(rank: int, folder: Path) -> None:
     wrapped = peft.PeftModel.from_pretrained(held("llama", folder), path)
     with torch.no_grad():
         for model in (found, wrapped):
-            assert torch.equal(model(input_ids=tokens()).logits, expected(input_ids=tokens()).logits)
+            assert torch.equal(
+                model(input_ids=tokens()).logits, expected(input_ids=tokens()).logits
+            )
     let_go(found, wrapped)
 
 
@@ -529,7 +595,8 @@ def saving(rank: int, folder: Path) -> None:
         found.save_pretrained(path, max_shard_size=40000)
         dist.barrier()
         before, after = (
-            {k: v for file in each.glob("*.safetensors") for k, v in load_file(file).items()} for each in (folder / name, path)
+            {k: v for file in each.glob("*.safetensors") for k, v in load_file(file).items()}
+            for each in (folder / name, path)
         )
         assert before.keys() == after.keys() and len(list(path.glob("*.safetensors"))) > 1
         assert all(torch.equal(after[key], value) for key, value in before.items())
@@ -567,7 +634,9 @@ def two_in_one(rank: int, folder: Path) -> None:
 def other_stages_afterwards(rank: int, folder: Path) -> None:
     expected = plain("llama", folder)
     for stage in (0, 2):
-        engine = initialize(held("llama", folder), config={**CONFIG, "zero_optimization": {"stage": stage}})
+        engine = initialize(
+            held("llama", folder), config={**CONFIG, "zero_optimization": {"stage": stage}}
+        )
         assert_same_state(engine.module, expected)
         engine.backward(language_loss(engine, tokens()[rank : rank + 1]))
         engine.step()
@@ -586,7 +655,7 @@ def masters_of_16_bit_training(rank: int, folder: Path) -> None:
     engine.destroy()
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
 
 
 def bytes_of_the_files(rank: int, folder: Path) -> None:
@@ -601,7 +670,7 @@ def bytes_of_the_files(rank: int, folder: Path) -> None:
         let_go(found)
 
 
-# -- scripts that never call hf_zero -----------------------------------------------------------------------------------
+# -- scripts that never call hf_zero ---------------------------------------------------------------
 
 
 def a_script_with_its_configuration_alive(rank: int, folder: Path) -> None:
@@ -623,12 +692,16 @@ def a_script_with_its_configuration_alive(rank: int, folder: Path) -> None:
             assert_same_model(found, expected)
             if name == "llama":
                 asked = {"max_new_tokens": 4, "do_sample": False}
-                assert torch.equal(found.generate(tokens(), **asked), expected.generate(tokens(), **asked))
+                assert torch.equal(
+                    found.generate(tokens(), **asked), expected.generate(tokens(), **asked)
+                )
         let_go(found)
 
 
 def the_trainer(rank: int, folder: Path) -> None:
-    """Its arguments are made before the model, and the model comes in shards; it trains like one that came whole."""
+    """Its arguments are made before the model, and the model comes in shards; it trains like one
+    that came whole.
+    """
     import transformers
 
     from tests.integrations.tiny_trainer import logged, options, weights
@@ -638,7 +711,9 @@ def the_trainer(rank: int, folder: Path) -> None:
     for whole in (True, False):
         model = plain("llama", folder)
         zero = {"zero_optimization": {"stage": 3}}
-        args = transformers.TrainingArguments(**options(folder / "trainer", per_device_train_batch_size=2), deepspeed=zero)
+        args = transformers.TrainingArguments(
+            **options(folder / "trainer", per_device_train_batch_size=2), deepspeed=zero
+        )
         if not whole:
             model = plain("llama", folder)
             assert_released(model)

@@ -1,4 +1,6 @@
-"""How many bytes are really read from checkpoint files: counted where every range passes through."""
+"""How many bytes are really read from checkpoint files: counted where every range passes
+through.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ Case = Callable[[int, Path], None]
 PATIENCE = 10.0  # seconds the other ranks get to fail in the same case
 
 
-def run_cases(world: int, cases: Mapping[str, Case], folder: Path, timeout: float = 240.0) -> dict[str, str]:
+def run_cases(
+    world: int, cases: Mapping[str, Case], folder: Path, timeout: float = 240.0
+) -> dict[str, str]:
     """Run each case on every rank: its traceback, or "" where it passed.
 
     A case that fails on some ranks alone ends the launch: the others may wait for it for ever.

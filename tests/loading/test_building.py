@@ -1,4 +1,6 @@
-"""Models that are built without memory: their tensors behave like those in memory, and keep what was done to them."""
+"""Models that are built without memory: their tensors behave like those in memory, and keep what
+was done to them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read_whole() if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def made() -> dict[str, torch.Tensor]:
-    """Writes, views, copies and casts without random numbers: the values must be those of tensors in memory."""
+    """Writes, views, copies and casts without random numbers: the values must be those of
+    tensors in memory.
+    """
     a = torch.zeros(4, 6)
     a.add_(torch.arange(24.0).view(4, 6))
     kept, half = a.clone(), a.to(torch.bfloat16)
@@ -44,13 +48,23 @@ def made() -> dict[str, torch.Tensor]:
     b += a.sum()
     a.sub_(1.0)
     product = torch.full((2, 4), 0.5) @ a
-    return {"a": a, "kept": kept, "half": half, "joined": joined, "row": row, "b": b, "product": product}
+    return {
+        "a": a,
+        "kept": kept,
+        "half": half,
+        "joined": joined,
+        "row": row,
+        "b": b,
+        "product": product,
+    }
 
 
 def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
     with Building(0):
         lazy = made()
-    assert all(isinstance(lazy[name], LazyTensor) for name in ("a", "kept", "half", "joined", "row", "b"))
+    assert all(
+        isinstance(lazy[name], LazyTensor) for name in ("a", "kept", "half", "joined", "row", "b")
+    )
     for name, expected in made().items():
         assert torch.equal(whole(lazy[name]), expected), name
 
@@ -61,7 +75,10 @@ def test_values_are_read_into_any_place() -> None:
     assert isinstance(lazy, LazyTensor)
     place = torch.full((30,), 7.0)
     lazy.expression.read(0, place[3:27])
-    assert torch.equal(place[3:27].view(4, 6), made()["a"]) and place[:3].tolist() == place[27:].tolist() == [7.0] * 3
+    assert (
+        torch.equal(place[3:27].view(4, 6), made()["a"])
+        and place[:3].tolist() == place[27:].tolist() == [7.0] * 3
+    )
     part = torch.empty(5)
     lazy.expression.read(8, part)
     assert torch.equal(part, made()["a"].view(-1)[8:13])
@@ -74,7 +91,10 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     state = torch.get_rng_state()
     values = whole(first)
     assert torch.equal(values, whole(first)) and torch.equal(torch.get_rng_state(), state)
-    assert 0.9 < float(values.std()) < 1.1 and 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
+    assert (
+        0.9 < float(values.std()) < 1.1
+        and 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
+    )
     assert torch.equal(whole(first.clone()), values)
     torch.manual_seed(3)
     with Building(0):
@@ -112,14 +132,16 @@ def test_a_pause_makes_tensors_in_memory() -> None:
         assert type(torch.zeros(10)) is torch.Tensor
 
 
-# -- modules -------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)
+        )
         self.head = nn.Linear(8, 20, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.tensor(2.5))
@@ -142,7 +164,9 @@ def test_a_model_that_its_constructor_initialises() -> None:
     assert model.scale.item() == 2.5
     weight = whole(model.blocks[0][0].weight)
     assert not weight[0].any() and 0.01 < float(weight[1:].std()) < 0.03
-    assert len(model.blocks[0][0].weight.expression._writes) < 5, "what trunc_normal_ draws again and again is not kept"
+    assert len(model.blocks[0][0].weight.expression._writes) < 5, (
+        "what trunc_normal_ draws again and again is not kept"
+    )
     count = len(list(model.parameters()))
     assert make_pending(model) == count - 1  # the scale is here
     assert model.head.weight is model.embed.weight
@@ -173,7 +197,7 @@ def test_functions_put_off_leave_real_tensors_alone() -> None:
     assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
 
 
-# -- models on the meta device -------------------------------------------------------------------------------------------
+# -- models on the meta device ---------------------------------------------------------------------
 
 
 def on_meta(make: Any) -> Any:
@@ -196,12 +220,21 @@ def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     give_values(model)
-    assert all(after is before for after, before in zip(model.parameters(), parameters, strict=True))
+    assert all(
+        after is before for after, before in zip(model.parameters(), parameters, strict=True)
+    )
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight is model.head.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
-    assert torch.equal(model.norm.running_var, torch.ones(8)) and model.norm.num_batches_tracked.item() == 0
-    sources = {name: parameter._hf_zero_source.whole() for name, parameter in model.named_parameters()}
-    assert 0.7 < float(sources["embed.weight"].std()) < 1.3 and bool((sources["norm.weight"] == 1.0).all())
+    assert (
+        torch.equal(model.norm.running_var, torch.ones(8))
+        and model.norm.num_batches_tracked.item() == 0
+    )
+    sources = {
+        name: parameter._hf_zero_source.whole() for name, parameter in model.named_parameters()
+    }
+    assert 0.7 < float(sources["embed.weight"].std()) < 1.3 and bool(
+        (sources["norm.weight"] == 1.0).all()
+    )
     assert not sources["attention.in_proj_bias"].any() and sources["attention.in_proj_weight"].any()
 
 
@@ -219,7 +252,11 @@ class Partly(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "make, named", [(Scaled, "Scaled cannot give its tensors values"), (Partly, "nothing but its constructor gives scale")]
+    "make, named",
+    [
+        (Scaled, "Scaled cannot give its tensors values"),
+        (Partly, "nothing but its constructor gives scale"),
+    ],
 )
 def test_what_only_the_constructor_gives_is_told(make: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
@@ -231,7 +268,12 @@ def test_a_model_of_transformers_follows_its_own_rule() -> None:
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=120, tie_word_embeddings=True
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=120,
+        tie_word_embeddings=True,
     )
     plain = transformers.LlamaForCausalLM(config)
     model = on_meta(lambda: transformers.LlamaForCausalLM(config))
@@ -240,19 +282,30 @@ def test_a_model_of_transformers_follows_its_own_rule() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
     for name, parameter in plain.named_parameters():
         got = model.get_parameter(name)._hf_zero_source.whole()
-        assert float(got.std()) == pytest.approx(float(parameter.detach().std()), rel=0.2, abs=1e-6), name
+        assert float(got.std()) == pytest.approx(
+            float(parameter.detach().std()), rel=0.2, abs=1e-6
+        ), name
 
 
 def test_a_rule_that_looks_at_what_it_draws_draws_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers has copies of torch's functions: its ``trunc_normal_`` would draw every weight now, to look at it."""
+    """Transformers has copies of torch's functions: its ``trunc_normal_`` would draw every
+    weight now, to look at it.
+    """
     import transformers
 
     config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
     )
     model = on_meta(lambda: transformers.ViTModel(config))
     read, drawn = Filled.read, []
-    monkeypatch.setattr(Filled, "read", lambda self, start, out: (drawn.append(self.shape), read(self, start, out)))
+    monkeypatch.setattr(
+        Filled, "read", lambda self, start, out: (drawn.append(self.shape), read(self, start, out))
+    )
     give_values(model)
     assert drawn == []
     assert 0.0 < float(model.layers[0].mlp.fc1.weight._hf_zero_source.whole().std()) < 0.1 and drawn

@@ -1,4 +1,6 @@
-"""Expressions: each range that is read is that range of the same torch operation, and ``sliceable`` says what reading costs."""
+"""Expressions: each range that is read is that range of the same torch operation, and
+``sliceable`` says what reading costs.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,30 @@ from safetensors.torch import save_file
 
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.loading import expressions
-from hf_zero.loading.expressions import Cast, Computed, Expression, InFile, InMemory, Joined, Strided, strided_like
+from hf_zero.loading.expressions import (
+    Cast,
+    Computed,
+    Expression,
+    InFile,
+    InMemory,
+    Joined,
+    Strided,
+    strided_like,
+)
 from tests.loading.comparing import assert_reads, assert_same
 from tests.loading.counting import counting
 
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (1, 6, 1), (2, 3, 4), (3, 5, 2, 2)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+]
 
 Pair = tuple[Expression, torch.Tensor]
 
@@ -54,16 +74,23 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 def viewed(pair: Pair, view: Callable[[Any], Any]) -> Pair:
     expression, tensor = pair
-    return strided_like(expression, view(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))), view(tensor)
+    return strided_like(
+        expression, view(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    ), view(tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_of_a_file_and_one_in_memory(stored: list[Pair], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_tensor_of_a_file_and_one_in_memory(
+    stored: list[Pair], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     expression, tensor = stored[SHAPES.index(shape) * len(DTYPES) + DTYPES.index(dtype)]
     assert_reads(expression, tensor)
     assert_reads(InMemory(tensor), tensor)
-    assert_reads(InMemory(tensor.t() if tensor.dim() == 2 else tensor), tensor.t() if tensor.dim() == 2 else tensor)
+    assert_reads(
+        InMemory(tensor.t() if tensor.dim() == 2 else tensor),
+        tensor.t() if tensor.dim() == 2 else tensor,
+    )
 
 
 @pytest.mark.parametrize("run_bytes", [1, 4096])
@@ -76,9 +103,13 @@ def test_views_read_by_runs_and_gathered(
         assert_reads(*viewed(pair, view))
 
 
-@given(data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]), block=st.sampled_from([1, 3, 1 << 20]))
+@given(
+    data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]), block=st.sampled_from([1, 3, 1 << 20])
+)
 @settings(max_examples=150, deadline=None)
-def test_nested_expressions(stored: list[Pair], data: st.DataObject, run_bytes: int, block: int) -> None:
+def test_nested_expressions(
+    stored: list[Pair], data: st.DataObject, run_bytes: int, block: int
+) -> None:
     kept = expressions.RUN_BYTES, expressions.BLOCK
     expressions.RUN_BYTES, expressions.BLOCK = run_bytes, block
     try:
@@ -113,7 +144,7 @@ def test_a_view_of_everything_is_the_expression_itself(stored: list[Pair]) -> No
     assert isinstance(strided_like(expression, torch.empty(tensor.numel(), device="meta")), Strided)
 
 
-# -- what reading costs ------------------------------------------------------------------------------------------------
+# -- what reading costs ----------------------------------------------------------------------------
 
 ROWS, COLUMNS = 64, 1024  # rows of 4096 bytes
 
@@ -137,7 +168,9 @@ def casted(pair: Pair, dtype: torch.dtype) -> Pair:
 
 
 def flipped(pair: Pair) -> Pair:
-    return Computed((ROWS, COLUMNS), torch.float32, lambda: pair[0].whole().flip(0), "flip"), pair[1].flip(0)
+    return Computed((ROWS, COLUMNS), torch.float32, lambda: pair[0].whole().flip(0), "flip"), pair[
+        1
+    ].flip(0)
 
 
 IN_PART: dict[str, Callable[[list[Pair]], Pair]] = {
@@ -146,7 +179,9 @@ IN_PART: dict[str, Callable[[list[Pair]], Pair]] = {
     "flat": lambda t: viewed(t[0], lambda x: x.view(-1)),
     "rows": lambda t: viewed(t[0], lambda x: x[5:31]),
     "every third row": lambda t: viewed(t[0], lambda x: x[::3]),
-    "rows in another order": lambda t: viewed(t[0], lambda x: x.view(8, 4, 2, COLUMNS).transpose(1, 2)),
+    "rows in another order": lambda t: viewed(
+        t[0], lambda x: x.view(8, 4, 2, COLUMNS).transpose(1, 2)
+    ),
     "one row repeated": lambda t: viewed(t[0], lambda x: x[3:4].expand(20, COLUMNS)),
     "joined by rows": lambda t: joined(t, 0),
     "joined by columns": lambda t: joined(t, 1),
@@ -158,8 +193,12 @@ WHOLE: dict[str, Callable[[list[Pair]], Pair]] = {
     "columns": lambda t: viewed(t[0], lambda x: x[:, :1000]),
     "cast after a transposition": lambda t: casted(viewed(t[0], lambda x: x.t()), torch.bfloat16),
     "joined transpositions": lambda t: joined([viewed(each, lambda x: x.t()) for each in t], 1),
-    "rows of joined transpositions": lambda t: viewed(joined([viewed(each, lambda x: x.t()) for each in t], 1), lambda x: x[::2]),
-    "joined by few columns": lambda t: joined([viewed(each, lambda x: x.view(-1, 4)) for each in t], 1),
+    "rows of joined transpositions": lambda t: viewed(
+        joined([viewed(each, lambda x: x.t()) for each in t], 1), lambda x: x[::2]
+    ),
+    "joined by few columns": lambda t: joined(
+        [viewed(each, lambda x: x.view(-1, 4)) for each in t], 1
+    ),
     "computed": lambda t: flipped(t[0]),
     "rows of computed ones": lambda t: viewed(flipped(t[0]), lambda x: x[::3]),
     "joined by columns that are computed": lambda t: joined([flipped(each) for each in t], 1),
@@ -167,12 +206,19 @@ WHOLE: dict[str, Callable[[list[Pair]], Pair]] = {
 
 
 @pytest.mark.parametrize("build", IN_PART.values(), ids=IN_PART.keys())
-def test_what_is_sliceable_is_read_in_part(large: list[Pair], build: Callable[[list[Pair]], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sliceable_is_read_in_part(
+    large: list[Pair], build: Callable[[list[Pair]], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expressions, "BLOCK", 1000)
     expression, tensor = build(large)
     assert expression.sliceable
     flat, numel = tensor.reshape(-1), tensor.numel()
-    for first, last in [(0, numel), (0, numel // 4), (numel // 4 + 17, numel // 2 + 5), (numel - 3, numel)]:
+    for first, last in [
+        (0, numel),
+        (0, numel // 4),
+        (numel // 4 + 17, numel // 2 + 5),
+        (numel - 3, numel),
+    ]:
         out = torch.empty(last - first, dtype=tensor.dtype)
         with counting() as read:
             expression.read(first, out)

@@ -1,4 +1,6 @@
-"""``from_pretrained`` in shards, on real ranks: the plain loader's model, bit for bit, and what scripts do with it."""
+"""``from_pretrained`` in shards, on real ranks: the plain loader's model, bit for bit, and what
+scripts do with it.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,11 @@ def test_the_folders_are_as_the_hub_keeps_them(folder: Path) -> None:
     assert len(ZOO) >= 25
     for name in ZOO:
         assert len(list((folder / name).glob("*.safetensors"))) > 1, name
-    stored = json.loads((folder / "mixtral" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in stored  # the model has them merged
+    stored = json.loads((folder / "mixtral" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+    # the model has them merged
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in stored
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -56,7 +61,7 @@ def test_loading_in_shards(case: str, two_ranks: Outcomes) -> None:
     assert_passed(two_ranks[case])
 
 
-# -- the long ones -----------------------------------------------------------------------------------------------------
+# -- the long ones ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def test_more_models_in_shards(name: str, more: Outcomes) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks_without_the_hook_at_the_start_of_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_ranks_without_the_hook_at_the_start_of_python(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``hf_zero.from_pretrained`` puts the seams in by itself."""
     monkeypatch.setenv("HF_ZERO_AUTOLOAD", "0")
     chosen = models(["llama", "mixtral", "qwen2", "deepseek_v3", "wav2vec2"]) | {

@@ -1,4 +1,6 @@
-"""zero.Init and models on the meta device, on real ranks: no rank holds the model, and it trains like one that came whole."""
+"""zero.Init and models on the meta device, on real ranks: no rank holds the model, and it trains
+like one that came whole.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ class Net(nn.Module):
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in state.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(
+            value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for value in state.values()
+        )
+    ).hexdigest()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -59,7 +66,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def train(rank: int, model: nn.Module, forward: Any) -> dict[str, Any]:
     """Its weights before, and after two steps by an optimizer that is made before initialize."""
     before = whole(model) if not any(p.is_meta for p in model.parameters()) else None
-    engine, *_ = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ZERO3)
+    engine, *_ = hf_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ZERO3
+    )
     before = before or whole(model)
     for step in range(2):
         engine.backward(forward(engine, torch.arange(8).view(2, 4) + rank + step))
@@ -81,7 +90,13 @@ def llama() -> nn.Module:
     import transformers
 
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=120)
+        transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=120,
+        )
     )
 
 
@@ -113,7 +128,11 @@ def work(rank: int) -> dict[str, Any]:
     say("parts that are joined afterwards")
     with Init(config=ZERO3):
         first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    out["parts"] = train(rank, nn.Sequential(first, second), lambda engine, ids: engine(torch.ones(2, WIDTH) * (1 + rank)).pow(2).mean())
+    out["parts"] = train(
+        rank,
+        nn.Sequential(first, second),
+        lambda engine, ids: engine(torch.ones(2, WIDTH) * (1 + rank)).pow(2).mean(),
+    )
 
     say("a model that is here")
     model = Net()
@@ -130,7 +149,10 @@ def work(rank: int) -> dict[str, Any]:
     out["meta"] = train(rank, model, language)
 
     say("what does not shard")
-    for settings in ({"config": {"zero_optimization": {"stage": 2}}}, {"config": ZERO3, "enabled": False}):
+    for settings in (
+        {"config": {"zero_optimization": {"stage": 2}}},
+        {"config": ZERO3, "enabled": False},
+    ):
         with Init(**settings):
             model = nn.Linear(WIDTH, WIDTH)
         assert owner_of(model.weight) is None and type(model.weight.data) is torch.Tensor
@@ -144,7 +166,10 @@ def work(rank: int) -> dict[str, Any]:
     with Init(config=ZERO3):
         model = Net()
     torch.manual_seed(5)
-    assert all(torch.equal(ours, plain) for ours, plain in zip(model.parameters(), Net().parameters(), strict=True))
+    assert all(
+        torch.equal(ours, plain)
+        for ours, plain in zip(model.parameters(), Net().parameters(), strict=True)
+    )
     return out
 
 
@@ -158,11 +183,18 @@ def test_models_built_inside_come_in_shards_and_train(two: list[dict[str, Any]])
     for name in ("plain", "transformers", "parts", "module", "meta"):
         for ranks in (two, three):
             for when in ("before", "after"):
-                assert len({digest(rank[name][when]) for rank in ranks}) == 1, f"{name}: the ranks hold different weights {when} training"
+                assert len({digest(rank[name][when]) for rank in ranks}) == 1, (
+                    f"{name}: the ranks hold different weights {when} training"
+                )
             assert all(
-                not torch.equal(a, b) for a, b in zip(ranks[0][name]["before"].values(), ranks[0][name]["after"].values(), strict=True)
+                not torch.equal(a, b)
+                for a, b in zip(
+                    ranks[0][name]["before"].values(), ranks[0][name]["after"].values(), strict=True
+                )
             )
-        assert digest(two[0][name]["before"]) == digest(three[0][name]["before"]), f"{name} depends on the number of ranks"
+        assert digest(two[0][name]["before"]) == digest(three[0][name]["before"]), (
+            f"{name} depends on the number of ranks"
+        )
     for name, value in two[0]["expected"].items():
         assert torch.equal(two[0]["module"]["before"][name], value), name
     built = two[0]["plain"]["before"]
@@ -170,7 +202,9 @@ def test_models_built_inside_come_in_shards_and_train(two: list[dict[str, Any]])
     assert float(built["embed.weight"].std()) == pytest.approx(1.0, rel=0.2)
 
 
-def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(two: list[dict[str, Any]]) -> None:
+def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(
+    two: list[dict[str, Any]],
+) -> None:
     first = two[0]
     for name, make in (("plain", Net), ("transformers", llama), ("meta", llama)):
         model = make()
@@ -184,4 +218,6 @@ def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_proces
             optimizer.step()
         for key, parameter in model.named_parameters():
             expected = first[name]["after"][key]
-            assert float((parameter.detach() - expected).norm()) <= 1e-5 * float(expected.norm()), f"{name}: {key}"
+            assert float((parameter.detach() - expected).norm()) <= 1e-5 * float(expected.norm()), (
+                f"{name}: {key}"
+            )

@@ -1,4 +1,6 @@
-"""Lazy tensors: what torch and transformers' conversions do to them is what they do to real ones."""
+"""Lazy tensors: what torch and transformers' conversions do to them is what they do to real
+ones.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ Both = tuple[LazyTensor, torch.Tensor]
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Both]]:
     torch.manual_seed(0)
-    tensors = {f"{shape} {dtype}": (torch.randn(shape) * 5).to(dtype) for dtype in DTYPES for shape in SHAPES}
+    tensors = {
+        f"{shape} {dtype}": (torch.randn(shape) * 5).to(dtype)
+        for dtype in DTYPES
+        for shape in SHAPES
+    }
     path = tmp_path_factory.mktemp("stored") / "model.safetensors"
     save_file(tensors, path)
     with TensorFile(path) as file:
@@ -43,7 +49,7 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     return LazyTensor(InMemory(tensor))
 
 
-# -- chains of operations ----------------------------------------------------------------------------------------------
+# -- chains of operations --------------------------------------------------------------------------
 
 Step = Callable[[Any], Any]
 
@@ -64,8 +70,20 @@ def a_view(tensor: torch.Tensor, data: st.DataObject) -> Step:
 
     match kind:
         case "reshape":
-            half = tensor.numel() // 2 if tensor.numel() and tensor.numel() % 2 == 0 else tensor.numel()
-            shape = data.draw(st.sampled_from([(tensor.numel(),), (tensor.numel() // half if half else 1, half), (1, tensor.numel(), 1)]))
+            half = (
+                tensor.numel() // 2
+                if tensor.numel() and tensor.numel() % 2 == 0
+                else tensor.numel()
+            )
+            shape = data.draw(
+                st.sampled_from(
+                    [
+                        (tensor.numel(),),
+                        (tensor.numel() // half if half else 1, half),
+                        (1, tensor.numel(), 1),
+                    ]
+                )
+            )
             return lambda t: t.reshape(shape)
         case "unsqueeze":
             place = some(-tensor.dim() - 1, tensor.dim())
@@ -95,7 +113,9 @@ def a_view(tensor: torch.Tensor, data: st.DataObject) -> Step:
         case "movedim":
             return lambda t: t.movedim(dim, 0)
         case "expand":
-            return lambda t: t.unsqueeze(dim).expand(*[2 if n == 1 else n for n in t.unsqueeze(dim).shape])
+            return lambda t: t.unsqueeze(dim).expand(
+                *[2 if n == 1 else n for n in t.unsqueeze(dim).shape]
+            )
         case "flatten":
             return lambda t: t.flatten(0, dim)
         case "ellipsis":
@@ -111,16 +131,24 @@ def a_join(tensor: torch.Tensor, data: st.DataObject) -> Step:
     dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1))
     if kind == "cat":
         return lambda t: torch.cat([t, t.narrow(dim, 0, t.shape[dim] // 2), t], dim)
-    return lambda t: torch.cat([t.half(), t.flip(dim), torch.ones(tensor.shape, dtype=torch.int8)], dim)
+    return lambda t: torch.cat(
+        [t.half(), t.flip(dim), torch.ones(tensor.shape, dtype=torch.int8)], dim
+    )
 
 
 def a_cast(tensor: torch.Tensor, data: st.DataObject) -> Step:
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    dtype = data.draw(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    )
     return lambda t: t.to(dtype)
 
 
 def a_computation(tensor: torch.Tensor, data: st.DataObject) -> Step:
-    return data.draw(st.sampled_from([lambda t: t.mul(2), lambda t: t.roll(1), lambda t: t.reshape(-1).flip(0), torch.abs]))
+    return data.draw(
+        st.sampled_from(
+            [lambda t: t.mul(2), lambda t: t.roll(1), lambda t: t.reshape(-1).flip(0), torch.abs]
+        )
+    )
 
 
 @given(data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]))
@@ -130,7 +158,9 @@ def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_by
     kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
     try:
         for _ in range(data.draw(st.integers(1, 6))):
-            kinds = [a_view, a_view, a_view, a_cast, a_computation] + ([a_join] if real.numel() < 300 else [])
+            kinds = [a_view, a_view, a_view, a_cast, a_computation] + (
+                [a_join] if real.numel() < 300 else []
+            )
             step = data.draw(st.sampled_from(kinds))(real, data)
             lazy, real = step(lazy), step(real)
             assert type(lazy) is LazyTensor and (lazy.shape, lazy.dtype) == (real.shape, real.dtype)
@@ -141,7 +171,9 @@ def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_by
 
 @given(data=st.data(), run_bytes=st.sampled_from([1, 8, 32]))
 @settings(max_examples=200, deadline=None)
-def test_what_says_sliceable_reads_no_more_than_the_range(stored: list[Both], data: st.DataObject, run_bytes: int) -> None:
+def test_what_says_sliceable_reads_no_more_than_the_range(
+    stored: list[Both], data: st.DataObject, run_bytes: int
+) -> None:
     """Of views and joins alone, whose elements have the size of those in the file."""
     lazy, real = data.draw(st.sampled_from(stored))
     kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
@@ -160,7 +192,7 @@ def test_what_says_sliceable_reads_no_more_than_the_range(stored: list[Both], da
         expressions.RUN_BYTES = kept
 
 
-# -- single facts ------------------------------------------------------------------------------------------------------
+# -- single facts ----------------------------------------------------------------------------------
 
 
 def test_a_transposed_one_is_contiguous_to_the_outside() -> None:
@@ -168,7 +200,10 @@ def test_a_transposed_one_is_contiguous_to_the_outside() -> None:
     turned = in_memory(real).t()
     assert turned.is_contiguous() and turned.stride() == (3, 1)
     assert_same(turned.view(2, 6).read_whole(), real.t().contiguous().view(2, 6))
-    assert_same(turned.as_strided((2, 3), (1, 2), 1).read_whole(), real.t().contiguous().as_strided((2, 3), (1, 2), 1))
+    assert_same(
+        turned.as_strided((2, 3), (1, 2), 1).read_whole(),
+        real.t().contiguous().as_strided((2, 3), (1, 2), 1),
+    )
 
 
 COMPUTED: dict[str, Callable[[Any], Any]] = {
@@ -196,7 +231,10 @@ def test_unknown_operations_are_computed(operation: Callable[[Any], Any]) -> Non
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         if isinstance(other, torch.Tensor):
-            assert_same(one.read_whole().contiguous() if isinstance(one, LazyTensor) else one, other.contiguous())
+            assert_same(
+                one.read_whole().contiguous() if isinstance(one, LazyTensor) else one,
+                other.contiguous(),
+            )
         else:
             assert type(one) is type(other) and one == other
 
@@ -266,7 +304,10 @@ def test_writing_is_refused(write: Callable[[Any], Any]) -> None:
     real = torch.ones(4, 6)
     with (
         torch.no_grad(),
-        pytest.raises(PartitionError, match=r"writes into a weight of shape .* still in its file; load this model with zero"),
+        pytest.raises(
+            PartitionError,
+            match=r"writes into a weight of shape .* still in its file; load this model with zero",
+        ),
     ):
         write(in_memory(real))
     assert torch.equal(real, torch.ones(4, 6))
@@ -280,9 +321,11 @@ def test_it_says_what_it_is(stored: list[Both]) -> None:
     assert read.bytes == 0
 
 
-# -- transformers' conversions -----------------------------------------------------------------------------------------
+# -- transformers' conversions ---------------------------------------------------------------------
 
-CONFIG = SimpleNamespace(num_attention_heads=4, vision_config=SimpleNamespace(num_attention_heads=2), parts=3)
+CONFIG = SimpleNamespace(
+    num_attention_heads=4, vision_config=SimpleNamespace(num_attention_heads=2), parts=3
+)
 CONFIG.get_text_config = lambda: CONFIG
 PARAMETERS = {"x.q": (6, 5), "x.k": (2, 5), "x.v": (4, 5), "x.w": (5, 12)}
 MODEL = SimpleNamespace(get_parameter=lambda name: torch.empty(PARAMETERS[name], device="meta"))
@@ -312,18 +355,53 @@ CONVERSIONS: dict[str, Conversion] = {
     "merge along another dimension": (L.MergeModulelist(1), {"e.*.w": experts()}, ["e.w"], "x.w"),
     "split a module list": (L.SplitModulelist(0), {"e": [t(4, 6, 5)]}, ["e.*.w"], "x.w"),
     "transpose": (L.Transpose(0, 1), {"w": [t(12, 5)]}, ["w"], "x.w"),
-    "transpose where the shape asks": (L.Transpose(0, 1, check_dims=True), {"w": [t(12, 5)]}, ["w"], "x.w"),
-    "no transpose where it does not": (L.Transpose(0, 1, check_dims=True), {"w": [t(5, 12)]}, ["w"], "x.w"),
+    "transpose where the shape asks": (
+        L.Transpose(0, 1, check_dims=True),
+        {"w": [t(12, 5)]},
+        ["w"],
+        "x.w",
+    ),
+    "no transpose where it does not": (
+        L.Transpose(0, 1, check_dims=True),
+        {"w": [t(5, 12)]},
+        ["w"],
+        "x.w",
+    ),
     "transpose experts": (L.Transpose(1, 2), {"w": [t(4, 6, 5)]}, ["w"], "x.w"),
     "conv3d to linear": (L.Conv3dToLinear(3, (2, 4, 4)), {"w": [t(8, 3, 2, 4, 4)]}, ["w"], "x.w"),
     "linear to conv3d": (L.LinearToConv3d(3, (2, 4, 4)), {"w": [t(8, 96)]}, ["w"], "x.w"),
     "rope": (L.PermuteForRope(), {"w": [t(16, 6)]}, ["w"], "x.w"),
     "rope of a bias": (L.PermuteForRope(), {"w": [t(16)]}, ["w"], "x.w"),
-    "rope back, of the vision part": (L.PermuteForRope("vision_config", inverse=True), {"w": [t(16, 6)]}, ["w"], "x.w"),
-    "rope of vision, unfused": (L.VisionUnfuseAndPermuteForRope(0, ["q", "k"]), {"qkv": [t(48, 6)]}, ["q", "k", "v"], "x.q"),
-    "rope of vision, fused": (L.VisionFuseAndPermuteForRope(0, ["q"]), {"q": [t(16, 6)], "k": [t(16, 6)]}, ["w"], "x.w"),
-    "ernie": (L.ErnieFuseAndSplitTextVisionExperts(), {"g": experts(), "u": experts(4)}, ["text", "vision"], "x.text"),
-    "ernie back": (L.ErnieSplitAndDecoupleTextVisionExperts(), {"a": [t(3, 8, 5)], "b": [t(2, 8, 5)]}, ["g.*", "u.*"], "x.g.*"),
+    "rope back, of the vision part": (
+        L.PermuteForRope("vision_config", inverse=True),
+        {"w": [t(16, 6)]},
+        ["w"],
+        "x.w",
+    ),
+    "rope of vision, unfused": (
+        L.VisionUnfuseAndPermuteForRope(0, ["q", "k"]),
+        {"qkv": [t(48, 6)]},
+        ["q", "k", "v"],
+        "x.q",
+    ),
+    "rope of vision, fused": (
+        L.VisionFuseAndPermuteForRope(0, ["q"]),
+        {"q": [t(16, 6)], "k": [t(16, 6)]},
+        ["w"],
+        "x.w",
+    ),
+    "ernie": (
+        L.ErnieFuseAndSplitTextVisionExperts(),
+        {"g": experts(), "u": experts(4)},
+        ["text", "vision"],
+        "x.text",
+    ),
+    "ernie back": (
+        L.ErnieSplitAndDecoupleTextVisionExperts(),
+        {"a": [t(3, 8, 5)], "b": [t(2, 8, 5)]},
+        ["g.*", "u.*"],
+        "x.g.*",
+    ),
 }
 
 
@@ -333,7 +411,12 @@ def test_conversions_of_transformers(name: str) -> None:
 
     def convert(tensors: Any) -> dict[str, Any]:
         return operation.convert(
-            tensors, source_patterns=list(tensors), target_patterns=targets, full_layer_name=full_name, model=MODEL, config=CONFIG
+            tensors,
+            source_patterns=list(tensors),
+            target_patterns=targets,
+            full_layer_name=full_name,
+            model=MODEL,
+            config=CONFIG,
         )
 
     expected = convert(dict(given))
@@ -349,7 +432,9 @@ def test_no_conversion_is_forgotten() -> None:
     theirs = {
         each.__name__
         for each in vars(core_model_loading).values()
-        if inspect.isclass(each) and issubclass(each, ConversionOps) and not inspect.isabstract(each)
+        if inspect.isclass(each)
+        and issubclass(each, ConversionOps)
+        and not inspect.isabstract(each)
     }
     assert {type(operation).__name__ for operation, *_ in CONVERSIONS.values()} == theirs
 
@@ -366,8 +451,15 @@ def test_a_chain_of_conversions_as_for_mixtral() -> None:
         for pattern, tensors in zip(converter.source_patterns, (gates, ups)):
             for index, tensor in enumerate(tensors):
                 name = "layers.0." + pattern.replace("*", str(index))
-                converter.add_tensor("layers.0.experts.gate_up_proj", name, pattern, lambda tensor=tensor: make(tensor))
-        return converter.convert("layers.0.experts.gate_up_proj", model=MODEL, config=CONFIG)["layers.0.experts.gate_up_proj"]
+                converter.add_tensor(
+                    "layers.0.experts.gate_up_proj",
+                    name,
+                    pattern,
+                    lambda tensor=tensor: make(tensor),
+                )
+        return converter.convert("layers.0.experts.gate_up_proj", model=MODEL, config=CONFIG)[
+            "layers.0.experts.gate_up_proj"
+        ]
 
     expected = torch.cat([torch.stack(gates), torch.stack(ups)], 1)
     assert_same(convert(lambda tensor: tensor), expected)

@@ -38,31 +38,52 @@ WAYS = {
     "stage 2, optimizer in files": (2, IN_FILES),
     "stage 3, all on cpu": (3, ON_CPU),
     "stage 3, all in files": (3, {**IN_FILES, **PARAMETERS_IN_FILES}),
-    "stage 2, kernels": (2, {"kernels": "auto", "compile": {"blocks": True, "backend": "aot_eager"}}),
+    "stage 2, kernels": (
+        2,
+        {"kernels": "auto", "compile": {"blocks": True, "backend": "aot_eager"}},
+    ),
     "stage 3, kernels": (3, KEYS),
 }
 FAST = ("stage 3, all on cpu",)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(way, marks=() if way in FAST else pytest.mark.long) for way in WAYS])
-def launched(request: pytest.FixtureRequest, plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Found:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, marks=() if way in FAST else pytest.mark.long) for way in WAYS],
+)
+def launched(
+    request: pytest.FixtureRequest, plain: Plain, tmp_path_factory: pytest.TempPathFactory
+) -> Found:
     out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
     stage, keys = WAYS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
         return out, accelerate_launch(
-            SCRIPT, out, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=3, **keys
+            SCRIPT,
+            out,
+            "--cases",
+            *CASES,
+            stage=stage,
+            gradient_clipping=0.5,
+            gradient_accumulation_steps=3,
+            **keys,
         )
 
 
-def assert_same_training(found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int) -> None:
+def assert_same_training(
+    found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int
+) -> None:
     assert (len(want["losses"]), len(want["steps"])) == (micro_batches, steps)
     assert found["losses"] == pytest.approx(want["losses"], rel=1e-5)
     for key in (0, 1):
-        assert [step[key] for step in found["steps"]] == pytest.approx([step[key] for step in want["steps"]], rel=1e-5)
+        assert [step[key] for step in found["steps"]] == pytest.approx(
+            [step[key] for step in want["steps"]], rel=1e-5
+        )
 
 
-def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(launched: Found, plain: Plain) -> None:
+def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(
+    launched: Found, plain: Plain
+) -> None:
     want = plain[1]()["uneven"]
     for report in launched[1]:
         assert report["uneven"]["type"].endswith("DEEPSPEED") and want["type"].endswith("NO")
@@ -92,7 +113,9 @@ def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Plain) ->
 
 
 def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Plain) -> None:
-    """Before training, between forward and backward, inside a window: bit for bit, which the script asserts on every rank."""
+    """Before training, between forward and backward, inside a window: bit for bit, which the
+    script asserts on every rank.
+    """
     for report in launched[1]:
         assert_same_training(report["looked_at"], plain[1]()["looked_at"], 6, 2)
 
@@ -106,23 +129,35 @@ def test_a_batch_size_is_found(launched: Found, plain: Plain) -> None:
 
 
 def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Plain) -> None:
-    """Inputs that are uneven by nature are made even by the loader: the last batch is filled up, as under DDP."""
+    """Inputs that are uneven by nature are made even by the loader: the last batch is filled up,
+    as under DDP.
+    """
     want = plain[1]()["refused"]
     for report in launched[1]:
         found = report["refused"]
         assert "Use `clip_grad_norm_` instead" in found["clipped by value"]
-        assert found["losses"][:2] == pytest.approx(want["losses"][:2], rel=1e-5) and len(found["losses"]) == 3
+        assert (
+            found["losses"][:2] == pytest.approx(want["losses"][:2], rel=1e-5)
+            and len(found["losses"]) == 3
+        )
     assert "`join_uneven_inputs` will have no effect" in (launched[0] / "log.txt").read_text()
 
 
 def test_one_table_for_an_engine(launched: Found) -> None:
     lines = (launched[0] / "log.txt").read_text().splitlines()
-    tables, engines = (sum(start in line for line in lines) for start in ("fused kernels in LlamaForCausalLM", "resolved configuration on"))
+    tables, engines = (
+        sum(start in line for line in lines)
+        for start in ("fused kernels in LlamaForCausalLM", "resolved configuration on")
+    )
     assert engines > 6 and tables == (engines if "kernels" in launched[0].name else 0)
 
 
 def test_trackers_hear_of_the_same(launched: Found, plain: Plain) -> None:
     want = plain[1]()["tracked"]["told"]
     told, nothing = (report["tracked"]["told"] for report in launched[1])
-    assert nothing is None and [entry["step"] for entry in told] == [entry["step"] for entry in want] == [0, 1, 2]
-    assert [entry["loss"] for entry in told] == pytest.approx([entry["loss"] for entry in want], rel=1e-5)
+    assert nothing is None and [entry["step"] for entry in told] == [
+        entry["step"] for entry in want
+    ] == [0, 1, 2]
+    assert [entry["loss"] for entry in told] == pytest.approx(
+        [entry["loss"] for entry in want], rel=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Scripts that call DeepSpeed's API, on two ranks, against the same training done plainly in one process."""
+"""Scripts that call DeepSpeed's API, on two ranks, against the same training done plainly in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ WAYS = [
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"stage{way[0]} {way[1]}".strip())
 def run(
-    request: pytest.FixtureRequest, started: Callable[[], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    started: Callable[[], dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Reports, Path]:
     stage, away = request.param
     folder = tmp_path_factory.mktemp(f"stage{stage}")
     config = folder / "ds_config.json"
     zero = offload(away, stage, folder) if away else {"stage": stage}
     config.write_text(json.dumps(config_of(CASES["file"], zero, named_optimizer=True)))
-    return torchrun(SCRIPT, folder, "--deepspeed", "--deepspeed_config", str(config), ranks=RANKS), folder
+    return torchrun(
+        SCRIPT, folder, "--deepspeed", "--deepspeed_config", str(config), ranks=RANKS
+    ), folder
 
 
 def close(got: Any, expected: Any) -> bool:
@@ -62,29 +68,43 @@ def close(got: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_of_a_plain_run(case: str, run: tuple[Reports, Path], plain: dict[str, Any]) -> None:
+def test_the_numbers_are_those_of_a_plain_run(
+    case: str, run: tuple[Reports, Path], plain: dict[str, Any]
+) -> None:
     expected = plain[case]
     for rank, report in enumerate(run[0]):
         got = report[case]
         assert len(expected["norms"]) == CASES[case].steps
         for figure in ("losses", "norms", "rates"):
-            assert close(got[figure], expected[figure]), (rank, figure, got[figure], expected[figure])
+            assert close(got[figure], expected[figure]), (
+                rank,
+                figure,
+                got[figure],
+                expected[figure],
+            )
         assert got["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
             assert close(got["weights"][name], weight), (rank, name)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_read_their_shares_of_the_global_batches(case: str, run: tuple[Reports, Path], plain: dict[str, Any]) -> None:
+def test_ranks_read_their_shares_of_the_global_batches(
+    case: str, run: tuple[Reports, Path], plain: dict[str, Any]
+) -> None:
     micro = CASES[case].means[0]
-    for shares, whole in zip(zip(*(report[case]["places"] for report in run[0])), plain[case]["places"], strict=True):
+    for shares, whole in zip(
+        zip(*(report[case]["places"] for report in run[0])), plain[case]["places"], strict=True
+    ):
         assert [len(share) for share in shares] == [micro] * RANKS
         assert sorted(place for share in shares for place in share) == sorted(whole)
 
 
 def test_epochs_differ_where_the_script_says_so(run: tuple[Reports, Path]) -> None:
     for name in ("file", "total"):
-        places, epoch = run[0][0][name]["places"], CASES[name].rows // (CASES[name].means[0] * RANKS)
+        places, epoch = (
+            run[0][0][name]["places"],
+            CASES[name].rows // (CASES[name].means[0] * RANKS),
+        )
         first, second = places[:epoch][: len(places) - epoch], places[epoch:]
         assert second and (first != second) is CASES[name].set_epoch
 
@@ -94,7 +114,9 @@ def test_an_endless_loader(run: tuple[Reports, Path]) -> None:
         assert report["endless"] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
 
 
-def test_the_script_in_the_checkpoint_folder_gives_whole_weights(run: tuple[Reports, Path], plain: dict[str, Any], tmp_path: Path) -> None:
+def test_the_script_in_the_checkpoint_folder_gives_whole_weights(
+    run: tuple[Reports, Path], plain: dict[str, Any], tmp_path: Path
+) -> None:
     folder = run[1] / "checkpoints"
     assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]

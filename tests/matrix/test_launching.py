@@ -1,4 +1,6 @@
-"""Scripts started as users of several hosts, of SLURM and of MPI start them; the oracle is one process over the same global batch."""
+"""Scripts started as users of several hosts, of SLURM and of MPI start them; the oracle is one
+process over the same global batch.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,13 @@ def same(found: Sequence[Report], name: str, oracle: Oracle) -> None:
 class Started:
     """A command with its output in a file, in a session of its own."""
 
-    def __init__(self, command: list[str], folder: Path, extra: dict[str, str] | None = None, name: str = "log") -> None:
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        extra: dict[str, str] | None = None,
+        name: str = "log",
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"{name}.txt"
         with open(self.log, "w") as file:
@@ -79,7 +87,9 @@ class Started:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout:.0f} s\n{self.said()[-8000:]}") from None
+            raise AssertionError(
+                f"still running after {timeout:.0f} s\n{self.said()[-8000:]}"
+            ) from None
         finally:
             end_group(self.process)
 
@@ -100,12 +110,26 @@ def reports(started: Started, folder: Path, ranks: int) -> list[Report]:
 
 
 def over(
-    hosts: Hosts, folder: Path, *arguments: str, slots: int = 1, options: Sequence[str] = (), extra: dict[str, str] | None = None
+    hosts: Hosts,
+    folder: Path,
+    *arguments: str,
+    slots: int = 1,
+    options: Sequence[str] = (),
+    extra: dict[str, str] | None = None,
 ) -> Started:
     """``hf-zero launch --hostfile`` with the training script."""
     folder.mkdir(exist_ok=True)
     file = hosts.hostfile(folder / "hosts", slots)
-    command = [*CLI, "--hostfile", str(file), *options, str(TRAIN), "--out", str(folder), *arguments]
+    command = [
+        *CLI,
+        "--hostfile",
+        str(file),
+        *options,
+        str(TRAIN),
+        "--out",
+        str(folder),
+        *arguments,
+    ]
     return Started(command, folder, {**hosts.environment(), **(extra or {})})
 
 
@@ -124,11 +148,20 @@ def check_two_hosts(hosts: Hosts, folder: Path, oracle: Oracle) -> None:
     found = reports(started, folder, 2)
     same(found, "zero3", oracle)
     places = [report["place"] for report in found]
-    assert [place["RANK"] for place in places] == ["0", "1"] and {place["LOCAL_RANK"] for place in places} == {"0"}
-    assert {place["MASTER_ADDR"] for place in places} == {hosts.addresses[0]} and len({place["MASTER_PORT"] for place in places}) == 1
-    assert all(place["argv"][-1] == odd and place["MARK"] == f"a=b {odd}" for place in places), "two shells have left them as they were"
+    assert [place["RANK"] for place in places] == ["0", "1"] and {
+        place["LOCAL_RANK"] for place in places
+    } == {"0"}
+    assert {place["MASTER_ADDR"] for place in places} == {hosts.addresses[0]} and len(
+        {place["MASTER_PORT"] for place in places}
+    ) == 1
+    assert all(place["argv"][-1] == odd and place["MARK"] == f"a=b {odd}" for place in places), (
+        "two shells have left them as they were"
+    )
     said = started.said()
-    assert all(f"[{name}] rank {rank} is done\n" in said for rank, name in enumerate(hosts.names)) and "hush-hush" not in said
+    assert (
+        all(f"[{name}] rank {rank} is done\n" in said for rank, name in enumerate(hosts.names))
+        and "hush-hush" not in said
+    )
     if hosts.kind == NAMESPACES:
         assert tuple(place["address"] for place in places) == hosts.addresses
         assert tuple(place["GLOO_SOCKET_IFNAME"] for place in places) == hosts.devices
@@ -150,9 +183,23 @@ def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Ora
 
 
 @pytest.mark.long
-def test_shards_within_a_host_and_replicas_across(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
+def test_shards_within_a_host_and_replicas_across(
+    hosts: Hosts, tmp_path: Path, oracle: Oracle
+) -> None:
     found = reports(
-        over(hosts, tmp_path / "run", "--case", "all=3/1", "--case", "hybrid=3/2", "--case", "two=2/2", slots=2), tmp_path / "run", 4
+        over(
+            hosts,
+            tmp_path / "run",
+            "--case",
+            "all=3/1",
+            "--case",
+            "hybrid=3/2",
+            "--case",
+            "two=2/2",
+            slots=2,
+        ),
+        tmp_path / "run",
+        4,
     )
     for name in ("all", "hybrid", "two"):
         same(found, name, oracle)
@@ -161,13 +208,17 @@ def test_shards_within_a_host_and_replicas_across(hosts: Hosts, tmp_path: Path, 
     assert [case["replicas"] for case in hybrid] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     if hosts.kind == NAMESPACES:
         where = [report["place"]["address"] for report in found]
-        assert where == [hosts.addresses[0]] * 2 + [hosts.addresses[1]] * 2, "ranks that share shards share a host"
+        assert where == [hosts.addresses[0]] * 2 + [hosts.addresses[1]] * 2, (
+            "ranks that share shards share a host"
+        )
 
 
 @pytest.mark.long
 def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
     options = ["--preset", "zero3"]
-    found = reports(over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options), tmp_path / "run", 2)
+    found = reports(
+        over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options), tmp_path / "run", 2
+    )
     same(found, "zero3", oracle)
     assert [report["place"]["MASTER_ADDR"] for report in found] == [hosts.addresses[0]] * 2
 
@@ -185,7 +236,9 @@ def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
         "--master_port",
         str(free_port()),
     ]
-    found = reports(Started([*command, str(TRAIN), "--out", str(out), "--case", "zero3=3/1"], out), out, 2)
+    found = reports(
+        Started([*command, str(TRAIN), "--out", str(out), "--case", "zero3=3/1"], out), out, 2
+    )
     same(found, "zero3", oracle)
     assert [report["local_rank"] for report in found] == [0, 1]
     assert [report["place"]["argv"][0] for report in found] == ["--local_rank=0", "--local_rank=1"]
@@ -193,19 +246,26 @@ def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1], ids=["with the master", "the other"])
-def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts: Hosts, lost: int, tmp_path: Path) -> None:
+def test_a_host_that_is_cut_off_is_named_on_both_sides(
+    hosts: Hosts, lost: int, tmp_path: Path
+) -> None:
     check_cut(hosts, lost, tmp_path / "run")
 
 
 @pytest.mark.long
 def test_a_host_that_is_silent_is_named(tmp_path: Path) -> None:
-    """The way of machines that forbid namespaces, on all machines: the lost host's ranks are stopped."""
+    """The way of machines that forbid namespaces, on all machines: the lost host's ranks are
+    stopped.
+    """
     with loopback(tmp_path) as two:
         check_cut(two, 1, tmp_path / "run")
 
 
 def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
-    """In the middle of a step. Each host's part is started by itself, so that nobody ends the slower one before it has spoken."""
+    """In the middle of a step.
+
+    Each host's part is started by itself, so that nobody ends the slower one before it has spoken.
+    """
     port, limit = str(free_port()), 15.0
     parts = []
     for place in (0, 1):
@@ -221,7 +281,9 @@ def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
             "--master-port",
             port,
         ]
-        command = hosts.inside(place, [*CLI, *options, str(TRAIN), "--out", str(out), "--until-lost", str(limit)])
+        command = hosts.inside(
+            place, [*CLI, *options, str(TRAIN), "--out", str(out), "--until-lost", str(limit)]
+        )
         parts.append(Started(command, out, {"HF_ZERO_HOST": hosts.names[place]}, f"log-{place}"))
     stepping = [out / f"stepping-{rank}" for rank in (0, 1)]
     try:
@@ -234,12 +296,16 @@ def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
         for place in (0, 1) if hosts.kind == NAMESPACES else (1 - lost,):
             assert parts[place].ends(timeout=180.0) != 0
             peer = 1 - place
-            wanted = rf"RankMismatchError: .*rank {peer} on {re.escape(hosts.names[peer])} \({re.escape(own_address_of(hosts, peer))}\)"
+            wanted = (
+                rf"RankMismatchError: .*rank {peer} on {re.escape(hosts.names[peer])} "
+                rf"\({re.escape(own_address_of(hosts, peer))}\)"
+            )
             assert re.search(wanted, parts[place].said()), parts[place].said()[-6000:]
     finally:
         for part in parts:
             end_group(part.process)
-        for file in stepping:  # a rank leads a session of its own, and one that is stopped ends by no other means
+        # a rank leads a session of its own, and one that is stopped ends by no other means
+        for file in stepping:
             if file.exists() and alive(int(file.read_text() or 0)):
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
@@ -261,7 +327,11 @@ def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None
         "time.sleep(1.0)\n"
         "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
     )
-    started = Started([*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)], out, hosts.environment())
+    started = Started(
+        [*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)],
+        out,
+        hosts.environment(),
+    )
     assert started.ends() == 7, started.said()
     said = started.said()
     assert f"hf-zero: {hosts.names[1]} ended with code 7; ending the other hosts" in said
@@ -271,15 +341,22 @@ def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_end_of_the_launcher_ends_all_hosts(hosts: Hosts, number: signal.Signals, tmp_path: Path) -> None:
+def test_the_end_of_the_launcher_ends_all_hosts(
+    hosts: Hosts, number: signal.Signals, tmp_path: Path
+) -> None:
     """Also where it has no time for last words: the agents see their input end."""
     out = tmp_path / "run"
     out.mkdir()
     script = out / "sleeps.py"
     script.write_text(
-        "import os, pathlib, time\npathlib.Path(f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\ntime.sleep(3600)\n"
+        "import os, pathlib, "
+        "time\npathlib.Path(f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\ntime.sleep(3600)\n"
     )
-    started = Started([*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)], out, hosts.environment())
+    started = Started(
+        [*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)],
+        out,
+        hosts.environment(),
+    )
     files = [out / f"pid-{rank}" for rank in (0, 1)]
     started.until(lambda: all(file.exists() and file.read_text() for file in files))
     started.process.send_signal(number)
@@ -316,15 +393,18 @@ def unused_job() -> str:
 def srun(rank: int, job: str) -> dict[str, str]:
     """What srun 22.05 sets for two tasks on this host."""
     return {
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here", "SLURM_JOB_NODELIST": "here",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "here", "SLURM_JOB_NODELIST": "here",
     }  # fmt: skip
 
 
 def open_mpi(rank: int, job: str) -> dict[str, str]:
     """What mpirun of Open MPI 4.1 sets for two processes on this host."""
     return {
-        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "PMIX_RANK": str(rank), "PMIX_NAMESPACE": job,
     }  # fmt: skip
 
@@ -334,13 +414,19 @@ def hydra(rank: int, job: str) -> dict[str, str]:
     place = discover(srun(0, job))
     assert place is not None
     return {
-        "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(place.master_port),
+        "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank),
+        "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(place.master_port),
     }  # fmt: skip
 
 
-def by_variables(words: Callable[[int, str], dict[str, str]], folder: Path, route: str) -> list[Report]:
+def by_variables(
+    words: Callable[[int, str], dict[str, str]], folder: Path, route: str
+) -> list[Report]:
     """Two processes with nothing but a launcher's variables."""
-    job, command = unused_job(), [sys.executable, str(ROUTES), "--out", str(folder), "--route", route]
+    job, command = (
+        unused_job(),
+        [sys.executable, str(ROUTES), "--out", str(folder), "--route", route],
+    )
     both = [Started(command, folder, words(rank, job), f"log-{rank}") for rank in (0, 1)]
     try:
         codes = [each.ends() for each in both]
@@ -353,7 +439,9 @@ def by_variables(words: Callable[[int, str], dict[str, str]], folder: Path, rout
 
 def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
     same(found, route, oracle)
-    assert [(report["cases"][route]["rank"], report["cases"][route]["world"]) for report in found] == [(0, 2), (1, 2)]
+    assert [
+        (report["cases"][route]["rank"], report["cases"][route]["world"]) for report in found
+    ] == [(0, 2), (1, 2)]
     assert [report["place"]["LOCAL_RANK"] for report in found] == ["0", "1"]
     assert {report["place"]["GLOO_SOCKET_IFNAME"] for report in found} == {"lo"}
 
@@ -377,7 +465,11 @@ def test_processes_of_srun_and_mpi_train_as_one(
 def real_mpirun() -> str | None:
     """An mpirun of Open MPI on this machine, if there is one."""
     program = shutil.which("mpirun")
-    said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout if program else ""
+    said = (
+        subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+        if program
+        else ""
+    )
     return program if "Open MPI" in said else None
 
 
@@ -386,9 +478,21 @@ def test_mpirun_trains_as_one_process(tmp_path: Path, oracle: Oracle) -> None:
     """The program where it is installed; where not, two processes with the variables it sets."""
     folder, program = tmp_path / "run", real_mpirun()
     if program is None:
-        print("no mpirun of Open MPI here: two processes with its variables instead", file=sys.stderr)
+        print(
+            "no mpirun of Open MPI here: two processes with its variables instead", file=sys.stderr
+        )
         found = by_variables(open_mpi, folder, "deepspeed")
     else:
-        command = [program, "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, str(ROUTES), "--out", str(folder)]
+        command = [
+            program,
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-np",
+            "2",
+            sys.executable,
+            str(ROUTES),
+            "--out",
+            str(folder),
+        ]
         found = reports(Started([*command, "--route", "deepspeed"], folder), folder, 2)
     check_route(found, "deepspeed", oracle)

@@ -1,4 +1,6 @@
-"""The Trainer and Accelerate go on, on other numbers of ranks, with the rows and the losses that the uninterrupted run has."""
+"""The Trainer and Accelerate go on, on other numbers of ranks, with the rows and the losses that
+the uninterrupted run has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ A_STEP, AT = 8, 3
 
 
 def launched(ranks: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    return [alone(SCRIPT, out, *arguments)] if ranks == 1 else torchrun(SCRIPT, out, *arguments, ranks=ranks)
+    return (
+        [alone(SCRIPT, out, *arguments)]
+        if ranks == 1
+        else torchrun(SCRIPT, out, *arguments, ranks=ranks)
+    )
 
 
 def killed(ranks: int, out: Path, *arguments: str) -> None:
@@ -28,7 +34,12 @@ def killed(ranks: int, out: Path, *arguments: str) -> None:
 
 def rows(reports: list[dict[str, Any]], way: str) -> list[list[int]]:
     """Those of each step, in the order in which micro-batches and ranks have them."""
-    seen = [row for micro in zip(*(report[way]["rows"] for report in reports), strict=True) for batch in micro for row in batch]
+    seen = [
+        row
+        for micro in zip(*(report[way]["rows"] for report in reports), strict=True)
+        for batch in micro
+        for row in batch
+    ]
     return [seen[at : at + A_STEP] for at in range(0, len(seen), A_STEP)]
 
 
@@ -37,27 +48,45 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def save(ranks: int, stage: int) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp(f"saved{ranks}")
-        return folder, launched(ranks, folder, "--runs", str(folder / "runs"), "--save", "--stage", str(stage))
+        return folder, launched(
+            ranks, folder, "--runs", str(folder / "runs"), "--save", "--stage", str(stage)
+        )
 
     return save
 
 
-def go_on(saved: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], accumulate: int = 1) -> list[dict[str, Any]]:
+def go_on(
+    saved: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], accumulate: int = 1
+) -> list[dict[str, Any]]:
     """``before``, ``after``: ranks and stage."""
     folder, whole = saved(*before)
     ranks, stage = after
-    arguments = ("--runs", str(folder / "runs"), "--stage", str(stage), "--accumulate", str(accumulate))
+    arguments = (
+        "--runs",
+        str(folder / "runs"),
+        "--stage",
+        str(stage),
+        "--accumulate",
+        str(accumulate),
+    )
     reports = launched(ranks, tmp_path, *arguments)
     for way in ("trainer", "loop"):
         expected = rows(whole, way)
-        assert len(expected) == 7 and sorted(row for step in expected[:4] for row in step) == list(range(32))
+        assert len(expected) == 7 and sorted(row for step in expected[:4] for row in step) == list(
+            range(32)
+        )
         assert rows(reports, way) == expected[AT:], way
-        assert reports[0][way]["losses"] == pytest.approx(whole[0][way]["losses"][AT:], rel=1e-6), way
+        assert reports[0][way]["losses"] == pytest.approx(whole[0][way]["losses"][AT:], rel=1e-6), (
+            way
+        )
     return reports
 
 
 def lost(reports: list[dict[str, Any]], way: str, saved: int, ranks: int) -> list[int]:
-    text = f"was saved by {saved} rank(s), this run has {ranks}: random states of ranks that are gone or new do not carry over"
+    text = (
+        f"was saved by {saved} rank(s), this run has {ranks}: random states of ranks that are "
+        "gone or new do not carry over"
+    )
     return [sum(text in said for said in report[way]["said"]) for report in reports]
 
 
@@ -72,7 +101,9 @@ def test_more_ranks(saved: Any, tmp_path: Path) -> None:
 
 
 def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how: str) -> None:
-    """The second save is cut off; the run goes on behind the first with the losses of the one that was not killed."""
+    """The second save is cut off; the run goes on behind the first with the losses of the one
+    that was not killed.
+    """
     whole = saved(ranks, stage)[1][0]["trainer"]
     arguments = ("--ways", "trainer", "--runs", str(tmp_path / "runs"), "--stage", str(stage), *how)
     killed(ranks, tmp_path / "killed", *arguments, "--save", "--die", "2")
@@ -81,7 +112,9 @@ def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how:
     reports = launched(ranks, tmp_path / "resumed", *arguments, "--last")
     assert rows(reports, "trainer") == rows(saved(ranks, stage)[1], "trainer")[AT:]
     assert reports[0]["trainer"]["losses"] == pytest.approx(whole["losses"][AT:], rel=1e-6)
-    assert any(f"{torn} is not whole and is skipped" in said for said in reports[0]["trainer"]["said"])
+    assert any(
+        f"{torn} is not whole and is skipped" in said for said in reports[0]["trainer"]["said"]
+    )
 
 
 def test_a_trainer_that_is_killed_in_a_save(saved: Any, tmp_path: Path) -> None:
@@ -90,7 +123,9 @@ def test_a_trainer_that_is_killed_in_a_save(saved: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [(), ("--beside",)], ids=["waiting", "beside"])
-def test_ranks_of_a_trainer_that_are_killed_in_a_save(how: tuple[str, ...], saved: Any, tmp_path: Path) -> None:
+def test_ranks_of_a_trainer_that_are_killed_in_a_save(
+    how: tuple[str, ...], saved: Any, tmp_path: Path
+) -> None:
     killed_and_resumed(saved, tmp_path, 2, 3, *how)
 
 
@@ -98,7 +133,9 @@ def test_ranks_of_a_trainer_that_are_killed_in_a_save(how: tuple[str, ...], save
 @pytest.mark.parametrize("after", [(2, 3), (4, 2), (1, 0)])
 @pytest.mark.parametrize("before", [(2, 3), (4, 1)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_other_ranks(before: tuple[int, int], after: tuple[int, int], accumulate: int, saved: Any, tmp_path: Path) -> None:
+def test_other_ranks(
+    before: tuple[int, int], after: tuple[int, int], accumulate: int, saved: Any, tmp_path: Path
+) -> None:
     reports = go_on(saved, tmp_path, before, after, accumulate)
     changed = int(before[0] != after[0])
     for way in ("trainer", "loop"):

@@ -1,4 +1,6 @@
-"""PEFT over models that are held in shards, on two ranks: the numbers, the files and the merged weights of one plain process."""
+"""PEFT over models that are held in shards, on two ranks: the numbers, the files and the merged
+weights of one plain process.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,17 @@ def flat(pairs: list[list[float]]) -> list[float]:
 
 
 def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> None:
-    """The base is sharded at stage 3 and whole below, never reduced; only adapters have optimizer state."""
+    """The base is sharded at stage 3 and whole below, never reduced; only adapters have
+    optimizer state.
+    """
     trained, frozen, held, moved = seen["trained"], seen["frozen"], seen["held"], seen["moved"]
     padding = ranks * 8 * seen["flats"]  # elements
     assert 8 * trained / ranks <= held["optimizer"] <= 8 * (trained / ranks + padding)
-    assert 4 * trained * seen["steps"] <= moved["reduce_scatter"] <= 4 * (trained + padding) * seen["steps"]
+    assert (
+        4 * trained * seen["steps"]
+        <= moved["reduce_scatter"]
+        <= 4 * (trained + padding) * seen["steps"]
+    )
     share = ranks if stage == 3 else 1
     assert frozen / share <= held["parameters"] <= frozen / share + 4 * (trained + padding)
 
@@ -63,23 +71,36 @@ def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> No
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_loops_for_accelerate(stage: int, base: Path, plain_loop: Plain, tmp_path: Path) -> None:
     folder, plain = plain_loop
-    reports = launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0)
+    reports = launched.accelerate_launch(
+        LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0
+    )
     want = plain()
     for rank, got in enumerate(reports):
         assert got["type"] == "DistributedType.DEEPSPEED"
         for case in peft_base.CASES:
             for part in ("first", "resumed", "again"):
-                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (case, part)
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (
+                    case,
+                    part,
+                )
             only_adapters_travel(got[case]["account"], stage)
         for case in MERGED:
-            oracle.compare_tensors(f"merged {case}", torch.load(tmp_path / case / f"merged-{rank}.pt"), merged_plain(folder, case))
+            oracle.compare_tensors(
+                f"merged {case}",
+                torch.load(tmp_path / case / f"merged-{rank}.pt"),
+                merged_plain(folder, case),
+            )
     for case in peft_base.CASES:
         same_files(tmp_path / case / "adapter", folder / case / "adapter")
     for case in TRAINED_AGAIN:
         same_files(tmp_path / case / "again", folder / case / "again")
     for case in MERGED:
-        loaded = peft.PeftModel.from_pretrained(peft_base.base(base), tmp_path / case / "adapter").merge_and_unload()
-        oracle.compare_tensors(f"loaded and merged {case}", loaded.state_dict(), merged_plain(folder, case))
+        loaded = peft.PeftModel.from_pretrained(
+            peft_base.base(base), tmp_path / case / "adapter"
+        ).merge_and_unload()
+        oracle.compare_tensors(
+            f"loaded and merged {case}", loaded.state_dict(), merged_plain(folder, case)
+        )
 
 
 @pytest.mark.long
@@ -97,12 +118,17 @@ def test_loops_for_accelerate_offloaded_and_with_fused_kernels(
     stage: int, keys: dict[str, Any], base: Path, plain_loop: Plain, tmp_path: Path
 ) -> None:
     folder, plain = plain_loop
-    reports = launched.accelerate_launch(LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys)
+    reports = launched.accelerate_launch(
+        LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys
+    )
     want = plain()
     for got in reports:
         for case in peft_base.CASES:
             for part in ("first", "resumed", "again"):
-                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (case, part)
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-5), (
+                    case,
+                    part,
+                )
     for case in peft_base.CASES:
         same_files(tmp_path / case / "adapter", folder / case / "adapter")
 
@@ -128,7 +154,10 @@ def test_trainers(stage: int, base: Path, plain_trainer: Plain, tmp_path: Path) 
         for case in peft_base.CASES:
             for part in ("first", "again"):
                 # The Trainer rounds what it logs.
-                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-4), (case, part)
+                assert flat(got[case][part]) == pytest.approx(flat(want[case][part]), rel=1e-4), (
+                    case,
+                    part,
+                )
             only_adapters_travel(got[case]["account"], stage)
     for case in peft_base.CASES:
         for place in ("last", "again", "checkpoint-2", "checkpoint-4"):

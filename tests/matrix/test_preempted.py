@@ -1,4 +1,6 @@
-"""Jobs that get SIGTERM in the middle of training: all ranks save one checkpoint at one step and end; resumed, they go on as if nothing had been."""
+"""Jobs that get SIGTERM in the middle of training: all ranks save one checkpoint at one step and
+end; resumed, they go on as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ import pytest
 from tests.helpers import launched
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LOOP, ACCELERATE, TRAINER = SCRIPTS / "preempted_loop.py", SCRIPTS / "preempted_accelerate.py", SCRIPTS / "preempted_trainer.py"
+LOOP, ACCELERATE, TRAINER = (
+    SCRIPTS / "preempted_loop.py",
+    SCRIPTS / "preempted_accelerate.py",
+    SCRIPTS / "preempted_trainer.py",
+)
 PATIENCE = 300.0
 
 
@@ -25,7 +31,9 @@ def begun(out: Path, rank: int) -> int:
 
 
 def tell(process: Any, out: Path, whom: str) -> None:
-    """SIGTERM in the third step or after: to one rank, to both some steps apart, to the launcher."""
+    """SIGTERM in the third step or after: to one rank, to both some steps apart, to the
+    launcher.
+    """
     until = time.monotonic() + PATIENCE
     while begun(out, 0) < 3 or begun(out, 1) < 3:
         assert process.poll() is None, (out / "log.txt").read_text()[-8000:]
@@ -42,7 +50,9 @@ def tell(process: Any, out: Path, whom: str) -> None:
 
 
 def interrupted(command: list[str], out: Path, whom: str, *arguments: str) -> list[dict[str, Any]]:
-    """Reports of the ranks of a job that is told to end. torchrun itself ends with an error if it got the signal, its ranks never."""
+    """Reports of the ranks of a job that is told to end. torchrun itself ends with an error if
+    it got the signal, its ranks never.
+    """
     with launched.started(command, out, arguments) as process:
         tell(process, out, whom)
         code = launched.ended(process, PATIENCE)
@@ -57,16 +67,21 @@ def interrupted(command: list[str], out: Path, whom: str, *arguments: str) -> li
     return seen
 
 
-def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], want: list[list[float]]) -> None:
+def goes_on(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], want: list[list[float]]
+) -> None:
     """The losses of both parts are those of an uninterrupted run: [step][rank]."""
     steps = len(before[0]["losses"])
     assert 0 < steps < len(want), "it was interrupted in the middle"
     for rank, (one, other) in enumerate(zip(before, after)):
         assert other["first"] == steps and not other["stopped"]
-        assert one["losses"] + other["losses"] == pytest.approx([step[rank] for step in want], rel=1e-5)
+        assert one["losses"] + other["losses"] == pytest.approx(
+            [step[rank] for step in want], rel=1e-5
+        )
 
 
-Plain = Callable[[], list[list[float]]]  # the losses [step][rank] of an uninterrupted run, which is made while the ranks are at work
+# the losses [step][rank] of an uninterrupted run, which is made while the ranks are at work
+Plain = Callable[[], list[list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +104,18 @@ def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
 
 @pytest.mark.parametrize(
     ("stage", "whom"),
-    [(2, "one rank"), *(pytest.param(*each, marks=pytest.mark.long) for each in [(3, "both"), (3, "launcher"), (0, "launcher")])],
+    [
+        (2, "one rank"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [(3, "both"), (3, "launcher"), (0, "launcher")]
+        ),
+    ],
 )
 def test_a_loop_of_its_own(tmp_path, plain_loop, stage, whom):
-    before = interrupted(launched.torchrun_command(LOOP), tmp_path / "run", whom, "--stage", str(stage))
+    before = interrupted(
+        launched.torchrun_command(LOOP), tmp_path / "run", whom, "--stage", str(stage)
+    )
     goes_on(before, launched.torchrun(LOOP, tmp_path / "run", "--stage", str(stage)), plain_loop())
 
 
@@ -102,7 +125,9 @@ def test_a_loop_for_accelerate(tmp_path, plain_accelerate, stage, whom):
     out = tmp_path / "run"
     keys = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     before = interrupted(launched.accelerate_command(ACCELERATE, out, stage, **keys), out, whom)
-    goes_on(before, launched.accelerate_launch(ACCELERATE, out, stage=stage, **keys), plain_accelerate())
+    goes_on(
+        before, launched.accelerate_launch(ACCELERATE, out, stage=stage, **keys), plain_accelerate()
+    )
 
 
 @pytest.mark.long
@@ -111,5 +136,8 @@ def test_a_trainer(tmp_path, plain_trainer, stage, whom):
     """With stock arguments and ``enable_jit_checkpoint=True``."""
     out = tmp_path / "run"
     before = interrupted(launched.torchrun_command(TRAINER), out, whom, "--stage", str(stage))
-    assert all(each["saved"] == [f"checkpoint-{len(each['losses'])}"] and not each["incomplete"] for each in before)
+    assert all(
+        each["saved"] == [f"checkpoint-{len(each['losses'])}"] and not each["incomplete"]
+        for each in before
+    )
     goes_on(before, launched.torchrun(TRAINER, out, "--stage", str(stage)), plain_trainer())

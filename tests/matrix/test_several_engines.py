@@ -1,4 +1,6 @@
-"""Scripts with several models under Accelerate, on two CPU ranks: what they do plainly in one process, they do under ZeRO."""
+"""Scripts with several models under Accelerate, on two CPU ranks: what they do plainly in one
+process, they do under ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,36 @@ def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
             assert found[key] == pytest.approx(values, rel=1e-5), f"{case}: {key}"
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
+)
 def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_path: Path) -> None:
-    reports = accelerate_launch(SCRIPT, tmp_path, "--cases", *CASES, stage=stage, gradient_clipping=0.5, gradient_accumulation_steps=2)
+    reports = accelerate_launch(
+        SCRIPT,
+        tmp_path,
+        "--cases",
+        *CASES,
+        stage=stage,
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=2,
+    )
     place, want = plain[0], plain[1]()
     for case in CASES:
         for report in reports:
             compare(report[case], want[case], case)
         files = sorted(file.name for file in place.glob(f"{case}-*.pt"))
-        assert len(files) == 2 and files == sorted(file.name for file in tmp_path.glob(f"{case}-*.pt"))
+        assert len(files) == 2 and files == sorted(
+            file.name for file in tmp_path.glob(f"{case}-*.pt")
+        )
         for file in files:
             oracle.compare_tensors(file, torch.load(tmp_path / file), torch.load(place / file))
 
 
 @pytest.mark.long
 def test_a_plugin_for_each_model(plain: Plain, tmp_path: Path) -> None:
-    """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own, in one Accelerator and in two."""
+    """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own,
+    in one Accelerator and in two.
+    """
     cases = [f"{name}:{stages}" for stages in PLUGINS for name in WITH_PLUGINS]
     reports = torchrun(SCRIPT, tmp_path, "--cases", *cases)
     for case in cases:

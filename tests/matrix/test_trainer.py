@@ -1,4 +1,6 @@
-"""Trainers on two CPU ranks, beside the same lines plainly in one process: what they log, generate, measure, save and keep."""
+"""Trainers on two CPU ranks, beside the same lines plainly in one process: what they log,
+generate, measure, save and keep.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "trainer_cases.py"
 FAST = ("bart", "stopped")
 LONG = ("t5", "marian", "metrics", "model_only")
 
-Plain = Callable[[tuple[str, ...]], tuple[Path, Callable[[], dict[str, Any]]]]  # started at the first call, read when it is done
+# started at the first call, read when it is done
+Plain = Callable[[tuple[str, ...]], tuple[Path, Callable[[], dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +55,50 @@ def shape(entry: Any) -> Any:
     return None if isinstance(entry, float) else entry
 
 
-def compare(cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path, offloaded: str = "") -> None:
+def compare(
+    cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path, offloaded: str = ""
+) -> None:
     section = offload(offloaded, max(stages), out) if offloaded else {}
     section.pop("stage", None)
     place, report = plain(cases)
-    reports = torchrun(SCRIPT, out, "--cases", *cases, "--stages", *map(str, stages), "--offload", json.dumps(section))
+    reports = torchrun(
+        SCRIPT,
+        out,
+        "--cases",
+        *cases,
+        "--stages",
+        *map(str, stages),
+        "--offload",
+        json.dumps(section),
+    )
     want = report()
     for stage in stages:
         for case in cases:
-            expected = {key: value for key, value in want[f"{case} None"].items() if key not in ("type", "stage")}
+            expected = {
+                key: value
+                for key, value in want[f"{case} None"].items()
+                if key not in ("type", "stage")
+            }
             for report in reports:
                 found = report[f"{case} {stage}"]
                 assert found.pop("type").endswith("DEEPSPEED") and found.pop("stage") == stage
                 assert shape(found) == shape(expected), f"{case} at stage {stage}"
-                assert numbers(found) == pytest.approx(numbers(expected), rel=1e-5), f"{case} at stage {stage}"
-            weights = [torch.load(folder / f"{case}-{at}.pt") for folder, at in ((out, stage), (place, None))]
-            oracle.compare_tensors(f"{case} at stage {stage}: weights", *weights, floor=oracle.ADAM_ROUNDING)
+                assert numbers(found) == pytest.approx(numbers(expected), rel=1e-5), (
+                    f"{case} at stage {stage}"
+                )
+            weights = [
+                torch.load(folder / f"{case}-{at}.pt")
+                for folder, at in ((out, stage), (place, None))
+            ]
+            oracle.compare_tensors(
+                f"{case} at stage {stage}: weights", *weights, floor=oracle.ADAM_ROUNDING
+            )
 
 
 def test_generation_metrics_and_early_stopping(plain: Plain, tmp_path: Path) -> None:
-    """Rows that do not fill the last batch, answers of other lengths on other ranks, batches of like lengths, smoothed labels."""
+    """Rows that do not fill the last batch, answers of other lengths on other ranks, batches of
+    like lengths, smoothed labels.
+    """
     compare(FAST, (3,), plain, tmp_path)
     lengths = [len(row) for row in plain(FAST)[1]()["bart None"]["before"]]
     assert max(lengths[:4]) != max(lengths[4:8]), "rank 1 should have had to wait for rank 0"
@@ -83,7 +110,9 @@ def test_the_same_at_stage_2(plain: Plain, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage, offloaded", [(2, "optimizer on cpu"), (3, "all on cpu"), (3, "all in files")])
+@pytest.mark.parametrize(
+    "stage, offloaded", [(2, "optimizer on cpu"), (3, "all on cpu"), (3, "all in files")]
+)
 def test_the_same_offloaded(stage: int, offloaded: str, plain: Plain, tmp_path: Path) -> None:
     compare(FAST, (stage,), plain, tmp_path, offloaded)
 
@@ -92,10 +121,19 @@ def test_the_same_offloaded(stage: int, offloaded: str, plain: Plain, tmp_path: 
 def test_other_models_and_checkpoints_of_the_model_alone(plain: Plain, tmp_path: Path) -> None:
     compare(LONG, (2, 3), plain, tmp_path)
     for step in (2, 4):
-        want = transformers.AutoModelForCausalLM.from_pretrained(plain(LONG)[0] / "model_only-None" / f"checkpoint-{step}").state_dict()
+        want = transformers.AutoModelForCausalLM.from_pretrained(
+            plain(LONG)[0] / "model_only-None" / f"checkpoint-{step}"
+        ).state_dict()
         for stage in (2, 3):
             folder = tmp_path / f"model_only-{stage}" / f"checkpoint-{step}"
-            assert not [path.name for path in folder.iterdir() if path.name.startswith(("global_step", "optimizer", "scheduler"))]
+            assert not [
+                path.name
+                for path in folder.iterdir()
+                if path.name.startswith(("global_step", "optimizer", "scheduler"))
+            ]
             oracle.compare_tensors(
-                "checkpoint", transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(), want, floor=oracle.ADAM_ROUNDING
+                "checkpoint",
+                transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(),
+                want,
+                floor=oracle.ADAM_ROUNDING,
             )

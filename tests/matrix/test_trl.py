@@ -1,4 +1,6 @@
-"""TRL's trainers on two ranks: what they log and what they save are those of the same script in one plain process."""
+"""TRL's trainers on two ranks: what they log and what they save are those of the same script in
+one plain process.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,28 @@ from tests.matrix.scripts import trl_material
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 600
-OFTEN = ("sft.adapters", "dpo.implied", "dpo.resumed", "reward.adapters", "grpo.gathered", "grpo.sharded", "more.online")
+OFTEN = (
+    "sft.adapters",
+    "dpo.implied",
+    "dpo.resumed",
+    "reward.adapters",
+    "grpo.gathered",
+    "grpo.sharded",
+    "more.online",
+)
 SELDOM = (
-    "sft.plain", "sft.assistant", "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed", "dpo.explicit", "dpo.precomputed",
-    "dpo.synchronised", "dpo.adapters", "dpo.adapters_given", "dpo.adapters_precomputed", "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
+    "sft.plain", "sft.assistant", "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed",
+    "dpo.explicit", "dpo.precomputed",
+    "dpo.synchronised", "dpo.adapters", "dpo.adapters_given", "dpo.adapters_precomputed",
+    "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
     "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.distilled",
 )  # fmt: skip
 RELATIVE = 1e-5
-# Differences of large numbers (sums of log probabilities), and losses that are zero but for rounding, are compared with what they are made of.
+# Differences of large numbers (sums of log probabilities), and losses that are zero but for
+# rounding, are compared with what they are made of.
 ROUNDING = {"loss": 1e-6, "eval_loss": 1e-6, "rewards/margins": 2e-5, "kl": 1e-6, "before": 1e-6}
-# TRL's mean over micro-batches of their means: which rows meet in a micro-batch hangs on the number of ranks.
+# TRL's mean over micro-batches of their means: which rows meet in a micro-batch hangs on the number
+# of ranks.
 OWN_TO_A_RANK = {"grpo.windows": {"entropy"}}
 FACTS = ("stage", "saved", "completions", "loaded", "loaded_here")
 
@@ -33,14 +47,25 @@ Report = dict[str, Any]
 
 
 class Started:
-    """The reports of all ranks of one launch, and those of the plain process over the same cases."""
+    """The reports of all ranks of one launch, and those of the plain process over the same
+    cases.
+    """
 
-    def __init__(self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: Any):
+    def __init__(
+        self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: Any
+    ):
         self.stage, self.folder = stage, folder
         arguments = ("--material", str(material), "--cases", ",".join(cases))
-        with launched.beside(SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT) as plain:
+        with launched.beside(
+            SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT
+        ) as plain:
             self.ranks = launched.accelerate_launch(
-                SCRIPTS / "trl_cases.py", folder / "ranks", *arguments, stage=stage, timeout=TIMEOUT, **keys
+                SCRIPTS / "trl_cases.py",
+                folder / "ranks",
+                *arguments,
+                stage=stage,
+                timeout=TIMEOUT,
+                **keys,
             )
             self.plain = plain()
 
@@ -51,12 +76,18 @@ class Started:
         for rank in self.ranks:
             got = rank[case]
             assert got["stage"] == self.stage
-            assert got["loaded_here"] * 2 == got["loaded"] and bool(got["loaded"]) == (self.stage == 3), "not loaded in shards"
+            assert got["loaded_here"] * 2 == got["loaded"] and bool(got["loaded"]) == (
+                self.stage == 3
+            ), "not loaded in shards"
             for key in set(numbers) - OWN_TO_A_RANK.get(case, set()):
-                assert got[key] == pytest.approx(want[key], rel=RELATIVE, abs=ROUNDING.get(key, 0.0)), f"{case}: {key}"
+                assert got[key] == pytest.approx(
+                    want[key], rel=RELATIVE, abs=ROUNDING.get(key, 0.0)
+                ), f"{case}: {key}"
         if "completions" in want:
             for at, said in enumerate(want["completions"]):
-                assert sorted(text for rank in self.ranks for text in rank[case]["completions"][at]) == sorted(said)
+                assert sorted(
+                    text for rank in self.ranks for text in rank[case]["completions"][at]
+                ) == sorted(said)
         self.compare_files(Path(self.ranks[0][case]["saved"]), Path(want["saved"]))
 
     def compare_files(self, got: Path, want: Path) -> None:
@@ -66,7 +97,9 @@ class Started:
             oracle.compare_tensors(str(name), load_file(got / name), load_file(want / name))
         ids = torch.arange(24).view(2, 12) + 40
         with torch.no_grad():
-            torch.testing.assert_close(loaded(got)(ids).logits, loaded(want)(ids).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                loaded(got)(ids).logits, loaded(want)(ids).logits, rtol=1e-4, atol=1e-5
+            )
 
 
 def loaded(folder: Path) -> Any:
@@ -74,7 +107,9 @@ def loaded(folder: Path) -> Any:
     adapters = (folder / "adapter_config.json").exists()
     if "reward" in folder.name:
         if adapters:  # their files do not say how many labels the base is to have
-            return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+            return AutoPeftModelForSequenceClassification.from_pretrained(
+                folder, num_labels=1
+            ).eval()
         kind: Any = AutoModelForSequenceClassification
     elif adapters:
         return AutoPeftModelForCausalLM.from_pretrained(folder).eval()
@@ -105,7 +140,9 @@ def test_as_in_one_process(case: str, often: Started) -> None:
 
 def test_ranks_end_their_sequences_at_different_steps(often: Started) -> None:
     for case in ("grpo.gathered", "grpo.sharded"):
-        first, second = ([max(map(len, said)) for said in rank[case]["completions"]] for rank in often.ranks)
+        first, second = (
+            [max(map(len, said)) for said in rank[case]["completions"]] for rank in often.ranks
+        )
         assert first != second
 
 
@@ -146,7 +183,16 @@ def test_offloaded_as_in_one_process(case: str, offloaded: Started) -> None:
     offloaded.compare(case)
 
 
-KEYED = ("sft.plain", "sft.adapters", "sft.smoothed", "dpo.implied", "dpo.adapters_given", "reward.adapters", "grpo.sharded", "more.orpo")
+KEYED = (
+    "sft.plain",
+    "sft.adapters",
+    "sft.smoothed",
+    "dpo.implied",
+    "dpo.adapters_given",
+    "reward.adapters",
+    "grpo.sharded",
+    "more.orpo",
+)
 
 
 @pytest.fixture(scope="module")

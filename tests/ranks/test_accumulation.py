@@ -1,4 +1,6 @@
-"""Who divides, and where a window ends: engine.backward and loss.backward, no_sync, the boundary set from outside."""
+"""Who divides, and where a window ends: engine.backward and loss.backward, no_sync, the boundary
+set from outside.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class DividedByTheUser(OnEngine):
 
 
 def opened_by(session, stage):
-    return lambda model, optimizer, plan: session(start(model, optimizer, config_of(stage, plan)), plan)
+    return lambda model, optimizer, plan: session(
+        start(model, optimizer, config_of(stage, plan)), plan
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -78,8 +82,14 @@ def test_no_sync_around_all_but_the_last_micro_batch(stage):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("step_every_time", [True, False])
 def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
-    """Accelerate's way: it says where a window ends; the last one is shorter; step() may stand at boundaries only."""
-    windows = [[(1 / 3, micro) for micro in range(3)], [(1 / 3, micro) for micro in range(3)], [(1 / 2, 0), (1 / 2, 1)]]
+    """Accelerate's way: it says where a window ends; the last one is shorter; step() may stand
+    at boundaries only.
+    """
+    windows = [
+        [(1 / 3, micro) for micro in range(3)],
+        [(1 / 3, micro) for micro in range(3)],
+        [(1 / 2, 0), (1 / 2, 1)],
+    ]
     want, norms = by_hand(plain_sgd, windows, RANKS)
 
     def run(rank, model):
@@ -90,7 +100,9 @@ def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_ever
                 last = micro == len(window) - 1
                 engine.set_gradient_accumulation_boundary(last)
                 assert engine.is_gradient_accumulation_boundary() is last
-                engine.backward(squared(engine, At(step, micro, rank)) * weight, scale_wrt_gas=False)
+                engine.backward(
+                    squared(engine, At(step, micro, rank)) * weight, scale_wrt_gas=False
+                )
                 if last or step_every_time:
                     engine.step()
             found.append(engine.get_global_grad_norm())
@@ -126,7 +138,9 @@ def test_steps_are_counted_and_weights_rest_inside_a_window(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_optimizers_zero_grad_after_every_micro_batch_leaves_the_window(stage):
-    """As its step does: a loop written for DeepSpeed calls both each time, and the engine knows where the window ends."""
+    """As its step does: a loop written for DeepSpeed calls both each time, and the engine knows
+    where the window ends.
+    """
     want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]] * 2, RANKS)
 
     def run(rank, model):

@@ -1,4 +1,6 @@
-"""Checkpointed blocks and activations in host memory at every stage, against the oracle; and that neither costs a gather."""
+"""Checkpointed blocks and activations in host memory at every stage, against the oracle; and
+that neither costs a gather.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import torch
 
 from hf_zero.core import activations
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.stacks import on_ranks, squared
@@ -24,7 +33,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one block": {"activation_checkpointing": {"number_checkpoints": 1}},
     "selective": {"activation_checkpointing": {"blocks": "selective"}},
     "offload": {"activation_offload": SMALL},
-    "blocks, inputs offloaded": {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}, "activation_offload": SMALL},
+    "blocks, inputs offloaded": {
+        "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
+        "activation_offload": SMALL,
+    },
 }
 SOME_WAYS = [
     "a block called twice, each time under a checkpoint",
@@ -52,7 +64,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
 def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]) -> None:
     job = ArchitectureJob(ARCHITECTURES[architecture])
-    oracle.compare(train_on_threads(job, PLAN, engine_opener(stage, **CONFIGS[name])), oracle.kept(job, PLAN))
+    oracle.compare(
+        train_on_threads(job, PLAN, engine_opener(stage, **CONFIGS[name])), oracle.kept(job, PLAN)
+    )
     assert len(moved) == (PLAN.ranks if "offload" in name else 0)
     assert all(late.sent_bytes > 0 and not late.queue for late in moved)
 
@@ -61,7 +75,10 @@ def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]
 @pytest.mark.parametrize("way", SOME_WAYS)
 def test_offload_under_the_checkpoints_of_a_model(way: str, stage: int) -> None:
     job = WAYS[way]
-    oracle.compare(train_on_threads(job, PLAN, engine_opener(stage, activation_offload=SMALL)), oracle.kept(job, PLAN))
+    oracle.compare(
+        train_on_threads(job, PLAN, engine_opener(stage, activation_offload=SMALL)),
+        oracle.kept(job, PLAN),
+    )
 
 
 @pytest.mark.parametrize("name", [None, *CONFIGS])
@@ -79,7 +96,8 @@ def test_no_further_gather(name: str | None) -> None:
         return counts
 
     for counts in on_ranks(2, run):
-        assert counts["all_gather"] == 6  # four units; the root and the last block stay from forward to backward
+        # four units; the root and the last block stay from forward to backward
+        assert counts["all_gather"] == 6
         assert counts["reduce_scatter"] == 4
 
 
@@ -98,7 +116,9 @@ def test_nothing_of_the_parameters_leaves(moved: list[Late]) -> None:
 
 def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: list[Late]) -> None:
     def run(rank: int, model: torch.nn.Module) -> None:
-        engine = start(model, adamw(model), config_of(2, activation_checkpointing={"cpu_checkpointing": True}))
+        engine = start(
+            model, adamw(model), config_of(2, activation_checkpointing={"cpu_checkpointing": True})
+        )
         for number in range(2):
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()
@@ -106,7 +126,12 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: 
 
     on_ranks(1, run)
     assert (
-        sum("cpu_checkpointing has nothing to move: no block is checkpointed; set activation_checkpointing.blocks" in s for s in heard) == 1
+        sum(
+            "cpu_checkpointing has nothing to move: no block is checkpointed; set "
+            "activation_checkpointing.blocks" in s
+            for s in heard
+        )
+        == 1
     )
     assert moved[0].sent_bytes == 0
 
@@ -114,12 +139,17 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: 
 def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved: list[Late]) -> None:
     job = WAYS["gradient_checkpointing_enable(use_reentrant=False) on bert"]
     plan = Plan(ranks=1, steps=2)
-    config = {"activation_checkpointing": {"cpu_checkpointing": True}, "activation_offload": {**SMALL, "enabled": False}}
+    config = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "activation_offload": {**SMALL, "enabled": False},
+    }
     oracle.compare(train_on_threads(job, plan, engine_opener(3, **config)), oracle.kept(job, plan))
     assert moved[0].sent_bytes > 0
 
 
-def test_where_the_device_is_the_host_nothing_moves(monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]) -> None:
+def test_where_the_device_is_the_host_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]
+) -> None:
     monkeypatch.undo()
 
     def run(rank: int, model: torch.nn.Module) -> None:
@@ -128,7 +158,9 @@ def test_where_the_device_is_the_host_nothing_moves(monkeypatch: pytest.MonkeyPa
         engine.destroy()
 
     on_ranks(1, run)
-    assert any("activations stay where they are: the device is the host" in line for line in heard_in_full)
+    assert any(
+        "activations stay where they are: the device is the host" in line for line in heard_in_full
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

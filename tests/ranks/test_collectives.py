@@ -1,4 +1,6 @@
-"""What travels: the number, order and bytes of collectives per step are what the stage table says, no more."""
+"""What travels: the number, order and bytes of collectives per step are what the stage table
+says, no more.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.helpers.ways import WAYS
 
 RANKS, STEPS = 4, 4
 PARAMETERS = 22  # of a Stack with three blocks
-UNITS = ["(root)", "blocks.0", "blocks.1", "blocks.2"]  # of a Stack: the root holds the entrance and the head
+# of a Stack: the root holds the entrance and the head
+UNITS = ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 
 
 def step(engine, rank, number, plan):
@@ -25,7 +28,9 @@ def step(engine, rank, number, plan):
 
 
 def last_step(stage: int, plan: Plan, depth: int = 3):
-    """The log of the last of several steps, [(operation, key, bytes)], and the bytes of each unit's flats."""
+    """The log of the last of several steps, [(operation, key, bytes)], and the bytes of each
+    unit's flats.
+    """
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, plan))
@@ -42,7 +47,9 @@ def last_step(stage: int, plan: Plan, depth: int = 3):
 
 
 def counted(log) -> Counter:
-    return Counter(operation for operation, key, _ in log if key not in ("gradient norm", "used parameters"))
+    return Counter(
+        operation for operation, key, _ in log if key not in ("gradient norm", "used parameters")
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -58,8 +65,10 @@ def test_numbers_and_bytes(stage, accumulation, precision):
     reductions = units * (accumulation if stage >= 2 else 1)
     reduction = "all_reduce" if stage == 0 else "reduce_scatter"
     assert counted(log) == Counter({"all_gather": gathers, reduction: reductions}) + Counter()
-    # One small sum a step: the norm where it is sharded, and with it, a digit each, which parameters have a gradient.
-    words = -(-PARAMETERS // 22) * 8  # five ranks can be told apart in 22 digits of a number that is exact up to 2^53
+    # One small sum a step: the norm where it is sharded, and with it, a digit each, which
+    # parameters have a gradient. five ranks can be told apart in 22 digits of a number that is
+    # exact up to 2^53
+    words = -(-PARAMETERS // 22) * 8
     sums = [(key, nbytes) for _, key, nbytes in log if key in ("gradient norm", "used parameters")]
     assert sums == [("used parameters", words) if stage == 0 else ("gradient norm", 8 + words)]
 
@@ -72,15 +81,23 @@ def test_numbers_and_bytes(stage, accumulation, precision):
     if stage in (1, 2):
         assert moved["all_gather"] == whole
     if stage == 3:
-        kept = sum(n * size for key, n in padded.items() if key.startswith(("|", "(root)", "blocks.2")))
+        kept = sum(
+            n * size for key, n in padded.items() if key.startswith(("|", "(root)", "blocks.2"))
+        )
         assert moved["all_gather"] == accumulation * (2 * whole - kept)
 
 
 def test_order_at_stage_3():
-    """Forward in order, backward in reverse without the unit that is still there; reductions run between those gathers."""
+    """Forward in order, backward in reverse without the unit that is still there; reductions run
+    between those gathers.
+    """
     log, _ = last_step(3, Plan(), depth=6)
     gathers = [key for operation, key, _ in log if operation == "all_gather"]
-    assert gathers == ["(root)", *(f"blocks.{i}" for i in range(6)), *(f"blocks.{i}" for i in (4, 3, 2, 1, 0))]
+    assert gathers == [
+        "(root)",
+        *(f"blocks.{i}" for i in range(6)),
+        *(f"blocks.{i}" for i in (4, 3, 2, 1, 0)),
+    ]
     reductions = [key.split("|")[0] for operation, key, _ in log if operation == "reduce_scatter"]
     assert reductions[:6] == [f"blocks.{i}" for i in (5, 4, 3, 2, 1, 0)] and len(reductions) == 7
     operations = [operation for operation, _, _ in log]
@@ -120,7 +137,9 @@ def test_recorded_steps_need_no_agreement(stage):
 
 
 def test_gathers_run_ahead_and_few_units_are_whole():
-    """Once recorded: as a block computes, the next one's gather is under way, and blocks that are done are released."""
+    """Once recorded: as a block computes, the next one's gather is under way, and blocks that
+    are done are released.
+    """
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
@@ -139,9 +158,15 @@ def test_gathers_run_ahead_and_few_units_are_whole():
             ledger.record = True
             ledger.log.clear()
             step(engine, rank, number, Plan())
-        order = [(operation, key) for operation, key, _ in ledger.log if operation in ("all_gather", "compute")]
+        order = [
+            (operation, key)
+            for operation, key, _ in ledger.log
+            if operation in ("all_gather", "compute")
+        ]
         for index in (0, 1):
-            assert order.index(("all_gather", f"blocks.{index + 1}")) < order.index(("compute", f"blocks.{index}"))
+            assert order.index(("all_gather", f"blocks.{index + 1}")) < order.index(
+                ("compute", f"blocks.{index}")
+            )
         return whole
 
     for whole in on_ranks(2, run, build=lambda: seeded(lambda: Stack(depth=8))):

@@ -1,4 +1,6 @@
-"""Compiled blocks: equal to the plain loop, one compilation for like blocks, none over the steps, and what runs as it is."""
+"""Compiled blocks: equal to the plain loop, one compilation for like blocks, none over the
+steps, and what runs as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from hf_zero.core import attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import STAGES, OnEngine, config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    OnEngine,
+    config_of,
+    engine_opener,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, llama, seeded, tokens
 from tests.helpers.training import At, Driver, Job, Plan, adamw, plain_sgd
 
@@ -49,10 +58,17 @@ def no_compilation() -> Iterator[None]:
 
 
 class Compiled(Job):
-    """One of the architectures. ``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone."""
+    """One of the architectures.
+
+    ``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone.
+    """
 
     def __init__(self, name: str, checkpointed: bool = False, adapted: bool = False) -> None:
-        self.architecture, self.checkpointed, self.adapted = ARCHITECTURES[name], checkpointed, adapted
+        self.architecture, self.checkpointed, self.adapted = (
+            ARCHITECTURES[name],
+            checkpointed,
+            adapted,
+        )
         self.name = f"{name} checkpointed={checkpointed} adapted={adapted}"
 
     def build(self) -> nn.Module:
@@ -69,11 +85,22 @@ class Compiled(Job):
         return net(**self.architecture.batch(at.step, at.micro, at.rank), **more).loss
 
 
-JOBS = {job.name: job for job in (Compiled("bert"), Compiled("llama", checkpointed=True), Compiled("llama", adapted=True))}
+JOBS = {
+    job.name: job
+    for job in (
+        Compiled("bert"),
+        Compiled("llama", checkpointed=True),
+        Compiled("llama", adapted=True),
+    )
+}
 
 
 @pytest.mark.parametrize(
-    "name, stage", fast(itertools.product(JOBS, STAGES), lambda name, stage: stage == 3 or (stage == 0 and "bert" in name))
+    "name, stage",
+    fast(
+        itertools.product(JOBS, STAGES),
+        lambda name, stage: stage == 3 or (stage == 0 and "bert" in name),
+    ),
 )
 def test_equal_to_the_plain_loop(name: str, stage: int) -> None:
     job, plan = JOBS[name], Plan(ranks=2, steps=2, accumulation=2)
@@ -86,11 +113,15 @@ def test_equal_to_the_plain_loop(name: str, stage: int) -> None:
 def test_bf16(stage: int) -> None:
     job, plan = Compiled("bert"), Plan(steps=2, precision="bf16")
     got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
-    oracle.compare_mixed(got, oracle.mixed(job, plan, stage), oracle.kept(job, Plan(steps=2)), plan.dtype)
+    oracle.compare_mixed(
+        got, oracle.mixed(job, plan, stage), oracle.kept(job, Plan(steps=2)), plan.dtype
+    )
 
 
 class Dropping(nn.Module):
-    """Checkpoints itself around its call, or inside its forward, as the releases of transformers do."""
+    """Checkpoints itself around its call, or inside its forward, as the releases of transformers
+    do.
+    """
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -99,7 +130,11 @@ class Dropping(nn.Module):
         self.inside = inside
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(x) if self.inside else checkpoint(super().__call__, x, use_reentrant=False)
+        return (
+            super().__call__(x)
+            if self.inside
+            else checkpoint(super().__call__, x, use_reentrant=False)
+        )
 
     def work(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.scale(x))
@@ -122,8 +157,12 @@ def test_dropout_is_recomputed_as_it_was(inside: bool) -> None:
     outputs = engine(torch.rand(32, 16).requires_grad_())
     engine.backward(sum(output.sum() for output in outputs))
     for block, output in zip(model.blocks, outputs):
-        weight, grad = hf_zero.safe_get_full_fp32_param(block.scale.weight), hf_zero.safe_get_full_grad(block.scale.weight)
-        # The output is linear in each row of the weight, so the gradient gives it back where the same elements were dropped.
+        weight, grad = (
+            hf_zero.safe_get_full_fp32_param(block.scale.weight),
+            hf_zero.safe_get_full_grad(block.scale.weight),
+        )
+        # The output is linear in each row of the weight, so the gradient gives it back where the
+        # same elements were dropped.
         torch.testing.assert_close((weight * grad).sum(1), output.sum(0))
         assert 0.3 < (output == 0).float().mean() < 0.7
     assert graphs() == 1
@@ -150,10 +189,18 @@ def test_autocast_around_compiled_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "checkpointed, stage", fast(itertools.product((False, True), STAGES), lambda checkpointed, stage: checkpointed == (stage in (1, 3)))
+    "checkpointed, stage",
+    fast(
+        itertools.product((False, True), STAGES),
+        lambda checkpointed, stage: checkpointed == (stage in (1, 3)),
+    ),
 )
 def test_one_compilation_for_all_blocks_and_steps(stage: int, checkpointed: bool) -> None:
-    engine = start(model := Compiled("gpt2", checkpointed).build(), adamw(model), config_of(stage, compile=BLOCKS))
+    engine = start(
+        model := Compiled("gpt2", checkpointed).build(),
+        adamw(model),
+        config_of(stage, compile=BLOCKS),
+    )
 
     def step(number: int) -> None:
         model.train()
@@ -176,7 +223,8 @@ def test_kinds_of_blocks_have_a_graph_each() -> None:
     for number in range(2):
         engine.backward(engine(**ARCHITECTURES["t5"].batch(number, 0, 0), use_cache=False).loss)
         engine.step()
-        assert graphs() == 4  # encoder and decoder; the first of each makes the position bias of all
+        # encoder and decoder; the first of each makes the position bias of all
+        assert graphs() == 4
     engine.destroy()
 
 
@@ -198,7 +246,9 @@ def test_other_shapes_share_a_second_graph() -> None:
 
 
 def test_each_shape_has_its_own_graph_where_none_is_dynamic() -> None:
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, compile=BLOCKS | {"dynamic": False}))
+    engine = start(
+        model := seeded(Stack), plain_sgd(model), config_of(0, compile=BLOCKS | {"dynamic": False})
+    )
     for count, rows in ((1, 3), (2, 5), (3, 7), (3, 5)):
         engine(features(0, 0, 0, rows)).sum().backward()
         assert graphs() == count
@@ -223,7 +273,8 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard: list
         engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
     assert graphs() == 0
     assert [message for message in heard if "use_cache=False" in message] == [
-        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile anew for each block, so its forward runs uncompiled; "
+        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile anew for "
+        "each block, so its forward runs uncompiled; "
         "for a cache of keys and values, train with use_cache=False"
     ]
     engine.destroy()
@@ -231,16 +282,29 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard: list
 
 def test_what_transformers_records_inside_blocks_is_recorded(heard: list[str]) -> None:
     plain = seeded(ARCHITECTURES["bert"].make)
-    engine = start(model := seeded(ARCHITECTURES["bert"].make), adamw(model), config_of(3, compile=BLOCKS))
+    engine = start(
+        model := seeded(ARCHITECTURES["bert"].make), adamw(model), config_of(3, compile=BLOCKS)
+    )
     for each in (plain, model):
         each.set_attn_implementation("eager")
     engine(tokens(0, 0, 0)).logits.sum().backward()
     assert graphs() == 1
-    got, want = (net(tokens(0, 0, 0), output_attentions=True, output_hidden_states=True) for net in (engine, plain))
-    assert (len(got.attentions), len(got.hidden_states)) == (len(want.attentions), len(want.hidden_states)) == (2, 3)
-    for one, other in zip((*got.attentions, *got.hidden_states), (*want.attentions, *want.hidden_states)):
+    got, want = (
+        net(tokens(0, 0, 0), output_attentions=True, output_hidden_states=True)
+        for net in (engine, plain)
+    )
+    assert (
+        (len(got.attentions), len(got.hidden_states))
+        == (len(want.attentions), len(want.hidden_states))
+        == (2, 3)
+    )
+    for one, other in zip(
+        (*got.attentions, *got.hidden_states), (*want.attentions, *want.hidden_states)
+    ):
         torch.testing.assert_close(one, other)
-    assert [message.partition(",")[0] for message in heard] == ["BertLayer has hooks on modules inside it"]
+    assert [message.partition(",")[0] for message in heard] == [
+        "BertLayer has hooks on modules inside it"
+    ]
     engine.destroy()
 
 
@@ -277,7 +341,10 @@ def test_a_forward_that_was_replaced_before_is_compiled_and_given_back() -> None
     engine = start(model, plain_sgd(model), config_of(2, compile=BLOCKS))
     torch.testing.assert_close(engine(features(0, 0, 0)), plain(features(0, 0, 0)))
     assert graphs() == 1
-    with pytest.raises(ConfigError, match=r"a Block whose forward was replaced .* copy the model before hf_zero.initialize"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a Block whose forward was replaced .* copy the model before hf_zero.initialize",
+    ):
         copy.deepcopy(model)
     engine.destroy()
     assert all(block.forward.__func__ is doubled for block in model.blocks)
@@ -300,7 +367,10 @@ def test_blocks_that_read_parameters_of_others_are_left_alone(heard: list[str]) 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"blocks": True, "backend": "inductr"}, r"compile.backend = 'inductr' is none that torch has here; write one of .*inductor"),
+        (
+            {"blocks": True, "backend": "inductr"},
+            r"compile.backend = 'inductr' is none that torch has here; write one of .*inductor",
+        ),
         (
             {"blocks": True, "backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"},
             "compile.mode = .* is inductor's, not aot_eager's",
@@ -338,22 +408,37 @@ def captured_before(model: Stack) -> None:
 @pytest.mark.parametrize(
     ("before", "section", "said"),
     [
-        (compiled_before(mode="reduce-overhead"), None, "torch.compile of blocks.1 before hf_zero.initialize"),
+        (
+            compiled_before(mode="reduce-overhead"),
+            None,
+            "torch.compile of blocks.1 before hf_zero.initialize",
+        ),
         (compiled_before(backend="cudagraphs"), None, "torch.compile of blocks.1"),
         (compiled_before(options={"triton.cudagraphs": True}), None, "torch.compile of blocks.1"),
         (forward_compiled_before, None, "torch.compile of blocks.1"),
         (wrapped_before, None, "torch.compile of blocks.1"),
         (captured_before, None, "make_graphed_callables of blocks.1"),
-        (None, {"blocks": True, "backend": "cudagraphs"}, "backend='cudagraphs' records CUDA graphs"),
+        (
+            None,
+            {"blocks": True, "backend": "cudagraphs"},
+            "backend='cudagraphs' records CUDA graphs",
+        ),
     ],
 )
-def test_cuda_graphs_are_refused_where_parameters_move(before: Any, section: Any, said: str) -> None:
+def test_cuda_graphs_are_refused_where_parameters_move(
+    before: Any, section: Any, said: str
+) -> None:
     model = seeded(Stack)
     if before is not None:
         before(model)
-    with pytest.raises(ConfigError, match=rf"{said}.* stage 3 gathers parameters into new memory; use mode 'default'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{said}.* stage 3 gathers parameters into new memory; use mode 'default'",
+    ):
         start(model, plain_sgd(model), config_of(3, **({"compile": section} if section else {})))
-    assert [type(each) for each in model.parameters()] == [nn.Parameter] * len([*model.parameters()])
+    assert [type(each) for each in model.parameters()] == [nn.Parameter] * len(
+        [*model.parameters()]
+    )
     start(model, plain_sgd(model), config_of(2)).destroy()  # their addresses stay
 
 
@@ -366,7 +451,9 @@ def test_cuda_graphs_are_refused_where_parameters_move(before: Any, section: Any
         ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
     ],
 )
-def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(asked: Any, said: str) -> None:
+def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(
+    asked: Any, said: str
+) -> None:
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
     with pytest.raises(ConfigError, match=said):
         engine.compile(**asked)
@@ -396,12 +483,18 @@ def test_compile_called_by_a_script() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_modules_compiled_in_place_keep_their_hooks_outside(stage: int) -> None:
-    """As Accelerate does for regional compilation: every block, and what is no block, by ``Module.compile``."""
+    """As Accelerate does for regional compilation: every block, and what is no block, by
+    ``Module.compile``.
+    """
     job, plan = Compiled("bert"), Plan(steps=2)
 
     def opener(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> OnEngine:
         engine = start(model, optimizer, config_of(stage, plan))
-        for module in (*model.bert.encoder.layer, model.bert.embeddings.LayerNorm, model.bert.embeddings.word_embeddings):
+        for module in (
+            *model.bert.encoder.layer,
+            model.bert.embeddings.LayerNorm,
+            model.bert.embeddings.word_embeddings,
+        ):
             module.compile(backend="aot_eager")
         return OnEngine(engine, plan)
 
@@ -416,7 +509,9 @@ def test_a_model_compiled_in_place_compiles_its_blocks() -> None:
     engine(features(0, 0, 0)).sum().backward()
     assert graphs() == 1
     engine.destroy()
-    assert not any("compile" in module.__dict__ or "forward" in module.__dict__ for module in model.modules())
+    assert not any(
+        "compile" in module.__dict__ or "forward" in module.__dict__ for module in model.modules()
+    )
 
 
 def test_inductor() -> None:
@@ -430,23 +525,36 @@ def test_inductor() -> None:
             return net(features(at.step, at.micro, at.rank)).square().mean()
 
     plan = Plan(steps=3)
-    got = train_on_threads(Small(), plan, lambda model, opt, plan: OnEngine(start(model, opt, config_of(3, plan, compile="blocks")), plan))
+    got = train_on_threads(
+        Small(),
+        plan,
+        lambda model, opt, plan: OnEngine(
+            start(model, opt, config_of(3, plan, compile="blocks")), plan
+        ),
+    )
     assert graphs() == 1
     oracle.compare(got, oracle.kept(Small(), plan))
 
 
 def test_attention_comes_first_as_configured_until_the_engine_ends() -> None:
     before = torch._C._get_sdp_priority_order()
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn"))
+    engine = start(
+        model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
+    )
     cudnn = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-    assert torch._C._get_sdp_priority_order() == [cudnn, *(each for each in before if each != cudnn)]
+    assert torch._C._get_sdp_priority_order() == [
+        cudnn,
+        *(each for each in before if each != cudnn),
+    ]
     engine.destroy()
     assert torch._C._get_sdp_priority_order() == before
 
 
 def test_an_order_of_attention_set_by_somebody_else_stays() -> None:
     before = torch._C._get_sdp_priority_order()
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn"))
+    engine = start(
+        model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
+    )
     try:
         torch._C._set_sdp_priority_order(theirs := before[::-1])
         engine.destroy()

@@ -1,4 +1,6 @@
-"""Engines made and ended again and again leave nothing behind: memory, threads, keys in the store, hooks on the model."""
+"""Engines made and ended again and again leave nothing behind: memory, threads, keys in the
+store, hooks on the model.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def live_bytes() -> int:
 
 def keys_in_the_store() -> int:
     """Keys of hf-zero's own; torch keeps some for each process group it has ever made."""
-    return sum(key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys())
+    return sum(
+        key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys()
+    )
 
 
 def serving() -> list[threading.Thread]:
@@ -115,7 +119,10 @@ def grown(stage: int, ending: Ending, precision: str = "fp32") -> tuple[int, int
 
 @pytest.mark.parametrize(
     "ending, stage",
-    fast(itertools.product((gathered, sharded, forgotten), STAGES), lambda ending, stage: stage == 3 or (stage, ending) == (0, sharded)),
+    fast(
+        itertools.product((gathered, sharded, forgotten), STAGES),
+        lambda ending, stage: stage == 3 or (stage, ending) == (0, sharded),
+    ),
 )
 @pytest.mark.usefixtures("collecting")
 def test_nothing_is_left(stage: int, ending: Ending) -> None:

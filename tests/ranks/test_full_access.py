@@ -1,4 +1,6 @@
-"""safe_get_full_* and safe_set_full_*: whole fp32 values of one parameter, read and written on every rank."""
+"""safe_get_full_* and safe_set_full_*: whole fp32 values of one parameter, read and written on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,28 @@ def test_optimizer_state_is_read_and_set(stage):
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
         named = dict(model.named_parameters())
-        first = {name: hf_zero.safe_get_full_optimizer_state(p, "exp_avg") for name, p in named.items()}
-        second = {name: hf_zero.safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in named.items()}
-        oracle.compare_tensors("first moment", first, {name: 0.1 * g for name, g in gradients.items()})
-        oracle.compare_tensors("second moment", second, {name: 0.001 * g.square() for name, g in gradients.items()})
+        first = {
+            name: hf_zero.safe_get_full_optimizer_state(p, "exp_avg") for name, p in named.items()
+        }
+        second = {
+            name: hf_zero.safe_get_full_optimizer_state(p, "exp_avg_sq")
+            for name, p in named.items()
+        }
+        oracle.compare_tensors(
+            "first moment", first, {name: 0.1 * g for name, g in gradients.items()}
+        )
+        oracle.compare_tensors(
+            "second moment", second, {name: 0.001 * g.square() for name, g in gradients.items()}
+        )
         p = named["blocks.2.down.weight"]
         hf_zero.safe_set_full_optimizer_state(p, torch.full(p.shape, 0.5), "exp_avg")
-        assert torch.equal(hf_zero.safe_get_full_optimizer_state(p, "exp_avg"), torch.full(p.shape, 0.5))
-        assert torch.equal(hf_zero.safe_get_full_optimizer_state(named["head.weight"], "exp_avg"), first["head.weight"])
+        assert torch.equal(
+            hf_zero.safe_get_full_optimizer_state(p, "exp_avg"), torch.full(p.shape, 0.5)
+        )
+        assert torch.equal(
+            hf_zero.safe_get_full_optimizer_state(named["head.weight"], "exp_avg"),
+            first["head.weight"],
+        )
 
     on_ranks(RANKS, run)
 
@@ -83,7 +99,9 @@ def test_a_gradient_set_before_the_backward_would_be_lost(stage):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         for _ in range(2):
-            with pytest.raises(PartitionError, match=r"head\.weight has no gradient yet.*between backward and step"):
+            with pytest.raises(
+                PartitionError, match=r"head\.weight has no gradient yet.*between backward and step"
+            ):
                 hf_zero.safe_set_full_grad(model.head.weight, torch.ones(5, 32))
             engine.backward(squared(engine, At(0, 0, rank)))
             engine.step()
@@ -122,7 +140,10 @@ def test_gradients_are_given_unscaled(stage, precision):
         plan = Plan(precision=precision, scale=4096.0)
         engine = start(model, plain_sgd(model), config_of(stage, plan))
         engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        return {name: hf_zero.safe_get_full_grad(p).norm().item() for name, p in model.named_parameters()}
+        return {
+            name: hf_zero.safe_get_full_grad(p).norm().item()
+            for name, p in model.named_parameters()
+        }
 
     for found in on_ranks(RANKS, run):
         assert found == pytest.approx(want, rel=0.05, abs=1e-4)

@@ -1,4 +1,6 @@
-"""Engines whose optimizer steps in one launch: every stage and precision against the oracle, resumed, offloaded in part, with fp16 overflows."""
+"""Engines whose optimizer steps in one launch: every stage and precision against the oracle,
+resumed, offloaded in part, with fp16 overflows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from hf_zero.optim.fused import FusedStep
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, squared
@@ -25,7 +34,9 @@ from tests.helpers.training import ArchitectureJob, At, Plan, adamw, trainable
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """Kernels run wherever they can, in the checked interpreter; the list grows by the written shards at each step of a rank."""
+    """Kernels run wherever they can, in the checked interpreter; the list grows by the written
+    shards at each step of a rank.
+    """
     written = []
     step = FusedStep.step
 
@@ -43,7 +54,10 @@ def launches(monkeypatch):
 OFTEN = {("fp32", 1), ("fp32", 3), ("bf16", 0), ("bf16", 3), ("fp16", 2), ("fp16", 3)}
 
 
-@pytest.mark.parametrize("precision, stage", fast(itertools.product(("fp32", "bf16", "fp16"), STAGES), lambda *cell: cell in OFTEN))
+@pytest.mark.parametrize(
+    "precision, stage",
+    fast(itertools.product(("fp32", "bf16", "fp16"), STAGES), lambda *cell: cell in OFTEN),
+)
 def test_against_the_oracle(stage, precision, launches):
     job = ArchitectureJob(ARCHITECTURES["bert"])
     plan = Plan(ranks=2, steps=2, precision=precision, clip=1.0)
@@ -52,7 +66,13 @@ def test_against_the_oracle(stage, precision, launches):
     if precision == "fp32":
         oracle.compare(got, exact)
     else:
-        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
+        oracle.compare_mixed(
+            got,
+            oracle.mixed(job, plan, stage),
+            exact,
+            plan.dtype,
+            oracle.factor_at(stage, plan.ranks),
+        )
     assert len(launches) == 4
     assert all(launches) == (precision != "fp32")
 
@@ -62,11 +82,19 @@ def groups(model):
     plain = [p for p in trainable(model) if p.dim() == 1]
     decayed = [p for p in trainable(model) if p.dim() > 1]
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3, "weight_decay": 0.0}], lr=1e-3, eps=1e-6
+        [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": plain, "lr": 3e-3, "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        eps=1e-6,
     )
 
 
-@pytest.mark.parametrize("ranks, stage", fast(itertools.product((1, 3), STAGES), lambda ranks, stage: (ranks == 3) == (stage in (1, 3))))
+@pytest.mark.parametrize(
+    "ranks, stage",
+    fast(itertools.product((1, 3), STAGES), lambda ranks, stage: (ranks == 3) == (stage in (1, 3))),
+)
 def test_groups_and_schedules(stage, ranks, launches):
     def lower(step, model, optimizer):
         for group in optimizer.param_groups:
@@ -93,7 +121,9 @@ def test_groups_and_schedules(stage, ranks, launches):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_goes_on_with_and_without(stage, launches, tmp_path, monkeypatch):
-    """Saved by one launch, resumed by torch's step on other ranks, and the other way round: the same weights."""
+    """Saved by one launch, resumed by torch's step on other ranks, and the other way round: the
+    same weights.
+    """
     want, _ = by_hand(adamw, [[(1.0, 0)]] * 3, 1)
 
     def run(rank, model, first, last):
@@ -120,7 +150,11 @@ def test_a_checkpoint_goes_on_with_and_without(stage, launches, tmp_path, monkey
 
 def test_an_fp16_overflow_is_skipped_and_not_counted(launches):
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
+        engine = start(
+            model,
+            adamw(model),
+            config_of(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}),
+        )
         before = full_weights(engine)
         engine.backward(squared(engine, At(0, 0, rank), torch.float16) * 1e8)
         engine.step()
@@ -136,7 +170,9 @@ def test_an_fp16_overflow_is_skipped_and_not_counted(launches):
 
 
 def test_what_is_offloaded_is_not_in_the_launch(launches):
-    """Half of the state in host memory, half updated by the kernel, in one step: the weights of the oracle."""
+    """Half of the state in host memory, half updated by the kernel, in one step: the weights of
+    the oracle.
+    """
     want, _ = by_hand(adamw, [[(1.0, 0)]] * 2, 2)
 
     def run(rank, model):
@@ -145,7 +181,11 @@ def test_what_is_offloaded_is_not_in_the_launch(launches):
         for step in range(2):
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
-        return full_weights(engine), sum(flat.states is not None for flat in engine.flats), len(engine.flats)
+        return (
+            full_weights(engine),
+            sum(flat.states is not None for flat in engine.flats),
+            len(engine.flats),
+        )
 
     for weights, away, flats in on_ranks(2, run):
         assert 0 < away < flats
@@ -156,7 +196,11 @@ def test_what_is_offloaded_is_not_in_the_launch(launches):
 def windows_of(rank, models, section):
     """(dtypes of the whole gradients, their bytes, weights) after two steps."""
     model = models[rank]
-    engine = start(model, adamw(model), config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section))
+    engine = start(
+        model,
+        adamw(model),
+        config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section),
+    )
     for step in range(2):
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
         engine.step()
@@ -169,10 +213,14 @@ def windows_of(rank, models, section):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits(ranks):
-    """Nothing is added to them, and the update reads them as they are: the same bits in half the memory."""
+    """Nothing is added to them, and the update reads them as they are: the same bits in half the
+    memory.
+    """
 
     def run(section):
-        return run_ranks(ranks, windows_of, [ARCHITECTURES["gpt2"].build() for _ in range(ranks)], section)
+        return run_ranks(
+            ranks, windows_of, [ARCHITECTURES["gpt2"].build() for _ in range(ranks)], section
+        )
 
     wide = run({"data_types": {"grad_accum_dtype": "fp32"}})
     for (dtypes, nbytes, weights), (before, twice, expected) in zip(run({}), wide):
@@ -181,7 +229,9 @@ def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits(ranks):
 
 
 def test_gradients_that_are_added_up_stay_wide():
-    [(dtypes, _, _)] = run_ranks(1, windows_of, [ARCHITECTURES["gpt2"].build()], {"gradient_accumulation_steps": 2})
+    [(dtypes, _, _)] = run_ranks(
+        1, windows_of, [ARCHITECTURES["gpt2"].build()], {"gradient_accumulation_steps": 2}
+    )
     assert dtypes == {torch.float32}
 
 
@@ -190,8 +240,14 @@ def storages_of(tensors):
 
 
 def added_up(rank, models, section, announced):
-    """(for each step of two backwards: dtype after the first, storages of whole and of own gradients, launches of the update; weights)."""
-    engine = start(models[rank], adamw(models[rank]), config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section))
+    """(for each step of two backwards: dtype after the first, storages of whole and of own
+    gradients, launches of the update; weights).
+    """
+    engine = start(
+        models[rank],
+        adamw(models[rank]),
+        config_of(1, Plan(ranks=len(models), precision="bf16", clip=1.0), **section),
+    )
     found = []
     for step in range(2):
         with engine.no_sync() if announced else nullcontext():
@@ -199,7 +255,10 @@ def added_up(rank, models, section, announced):
         dtype = engine.flats[0].window.dtype
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 1, rank)).loss)
         engine.step()
-        storages = [len(storages_of(getattr(flat, each) for flat in engine.flats)) for each in ("window", "grad")]
+        storages = [
+            len(storages_of(getattr(flat, each) for flat in engine.flats))
+            for each in ("window", "grad")
+        ]
         found.append((dtype, *storages, len(engine.bound._fused._launches)))
     weights = full_weights(engine)
     engine.destroy()
@@ -208,20 +267,31 @@ def added_up(rank, models, section, announced):
 
 @pytest.mark.parametrize("ranks, announced", [(1, False), (2, True)])
 def test_sums_that_the_config_does_not_announce_are_widened_in_one_allocation(ranks, announced):
-    """One launch for all of them, for the norm takes one a storage too; and the bits of gradients that were wide from the start."""
+    """One launch for all of them, for the norm takes one a storage too; and the bits of
+    gradients that were wide from the start.
+    """
 
     def run(section):
-        return run_ranks(ranks, added_up, [ARCHITECTURES["gpt2"].build() for _ in range(ranks)], section, announced)
+        return run_ranks(
+            ranks,
+            added_up,
+            [ARCHITECTURES["gpt2"].build() for _ in range(ranks)],
+            section,
+            announced,
+        )
 
     wide = run({"data_types": {"grad_accum_dtype": "fp32"}})
     for (found, weights), (_, expected) in zip(run({}), wide):
-        first = torch.float32 if announced else torch.bfloat16  # ``no_sync`` tells before there is anything to copy
+        # ``no_sync`` tells before there is anything to copy
+        first = torch.float32 if announced else torch.bfloat16
         assert found == [(first, 1, 1, 1), (torch.float32, 1, 1, 1)]
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 class Living(TorchDispatchMode):
-    """Bytes of the storages that operations make, and of those of ``tensors``, at most alive at once."""
+    """Bytes of the storages that operations make, and of those of ``tensors``, at most alive at
+    once.
+    """
 
     def __init__(self, tensors):
         super().__init__()
@@ -247,7 +317,9 @@ class Living(TorchDispatchMode):
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_the_memory_that_widening_takes(filled):
-    """Narrow memory is free when the first flat is wide, and before there is any wide memory if nothing is in it."""
+    """Narrow memory is free when the first flat is wide, and before there is any wide memory if
+    nothing is in it.
+    """
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(0, Plan(ranks=1, precision="bf16")))
@@ -262,7 +334,11 @@ def test_the_memory_that_widening_takes(filled):
             first = living.now
             for flat in flats:
                 flat.widen_gradient()
-        assert len(flats) > 2 and first == living.now == 2 * narrow and living.peak == (3 if filled else 2) * narrow
+        assert (
+            len(flats) > 2
+            and first == living.now == 2 * narrow
+            and living.peak == (3 if filled else 2) * narrow
+        )
         assert len(storages_of(flat.grad for flat in flats)) == 1
         return all(torch.equal(flat.window, value) for flat, value in zip(flats, values) if filled)
 

@@ -63,7 +63,9 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
     def run(rank, model):
         plan = Plan(precision=precision)
         engine = start(model, plain_sgd(model), config_of(stage, plan))
-        with hf_zero.GatheredParameters([model.blocks[0].down.weight, model.head.bias], modifier_rank=writer):
+        with hf_zero.GatheredParameters(
+            [model.blocks[0].down.weight, model.head.bias], modifier_rank=writer
+        ):
             if rank == writer:
                 change(model)
         engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
@@ -71,7 +73,9 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want, tolerance=1e-5 if precision == "fp32" else 1e-2)
+        oracle.compare_tensors(
+            "weights", weights, want, tolerance=1e-5 if precision == "fp32" else 1e-2
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -92,7 +96,9 @@ def test_nested_contexts_release_at_the_last_exit(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_forwards_and_training_inside(stage):
-    """TRL generates inside; the parameters stay whole until the exit, and the training after it is right."""
+    """TRL generates inside; the parameters stay whole until the exit, and the training after it
+    is right.
+    """
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
 
     def run(rank, model):
@@ -115,7 +121,10 @@ def test_forwards_and_training_inside(stage):
 def test_an_error_inside_leaves_it_released(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        with pytest.raises(KeyError), hf_zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        with (
+            pytest.raises(KeyError),
+            hf_zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+        ):
             raise KeyError("user's own")
         if stage == 3:
             with pytest.raises(ReleasedParameterError):
@@ -144,7 +153,10 @@ def test_plain_parameters_are_broadcast():
 def test_disabled_does_nothing():
     def run(rank, model):
         start(model, adamw(model), config_of(3))
-        with hf_zero.GatheredParameters(list(model.parameters()), enabled=False), pytest.raises(ReleasedParameterError):
+        with (
+            hf_zero.GatheredParameters(list(model.parameters()), enabled=False),
+            pytest.raises(ReleasedParameterError),
+        ):
             model.head.weight.sum()
 
     on_ranks(RANKS, run)
@@ -170,20 +182,29 @@ def test_stage_3_parameters_answer_as_deepspeeds_do():
 
 def test_generation_inside_a_context():
     prompt = torch.tensor([[5, 6, 7]])
-    want = ARCHITECTURES["gpt2"].build().eval().generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    want = (
+        ARCHITECTURES["gpt2"]
+        .build()
+        .eval()
+        .generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    )
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
         with hf_zero.GatheredParameters(list(model.parameters())):
             model.eval()
-            made = engine.module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+            made = engine.module.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False
+            )
         assert torch.equal(made, want)
 
     on_ranks(RANKS, run, build=ARCHITECTURES["gpt2"].build)
 
 
 class Foreign(Stack):
-    """The last layer multiplies by a weight of the block before it, which is still here then, and by one of the first block."""
+    """The last layer multiplies by a weight of the block before it, which is still here then,
+    and by one of the first block.
+    """
 
     def body(self, x):
         x = super().body(x)
@@ -206,7 +227,14 @@ class Boxed(Foreign):
 
 @pytest.mark.parametrize("build", [Foreign, Boxed])
 @pytest.mark.parametrize(
-    "way", ["one", "twice over one graph", "two losses", "two forwards, first in, first out", "two forwards, last in, first out"]
+    "way",
+    [
+        "one",
+        "twice over one graph",
+        "two losses",
+        "two forwards, first in, first out",
+        "two forwards, last in, first out",
+    ],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_read_by_other_modules_are_there_for_every_backward(stage, way, build):
@@ -247,7 +275,9 @@ def test_weights_read_by_other_modules_are_there_for_every_backward(stage, way, 
 
 
 def test_ranks_may_run_forwards_apart_while_everything_is_gathered():
-    """One rank samples, or samples longer than another: nothing is to be gathered, so nobody waits."""
+    """One rank samples, or samples longer than another: nothing is to be gathered, so nobody
+    waits.
+    """
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
 
     def run(rank, model):
@@ -275,7 +305,9 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("what", RECORDED)
-@pytest.mark.parametrize("how", ["inside", "nested", "enabled inside no_grad", "another of the unit gathered", "twice"])
+@pytest.mark.parametrize(
+    "how", ["inside", "nested", "enabled inside no_grad", "another of the unit gathered", "twice"]
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
     def build():
@@ -289,7 +321,11 @@ def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
     (RECORDED[what](plain, inputs) * times).backward()
 
     def run(rank, model):
-        engine = start(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), config_of(3))
+        engine = start(
+            model,
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05),
+            config_of(3),
+        )
         weight = model.blocks[1].up.weight
         mine = inputs.detach().clone().requires_grad_()
         asked = [model.blocks[1].down.bias] if how.startswith("another") else [weight]
@@ -299,12 +335,15 @@ def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
                     pass
             with torch.enable_grad():
                 loss = RECORDED[what](weight, mine)
-        squared(model, At(0, 0, rank)).detach()  # something else is gathered and released in between
+        # something else is gathered and released in between
+        squared(model, At(0, 0, rank)).detach()
         for number in range(times):
             loss.backward(retain_graph=number + 1 < times)
         assert torch.allclose(mine.grad, inputs.grad, rtol=1e-6)
         if not frozen and plain.grad is not None:
-            oracle.compare_tensors("gradient", {"w": hf_zero.safe_get_full_grad(weight)}, {"w": plain.grad})
+            oracle.compare_tensors(
+                "gradient", {"w": hf_zero.safe_get_full_grad(weight)}, {"w": plain.grad}
+            )
         del loss
         engine.zero_grad()
         engine.backward(squared(engine, At(1, 0, rank)))
@@ -340,7 +379,9 @@ def test_the_engine_of_released_parameters_is_gone():
         start(model, adamw(model), config_of(3)).destroy()
         with (
             pytest.raises(
-                PartitionError, match=r"the engine of .* was destroyed and left its parameters sharded; call hf_zero\.initialize again"
+                PartitionError,
+                match=r"the engine of .* was destroyed and left its parameters sharded; call "
+                r"hf_zero\.initialize again",
             ),
             hf_zero.GatheredParameters(model.parameters()),
         ):

@@ -1,4 +1,6 @@
-"""The most that units gathered at once take at stage 3, as the preflight predicts it and as an engine holds it."""
+"""The most that units gathered at once take at stage 3, as the preflight predicts it and as an
+engine holds it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int
     zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch}
 
     def run(rank: int, model: Any) -> int:
-        engine = start(model, adamw(model), config_of(3, Run(precision="bf16"), zero_optimization=zero))
+        engine = start(
+            model, adamw(model), config_of(3, Run(precision="bf16"), zero_optimization=zero)
+        )
         held: list[int] = []
         for unit in engine.units:
 
             def launch(gather: Any = unit.launch_gather) -> None:
                 gather()
-                held.append(sum(flat.full.untyped_storage().nbytes() for flat in engine.flats if flat.sharded))
+                held.append(
+                    sum(
+                        flat.full.untyped_storage().nbytes()
+                        for flat in engine.flats
+                        if flat.sharded
+                    )
+                )
 
             unit.launch_gather = launch
         for number in range(3):

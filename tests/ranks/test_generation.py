@@ -22,7 +22,13 @@ PROMPTS = torch.tensor([[5, 6, 7], [9, 4, 8]])  # a row for each rank
 
 def asked(rank, **more):
     prompt = PROMPTS[rank : rank + 1]
-    return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0, **more}
+    return {
+        "inputs": prompt,
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "pad_token_id": 0,
+        **more,
+    }
 
 
 def plainly(architecture, **more):
@@ -31,7 +37,13 @@ def plainly(architecture, **more):
 
 
 def limited(limit):
-    return {**config_of(3), "zero_optimization": {**config_of(3)["zero_optimization"], "stage3_max_live_parameters": limit}}
+    return {
+        **config_of(3),
+        "zero_optimization": {
+            **config_of(3)["zero_optimization"],
+            "stage3_max_live_parameters": limit,
+        },
+    }
 
 
 def gathers(engine):
@@ -88,7 +100,9 @@ def test_ranks_may_generate_different_numbers_of_tokens(room):
 def test_one_rank_without_room_decides_for_all(monkeypatch):
     import torch.distributed as dist
 
-    monkeypatch.setattr(generation, "free_bytes", lambda device: 0 if dist.get_rank() == 1 else 1 << 40)
+    monkeypatch.setattr(
+        generation, "free_bytes", lambda device: 0 if dist.get_rank() == 1 else 1 << 40
+    )
     want = plainly("gpt2", max_new_tokens=NEW)
 
     def run(rank, model):
@@ -113,7 +127,15 @@ def test_what_the_caller_says_about_synchronising_is_kept():
         model._has_unfinished_sequences = note
         prompt = asked(rank)
         rest = {"attention_mask": prompt["attention_mask"]}
-        model.generate(prompt["inputs"], GenerationConfig(max_new_tokens=2, pad_token_id=0), None, None, None, False, **rest)
+        model.generate(
+            prompt["inputs"],
+            GenerationConfig(max_new_tokens=2, pad_token_id=0),
+            None,
+            None,
+            None,
+            False,
+            **rest,
+        )
         model.generate(**asked(rank, max_new_tokens=2), synced_gpus=None)
         return seen
 
@@ -165,7 +187,8 @@ def test_what_is_written_inside_is_kept_with_writeback(stage, writeback):
         before = full_weights(engine)
         with hf_zero.summon_full_params(model, writeback=writeback), torch.no_grad():
             model.head.weight.mul_(2.0)
-            model.blocks[0].up.weight.data = torch.ones_like(model.blocks[0].up.weight)  # another tensor in its place
+            # another tensor in its place
+            model.blocks[0].up.weight.data = torch.ones_like(model.blocks[0].up.weight)
         changed = writeback or stage < 3
         with hf_zero.summon_full_params(model):
             expected = before["head.weight"] * (2.0 if changed else 1.0)

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, engine_opener, full_grads, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_grads,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, plain_sgd
@@ -54,7 +62,9 @@ def test_clipping(stage, clip):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_communication_in_16_bits_rounds_and_no_more(stage, dtype):
-    """In fp32 training, gradients sent in 16 bits are off by that rounding: not exact, not worse."""
+    """In fp32 training, gradients sent in 16 bits are off by that rounding: not exact, not
+    worse.
+    """
     plan = Plan(ranks=RANKS, steps=1)
     got = train_on_threads(PlainStack(), plan, engine_opener(stage, communication_data_type=dtype))
     want = oracle.kept(PlainStack(), plan)
@@ -77,11 +87,17 @@ class Adds(torch.nn.Module):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulate, exact", [(None, True), ("fp32", True), ("bf16", False)])
 def test_small_addends_survive_in_fp32(stage, accumulate, exact):
-    """1 + 100 × 2^-9 is 1.195 in fp32 and stays 1 where bf16 accumulates: the config decides, and by default it is fp32."""
+    """1 + 100 × 2^-9 is 1.195 in fp32 and stays 1 where bf16 accumulates: the config decides,
+    and by default it is fp32.
+    """
     more = {"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {}
 
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=101, precision="bf16"), **more))
+        engine = start(
+            model,
+            plain_sgd(model),
+            config_of(stage, Plan(accumulation=101, precision="bf16"), **more),
+        )
         for micro in range(101):
             x = torch.full((1, 1), 1.0 if micro == 0 else 2.0**-9, dtype=torch.bfloat16)
             engine.backward(engine(x), scale_wrt_gas=False)
@@ -92,7 +108,9 @@ def test_small_addends_survive_in_fp32(stage, accumulate, exact):
     for grads in on_ranks(RANKS, run, build=lambda: seeded(Adds)):
         for name, grad in grads.items():
             want = 1 + 100 * 2.0**-9 if exact else 1.0
-            assert torch.allclose(grad, torch.full_like(grad, want), rtol=1e-3), f"{name}: {grad.flatten()[0]:.6f}, expected {want:.6f}"
+            assert torch.allclose(grad, torch.full_like(grad, want), rtol=1e-3), (
+                f"{name}: {grad.flatten()[0]:.6f}, expected {want:.6f}"
+            )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -111,7 +129,8 @@ def test_the_norm_is_a_float_everywhere(stage, precision):
     found = on_ranks(RANKS, run)
     assert found == [found[0]] * RANKS
     assert found[0] == pytest.approx(
-        oracle.kept(PlainStack(), Plan(ranks=RANKS, steps=1)).norms[0], rel=2e-2 if precision == "bf16" else 5e-3
+        oracle.kept(PlainStack(), Plan(ranks=RANKS, steps=1)).norms[0],
+        rel=2e-2 if precision == "bf16" else 5e-3,
     )
 
 

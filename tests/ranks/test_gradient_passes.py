@@ -1,4 +1,6 @@
-"""What a backward does to gradients on their way into flat buffers: how many passes, over how many elements, in how many calls."""
+"""What a backward does to gradients on their way into flat buffers: how many passes, over how
+many elements, in how many calls.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RANKS = 3  # no power of two
 
 
 class Passes(TorchDispatchMode):
-    """Elements that were multiplied in place or added, and calls over lists, by the dtypes of what is written and what is read."""
+    """Elements that were multiplied in place or added, and calls over lists, by the dtypes of
+    what is written and what is read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,9 +30,15 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = (kwargs or {}).get("out")
-        if func._schema.name in ("aten::mul_", "aten::mul") and (out is not None or func._schema.name.endswith("_")):
+        if func._schema.name in ("aten::mul_", "aten::mul") and (
+            out is not None or func._schema.name.endswith("_")
+        ):
             self.multiplied += args[0].numel()
-        if func._schema.name.startswith("aten::_foreach_") and len(args) > 1 and isinstance(args[1], (list, tuple)):
+        if (
+            func._schema.name.startswith("aten::_foreach_")
+            and len(args) > 1
+            and isinstance(args[1], (list, tuple))
+        ):
             self.lists.add((func._schema.name, args[0][0].dtype, args[1][0].dtype))
         return func(*args, **(kwargs or {}))
 
@@ -51,14 +61,20 @@ def backwards(rank, models, stage, plan):
 @pytest.mark.parametrize("stage, precision", [(2, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_the_average_is_one_pass_over_this_ranks_chunk(stage, precision):
     models = [ARCHITECTURES["gpt2"].build() for _ in range(RANKS)]
-    for multiplied, padded, _ in run_ranks(RANKS, backwards, models, stage, Plan(ranks=RANKS, precision=precision)):
+    for multiplied, padded, _ in run_ranks(
+        RANKS, backwards, models, stage, Plan(ranks=RANKS, precision=precision)
+    ):
         assert 0 < multiplied <= padded // RANKS
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_of_another_dtype_are_added_in_one_call(stage):
-    """A list whose dtypes differ falls out of torch's fast path: it is added one parameter, one launch, after the other."""
+    """A list whose dtypes differ falls out of torch's fast path: it is added one parameter, one
+    launch, after the other.
+    """
     models = [ARCHITECTURES["gpt2"].build() for _ in range(2)]
     plan = Plan(ranks=2, precision="bf16", accumulation=2)
     for _, _, lists in run_ranks(2, backwards, models, stage, plan):
-        assert lists and all(one == other for name, one, other in lists if name != "aten::_foreach_copy_"), lists
+        assert lists and all(
+            one == other for name, one, other in lists if name != "aten::_foreach_copy_"
+        ), lists

@@ -1,4 +1,6 @@
-"""``parameter.grad = None`` and ``parameter.grad = tensor`` between a backward and the step do what they do in a plain loop."""
+"""``parameter.grad = None`` and ``parameter.grad = tensor`` between a backward and the step do
+what they do in a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,17 @@ def _all_dropped(model: nn.Module, at: At) -> None:
 
 
 WRITES: dict[str, Write] = {
-    each.__name__.strip("_"): each for each in (_cancelled_head, _replaced, _dropped_micro_batch, _begun_anew, _all_dropped)
+    each.__name__.strip("_"): each
+    for each in (_cancelled_head, _replaced, _dropped_micro_batch, _begun_anew, _all_dropped)
 }
 CPU = {"offload_optimizer": {"device": "cpu"}}
-SETTINGS = [*((stage, "fp32", {}) for stage in STAGES), (1, "fp32", CPU), (3, "fp32", CPU), (2, "fp16", {}), (0, "fp16", {})]
+SETTINGS = [
+    *((stage, "fp32", {}) for stage in STAGES),
+    (1, "fp32", CPU),
+    (3, "fp32", CPU),
+    (2, "fp16", {}),
+    (0, "fp16", {}),
+]
 CELLS = fast(
     [(write, *setting) for write in WRITES for setting in SETTINGS],
     lambda write, *setting: (list(WRITES).index(write) + SETTINGS.index(setting)) % 2 == 0,
@@ -81,7 +90,9 @@ def by_hand(write: Write) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("write", "stage", "precision", "more"), CELLS)
-def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(write: str, stage: int, precision: str, more: Any) -> None:
+def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(
+    write: str, stage: int, precision: str, more: Any
+) -> None:
     plan = Plan(ranks=RANKS, accumulation=WINDOW, precision=precision, scale=64.0)
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,7 +109,13 @@ def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(write: str, sta
         return weights
 
     for got in on_ranks(RANKS, run):
-        compare_tensors(f"weights, {write}", got, by_hand(WRITES[write]), 1e-5 if precision == "fp32" else 5e-3, 5e-6)
+        compare_tensors(
+            f"weights, {write}",
+            got,
+            by_hand(WRITES[write]),
+            1e-5 if precision == "fp32" else 5e-3,
+            5e-6,
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -119,12 +136,18 @@ def test_a_gradient_of_another_shape_is_refused_by_torch_and_changes_nothing(sta
 def test_a_gradient_whose_update_has_begun_is_refused() -> None:
     def run(rank: int, model: nn.Module) -> None:
         config = config_of(2)
-        config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
+        config["zero_optimization"] |= {
+            "offload_optimizer": {"device": "cpu", "update_in_backward": True}
+        }
         engine = start(model, adamw(model), config)
         for step in range(2):
             engine.backward(squared(engine, At(step, 0, rank)))
             if step:
-                with pytest.raises(PartitionError, match=r"writing head\.bias\.grad comes after a backward that has updated a part"):
+                with pytest.raises(
+                    PartitionError,
+                    match=r"writing head\.bias\.grad comes after a backward "
+                    r"that has updated a part",
+                ):
                     model.head.bias.grad = None
             engine.step()
         engine.destroy()
@@ -140,8 +163,14 @@ def test_the_optimizers_state_of_a_parameter_is_never_an_empty_dict(stage: int) 
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
         optimizer.load_state_dict(optimizer.state_dict())
-        for ask in (lambda: optimizer.state[model.head.bias], lambda: optimizer.state.get(model.head.bias)):
-            with pytest.raises(PartitionError, match=r"optimizer\.state\[head\.bias\].*safe_get_full_optimizer_state"):
+        for ask in (
+            lambda: optimizer.state[model.head.bias],
+            lambda: optimizer.state.get(model.head.bias),
+        ):
+            with pytest.raises(
+                PartitionError,
+                match=r"optimizer\.state\[head\.bias\].*safe_get_full_optimizer_state",
+            ):
                 ask()
         assert hf_zero.safe_get_full_optimizer_state(model.head.bias, "exp_avg").shape == (5,)
         engine.destroy(gather=True)

@@ -1,4 +1,6 @@
-"""The harness itself: results in order, failures named, hangs ended, and the next run undisturbed."""
+"""The harness itself: results in order, failures named, hangs ended, and the next run
+undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_no_group_is_left_behind():
 
 
 def test_collectives_are_asynchronous():
-    """Each rank starts two and waits for them afterwards, in another order than the other rank: nobody blocks at the start."""
+    """Each rank starts two and waits for them afterwards, in another order than the other rank:
+    nobody blocks at the start.
+    """
 
     def run(rank: int) -> tuple[float, float]:
         first, second = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
@@ -85,7 +89,10 @@ def test_groups_do_not_wait_for_each_other():
     def run(rank: int) -> list[float]:
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         values = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
-        works = [dist.all_reduce(values[i], group=groups[i], async_op=True) for i in ((0, 1) if rank else (1, 0))]
+        works = [
+            dist.all_reduce(values[i], group=groups[i], async_op=True)
+            for i in ((0, 1) if rank else (1, 0))
+        ]
         for work in works:
             work.wait()
         return [float(value) for value in values]

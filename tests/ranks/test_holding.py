@@ -1,4 +1,6 @@
-"""Models that are sharded before their training is configured: read, frozen, copied, destroyed, taken over."""
+"""Models that are sharded before their training is configured: read, frozen, copied, destroyed,
+taken over.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_initialize_takes_a_held_model_over(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_held_model_of_any_stage_keeps_its_dtype_and_is_taken_over(stage):
-    """A model that is evaluated before its training: in 16 bits nothing of its fp32 values may be lost."""
+    """A model that is evaluated before its training: in 16 bits nothing of its fp32 values may
+    be lost.
+    """
     want = {name: p.detach().clone() for name, p in stack().named_parameters()}
 
     def run(rank, model):
@@ -68,7 +72,9 @@ def test_a_held_model_of_any_stage_keeps_its_dtype_and_is_taken_over(stage):
 
 @pytest.mark.parametrize("serving, training", [(3, 3), (0, 2), (3, 1), (0, 3)])
 def test_a_model_that_has_served_is_trained(serving, training):
-    """Without an optimizer an engine computes, a reference say; the next one takes the model over, and the first still answers."""
+    """Without an optimizer an engine computes, a reference say; the next one takes the model
+    over, and the first still answers.
+    """
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
 
     def run(rank, model):
@@ -84,7 +90,10 @@ def test_a_model_that_has_served_is_trained(serving, training):
             engine.step()
         with torch.no_grad():
             assert torch.equal(squared(served, At(0, 0, rank)), squared(engine, At(0, 0, rank)))
-        assert all(flat.full.untyped_storage().nbytes() == 0 and flat._storage is None for flat in served.flats), "its memory is kept"
+        assert all(
+            flat.full.untyped_storage().nbytes() == 0 and flat._storage is None
+            for flat in served.flats
+        ), "its memory is kept"
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -114,12 +123,23 @@ def test_it_may_be_frozen_copied_and_read_before_it_is_trained():
         model.requires_grad_(False)
         model.head.requires_grad_(True)
         whole = copy.deepcopy(model.head)  # as adapters do with modules that are saved whole
-        assert {type(p) for p in whole.parameters()} == {nn.Parameter} and torch.equal(whole.weight, stack().head.weight)
-        assert float(model.blocks[0].up.weight.norm()) == pytest.approx(float(stack().blocks[0].up.weight.norm()))
-        with pytest.raises(ReleasedParameterError, match=r"zero_ on blocks\.2\.up\.weight"), torch.no_grad():
+        assert {type(p) for p in whole.parameters()} == {nn.Parameter} and torch.equal(
+            whole.weight, stack().head.weight
+        )
+        assert float(model.blocks[0].up.weight.norm()) == pytest.approx(
+            float(stack().blocks[0].up.weight.norm())
+        )
+        with (
+            pytest.raises(ReleasedParameterError, match=r"zero_ on blocks\.2\.up\.weight"),
+            torch.no_grad(),
+        ):
             model.blocks[2].up.weight.zero_()
         model.extra = whole
-        engine = start(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), config_of(3))
+        engine = start(
+            model,
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+            config_of(3),
+        )
         trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
         assert trained == {"head.weight", "head.bias", "extra.weight", "extra.bias"}
 
@@ -143,7 +163,12 @@ class Counted:
     """A source of elements that knows how many were read."""
 
     def __init__(self, values, sliceable):
-        self.values, self.sliceable, self.dtype, self.read_elements = values, sliceable, values.dtype, 0
+        self.values, self.sliceable, self.dtype, self.read_elements = (
+            values,
+            sliceable,
+            values.dtype,
+            0,
+        )
 
     def read(self, start, out):
         self.read_elements += out.numel()
@@ -162,14 +187,19 @@ def test_each_rank_reads_its_own_elements_of_pending_parameters(sliceable, dtype
     def run(rank, model):
         for prefix, module in model.named_modules():
             for name, parameter in list(module._parameters.items()):
-                source = sources[rank][f"{prefix}.{name}"] = Counted(parameter.detach().to(dtype), sliceable)
+                source = sources[rank][f"{prefix}.{name}"] = Counted(
+                    parameter.detach().to(dtype), sliceable
+                )
                 module._parameters[name] = pending(parameter.shape, source)
         held(model)
         assert {p.dtype for p in model.parameters()} == {dtype}
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     for state in on_ranks(4, run):
-        assert all(torch.equal(value, state[name].to(dtype)) for name, value in stack().to(dtype).state_dict().items())
+        assert all(
+            torch.equal(value, state[name].to(dtype))
+            for name, value in stack().to(dtype).state_dict().items()
+        )
     read = [sum(source.read_elements for source in mine.values()) for mine in sources]
     total = sum(p.numel() for p in stack().parameters())
     assert sum(read) == total, "something is read twice"
@@ -181,7 +211,9 @@ def test_data_of_another_shape_is_told():
         held(model)
         with (
             pytest.raises(
-                PartitionError, match=r"head\.weight of shape \(5, 32\) was given data of shape \(7, 32\).*put a new nn\.Parameter"
+                PartitionError,
+                match=r"head\.weight of shape \(5, 32\) was given data of shape \(7, "
+                r"32\).*put a new nn\.Parameter",
             ),
             hf_zero.GatheredParameters(model.head.weight),
         ):

@@ -29,7 +29,8 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 def mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=2, intermediate_size=48,
         num_local_experts=4, max_position_embeddings=16, experts_implementation="eager",
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config)
@@ -40,15 +41,21 @@ def with_mask(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-# What the models of transformers read back in a forward of two layers, given a mask that masks nothing: whether it does, by
-# its file; and in the eager experts of Mixtral, layer by layer, which experts were chosen and by which tokens.
+# What the models of transformers read back in a forward of two layers, given a mask that masks
+# nothing: whether it does, by its file; and in the eager experts of Mixtral, layer by layer, which
+# experts were chosen and by which tokens.
 OF_THE_MODELS: dict[str, Callable[[dict[str, int]], bool]] = {
     "bert": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
     "gpt2": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
     "llama": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
     "t5": lambda found: found == {f"masking_utils.py: {SCALAR}": 2},
     "mixtral": lambda found: (
-        found.keys() == {f"masking_utils.py: {SCALAR}", f"modeling_mixtral.py: {SCALAR}", "modeling_mixtral.py: nonzero"}
+        found.keys()
+        == {
+            f"masking_utils.py: {SCALAR}",
+            f"modeling_mixtral.py: {SCALAR}",
+            "modeling_mixtral.py: nonzero",
+        }
     ),
 }
 FAMILIES = {
@@ -71,7 +78,8 @@ def counted(rank: int, models: list[nn.Module], batch: Any, config: dict[str, An
 
 
 def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
-    if precision == "fp16" or offload:  # whether the step overflowed; the divisor for the host's update
+    # whether the step overflowed; the divisor for the host's update
+    if precision == "fp16" or offload:
         return {f"updating.py: {SCALAR}": 2 if precision == "fp16" and offload else 1}
     return {}
 
@@ -95,11 +103,15 @@ def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
         ),
     ),
 )
-def test_the_engine_reads_nothing_back(family: str, stage: int, precision: str, offload: str) -> None:
+def test_the_engine_reads_nothing_back(
+    family: str, stage: int, precision: str, offload: str
+) -> None:
     architecture = FAMILIES[family]
     config = config_of(stage, Plan(accumulation=2, clip=1.0, precision=precision))
     config["zero_optimization"].update(OFFLOADS[offload])
-    for syncs in run_ranks(2, counted, [architecture.build() for _ in range(2)], architecture.batch, config):
+    for syncs in run_ranks(
+        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config
+    ):
         engine = syncs.of("hf_zero")
         if offload:  # step counters of states that are in host memory
             engine.pop(f"offloaded.py: {SCALAR}", None)
@@ -111,11 +123,13 @@ def test_the_engine_reads_nothing_back(family: str, stage: int, precision: str, 
 
 def test_without_clipping_a_norm_is_not_read_either() -> None:
     architecture = FAMILIES["llama"]
-    for syncs in run_ranks(2, counted, [architecture.build() for _ in range(2)], architecture.batch, config_of(1)):
+    for syncs in run_ranks(
+        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config_of(1)
+    ):
         assert not syncs.of("hf_zero")
 
 
-# -- the counter itself ------------------------------------------------------------------------------------------------
+# -- the counter itself ----------------------------------------------------------------------------
 
 X = torch.arange(6.0)
 WAITS: dict[str, Callable[[], Any]] = {

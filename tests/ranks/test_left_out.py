@@ -1,4 +1,6 @@
-"""Ranks that leave out blocks, each its own in every step: numbers are the oracle's, with zeros for what was left out."""
+"""Ranks that leave out blocks, each its own in every step: numbers are the oracle's, with zeros
+for what was left out.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,35 @@ from tests.helpers.training import At, Driver, Plan, adamw
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
-def check(job: LeftOut, ranks: int, accumulation: int, stage: int, steps: int = 3, **more: object) -> None:
+def check(
+    job: LeftOut, ranks: int, accumulation: int, stage: int, steps: int = 3, **more: object
+) -> None:
     plan = Plan(ranks=ranks, steps=steps, accumulation=accumulation)
     trace = train_on_threads(job, plan, engine_opener(stage, **more))
     oracle.compare(trace, oracle.run(job, plan), weight_floor=oracle.ROUNDING)
 
 
 ENDS = [(13, 12, 11, 10, 9), (10,), (0, 1, 2, 3, 4, 5)]
-ONE = [(rank, blocks, since, stage) for rank in (0, 1) for blocks in ENDS for since in (0, 2) for stage in (0, 1, 2, 3)]
+ONE = [
+    (rank, blocks, since, stage)
+    for rank in (0, 1)
+    for blocks in ENDS
+    for since in (0, 2)
+    for stage in (0, 1, 2, 3)
+]
 
 
-@pytest.mark.parametrize("rank, blocks, since, stage", fast(ONE, lambda rank, blocks, since, stage: stage == 3 or (rank, since) == (1, 2)))
+@pytest.mark.parametrize(
+    "rank, blocks, since, stage",
+    fast(ONE, lambda rank, blocks, since, stage: stage == 3 or (rank, since) == (1, 2)),
+)
 def test_one_rank_leaves_out_blocks(rank, blocks, since, stage):
     check(LeftOut(14, on_one(rank, *blocks, since=since)), 2, 1, stage)
 
 
-@pytest.mark.parametrize("ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)])
+@pytest.mark.parametrize(
+    "ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)]
+)
 def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints):
     check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, accumulation, 3)
 
@@ -54,7 +69,9 @@ class _Masking(Dropping):
 
 
 class _MaskOnSomeRanks(LeftOut):
-    """A tensor for the keyword on one rank, and for the others None or, ``absent``, nothing; from ``since`` on, before on all."""
+    """A tensor for the keyword on one rank, and for the others None or, ``absent``, nothing;
+    from ``since`` on, before on all.
+    """
 
     def __init__(self, absent: bool, since: int) -> None:
         super().__init__(3, lambda at: ())
@@ -64,16 +81,24 @@ class _MaskOnSomeRanks(LeftOut):
         return seeded(lambda: _Masking(self.depth, 8))
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
-        mask = torch.full((1,), 0.5, dtype=net.dtype) if at.rank == 0 or at.step < self.since else None
+        mask = (
+            torch.full((1,), 0.5, dtype=net.dtype) if at.rank == 0 or at.step < self.since else None
+        )
         given = {} if mask is None and self.absent else {"mask": mask}
-        return net(features(at.step, at.micro, at.rank).to(net.dtype), **given).float().pow(2).mean()
+        return (
+            net(features(at.step, at.micro, at.rank).to(net.dtype), **given).float().pow(2).mean()
+        )
 
 
 @pytest.mark.parametrize("absent, since", [(False, 0), (True, 0), (True, 2)])
 def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
     plan = Plan(ranks=2, steps=4, accumulation=1)
     job = _MaskOnSomeRanks(absent, since)
-    oracle.compare(train_on_threads(job, plan, engine_opener(3), timeout=20.0), oracle.run(job, plan), weight_floor=oracle.ROUNDING)
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(3), timeout=20.0),
+        oracle.run(job, plan),
+        weight_floor=oracle.ROUNDING,
+    )
 
 
 @pytest.mark.long
@@ -86,7 +111,9 @@ def test_at_random_everywhere(ranks, accumulation, checkpoints, stage):
 
 
 class _Leaving(nn.Module):
-    """A block that leaves a result where no hook sees it, so that its unit stays whole as long as that lives."""
+    """A block that leaves a result where no hook sees it, so that its unit stays whole as long
+    as that lives.
+    """
 
     def __init__(self, left: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""destroy() gives a plain model back, and several engines live side by side or one after another."""
+"""destroy() gives a plain model back, and several engines live side by side or one after
+another.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage):
                 module._state_dict_hooks,
             )
             assert not any(hooks), f"{type(module).__name__} keeps hooks"
-        oracle.compare_tensors("weights", {name: p.detach() for name, p in model.named_parameters()}, want)
+        oracle.compare_tensors(
+            "weights", {name: p.detach() for name, p in model.named_parameters()}, want
+        )
         model.requires_grad_(False).requires_grad_(True)
         squared(model, At(0, 0, rank)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

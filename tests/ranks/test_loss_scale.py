@@ -92,11 +92,26 @@ def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(stage, overflowin
     def run(rank, model):
         optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        engine = start(model, optimizer, config_of(stage, fp16=fp16(), gradient_clipping=0.1), lr_scheduler=scheduler)
+        engine = start(
+            model,
+            optimizer,
+            config_of(stage, fp16=fp16(), gradient_clipping=0.1),
+            lr_scheduler=scheduler,
+        )
 
         def everything():
-            shards = [{name: t.clone() for name, t in engine.bound.tensors(flat).items()} for flat in engine.flats if flat.trainable]
-            return full_weights(engine), shards, engine.bound.scalars(), copy.deepcopy(scheduler.state_dict()), engine.get_lr()
+            shards = [
+                {name: t.clone() for name, t in engine.bound.tensors(flat).items()}
+                for flat in engine.flats
+                if flat.trainable
+            ]
+            return (
+                full_weights(engine),
+                shards,
+                engine.bound.scalars(),
+                copy.deepcopy(scheduler.state_dict()),
+                engine.get_lr(),
+            )
 
         one_step(engine, rank, 0, overflow=False)
         before = everything()
@@ -130,7 +145,9 @@ def test_an_overflow_in_one_micro_batch_spoils_its_window_alone(stage):
             engine.backward(loss * float("inf") if micro == 0 and rank == 0 else loss)
             engine.step()
         assert engine.optimizer.overflow is True
-        assert all(torch.equal(weight, first[name]) for name, weight in full_weights(engine).items())
+        assert all(
+            torch.equal(weight, first[name]) for name, weight in full_weights(engine).items()
+        )
         for micro in range(2):
             engine.backward(squared(engine, At(1, micro, rank), HALF))
             engine.step()
@@ -163,8 +180,13 @@ def test_a_scale_too_large_finds_its_level(stage):
 
 def test_an_fp16_loss_that_cannot_carry_its_scale():
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0}))
-        with pytest.raises(PartitionError, match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32"):
+        engine = start(
+            model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0})
+        )
+        with pytest.raises(
+            PartitionError,
+            match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32",
+        ):
             engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
         engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)
 

@@ -1,4 +1,6 @@
-"""Mixtures of experts: ranks and steps that use different experts, or none of some, at every stage."""
+"""Mixtures of experts: ranks and steps that use different experts, or none of some, at every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,33 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LAYOUT = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "MixtralSparseMoeBlock", {**GQA, **ROUTED, "num_local_experts": 6}),
-    "qwen2_moe": ("Qwen2Moe", "Qwen2MoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24}),
-    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS, "head_dim": 8}),
-    "deepseek_v3": ("DeepseekV3", "DeepseekV3MoE", {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS}),
-    "gpt_oss": ("GptOss", "GptOssMLP", {**GQA, **ROUTED, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        "Qwen2MoeSparseMoeBlock",
+        {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "Qwen3MoeSparseMoeBlock",
+        {**GQA, **ROUTED, **EXPERTS, "head_dim": 8},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        "DeepseekV3MoE",
+        {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        "GptOssMLP",
+        {**GQA, **ROUTED, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
 }
 
 
 class Routed(Job):
-    """A model of transformers whose router sends the tokens of each rank and step elsewhere; the loss has its own term for that."""
+    """A model of transformers whose router sends the tokens of each rank and step elsewhere; the
+    loss has its own term for that.
+    """
 
     def __init__(self, name: str, leaf: bool = False) -> None:
         self.name, self.leaf = f"{name}, a leaf" if leaf else name, leaf
@@ -54,21 +74,30 @@ class Routed(Job):
         ids = tokens(at.step, at.micro, at.rank)
         output = net(input_ids=ids, labels=ids)
         if "router_aux_loss_coef" in self.options:
-            assert output.aux_loss > 0.0 and len(output.router_logits) == self.options["num_hidden_layers"]
+            assert (
+                output.aux_loss > 0.0
+                and len(output.router_logits) == self.options["num_hidden_layers"]
+            )
         return output.loss
 
 
 def sessions(stage: int, **more: Any) -> Callable[..., OnEngine]:
-    return lambda model, optimizer, plan: OnEngine(start(model, optimizer, config_of(stage, plan, **more)), plan)
+    return lambda model, optimizer, plan: OnEngine(
+        start(model, optimizer, config_of(stage, plan, **more)), plan
+    )
 
 
-@pytest.mark.parametrize("leaf", [False, pytest.param(True, marks=pytest.mark.long)], ids=["as it is", "a leaf"])
+@pytest.mark.parametrize(
+    "leaf", [False, pytest.param(True, marks=pytest.mark.long)], ids=["as it is", "a leaf"]
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_models_of_transformers(stage: int, name: str, leaf: bool) -> None:
     plan = Plan(ranks=2, steps=3, accumulation=2)
     oracle.compare(
-        train_on_threads(Routed(name, leaf), plan, sessions(stage)), oracle.kept(Routed(name), plan), weight_floor=oracle.ROUNDING
+        train_on_threads(Routed(name, leaf), plan, sessions(stage)),
+        oracle.kept(Routed(name), plan),
+        weight_floor=oracle.ROUNDING,
     )
 
 
@@ -83,7 +112,10 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A ModuleList of experts, each called with its own rows and not at all without any. ``chosen``: [rows] of expert numbers."""
+    """A ModuleList of experts, each called with its own rows and not at all without any.
+
+    ``chosen``: [rows] of expert numbers.
+    """
 
     def __init__(self, count: int = 5) -> None:
         super().__init__()
@@ -172,13 +204,20 @@ def test_experts_without_tokens(stage: int, model: type[nn.Module], pattern: str
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern: str, heard: list[str]) -> None:
     job = Patterned(Flat, pattern, leaf=True)
-    oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(Patterned(Flat, pattern), PLAN))
+    oracle.compare(
+        train_on_threads(job, PLAN, sessions(3)), oracle.kept(Patterned(Flat, pattern), PLAN)
+    )
     assert not any("outside the recorded order" in message for message in heard)
 
 
 @pytest.mark.parametrize("leaf", [False, True])
 def test_what_a_leaf_changes(leaf: bool) -> None:
-    units = {model: [unit.name for unit in cut(Patterned(model, "others on other ranks", leaf).build())[0]] for model in (Flat, Layered)}
+    units = {
+        model: [
+            unit.name for unit in cut(Patterned(model, "others on other ranks", leaf).build())[0]
+        ]
+        for model in (Flat, Layered)
+    }
     experts = [f"mixture.experts.{number}" for number in range(5)]
     assert units[Flat] == ["", *(["mixture"] if leaf else experts)]
     assert units[Layered] == ["", *(f"layers.{number}" for number in range(3))]
@@ -187,4 +226,7 @@ def test_what_a_leaf_changes(leaf: bool) -> None:
 def test_without_the_mark_a_rank_that_calls_another_expert_says_so(heard: list[str]) -> None:
     job = Patterned(Flat, "in step 2 as never before")
     oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(job, PLAN))
-    assert any("mixture.experts.4 is needed here outside the recorded order" in message for message in heard)
+    assert any(
+        "mixture.experts.4 is needed here outside the recorded order" in message
+        for message in heard
+    )

@@ -1,4 +1,6 @@
-"""Offloaded optimizer state and parameters against the oracle, and bit for bit against the same training on the device."""
+"""Offloaded optimizer state and parameters against the oracle, and bit for bit against the same
+training on the device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from hf_zero.ops import native
 from hf_zero.optim import CPUAdam, Lion
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import OnEngine, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    OnEngine,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import WAYS, offload, stages_of
 from tests.helpers.ranks import run_ranks
@@ -26,14 +35,26 @@ CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
 
 
 def covering() -> list[tuple]:
-    """Each way at each of its stages in each precision; ranks, accumulation, clipping and architecture take turns.
+    """Each way at each of its stages in each precision; ranks, accumulation, clipping and
+    architecture take turns.
 
-    The fast suite runs each way at each of its stages in fp32, and in one of the 16-bit precisions, which take turns.
+    The fast suite runs each way at each of its stages in fp32, and in one of the 16-bit precisions,
+    which take turns.
     """
     cells = []
     for index, ((way, stage), precision) in enumerate(itertools.product(CELLS, PRECISIONS)):
         name = ("bert", "gpt2", "llama", "t5")[index % 4]
-        cells.append((way, stage, precision, (1, 2, 3)[(index // 2) % 3], (1, 2)[(index // 3) % 2], (0.0, 1.0)[(index // 5) % 2], name))
+        cells.append(
+            (
+                way,
+                stage,
+                precision,
+                (1, 2, 3)[(index // 2) % 3],
+                (1, 2)[(index // 3) % 2],
+                (0.0, 1.0)[(index // 5) % 2],
+                name,
+            )
+        )
     seldom = {cell for at, cell in enumerate(cells) if at % 3 == 1 + at // 3 % 2}
     return fast(cells, lambda *cell: cell not in seldom)
 
@@ -41,12 +62,20 @@ def covering() -> list[tuple]:
 def check(way, stage, precision, ranks, accumulation, clip, name, folder: Path, **more) -> None:
     job = ArchitectureJob(ARCHITECTURES[name])
     plan = Plan(ranks=ranks, steps=4, accumulation=accumulation, precision=precision, clip=clip)
-    got = train_on_threads(job, plan, engine_opener(stage, zero_optimization=offload(way, stage, folder, **more)))
+    got = train_on_threads(
+        job, plan, engine_opener(stage, zero_optimization=offload(way, stage, folder, **more))
+    )
     exact = oracle.kept(job, Plan(ranks=ranks, steps=4, accumulation=accumulation, clip=clip))
     if precision == "fp32":
         oracle.compare(got, exact)
     else:
-        oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
+        oracle.compare_mixed(
+            got,
+            oracle.mixed(job, plan, stage),
+            exact,
+            plan.dtype,
+            oracle.factor_at(stage, plan.ranks),
+        )
     gc.collect()  # shards stay as long as the model, so that another engine can take them over
     assert list(folder.iterdir()) == [], "files are left behind"
 
@@ -82,7 +111,9 @@ def adagrad(model):
 
 
 def dampened(model):
-    return torch.optim.SGD(trainable(model), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01)
+    return torch.optim.SGD(
+        trainable(model), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01
+    )
 
 
 def nadam(model):
@@ -94,7 +125,11 @@ PLACES = ("optimizer on cpu", "optimizer in files")
 
 
 @pytest.mark.parametrize(
-    "way, make", fast(itertools.product(PLACES, OPTIMIZERS), lambda way, make: way == PLACES[OPTIMIZERS.index(make) % 2])
+    "way, make",
+    fast(
+        itertools.product(PLACES, OPTIMIZERS),
+        lambda way, make: way == PLACES[OPTIMIZERS.index(make) % 2],
+    ),
 )
 def test_every_optimizer(way, make, tmp_path):
     """Those that a host kernel updates, and those that step themselves."""
@@ -136,9 +171,14 @@ def core(request, monkeypatch):
     native._loaded.cache_clear()
 
 
-@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)])
+@pytest.mark.parametrize(
+    "way, stage",
+    [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)],
+)
 def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
-    """The same kernel does the update: RMSprop steps itself on both sides, as AdamW does without the native core; CPUAdam is the host kernel on both."""
+    """The same kernel does the update: RMSprop steps itself on both sides, as AdamW does without
+    the native core; CPUAdam is the host kernel on both.
+    """
     for make in (rmsprop, cpu_adam, *([fused_adamw] if core == "torch" else [])):
         results = []
         for section in ({"stage": stage}, offload(way, stage, tmp_path)):
@@ -151,21 +191,35 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage, ranks", [(1, 2), (2, 1), (3, 2)])
-def test_what_fits_on_the_device_comes_back_after_the_first_step(stage, ranks, precision, tmp_path, monkeypatch):
-    """Device memory that the first step has left over takes the units that come first; training goes on as before."""
-    room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks  # for some of the flats of a rank, not all
+def test_what_fits_on_the_device_comes_back_after_the_first_step(
+    stage, ranks, precision, tmp_path, monkeypatch
+):
+    """Device memory that the first step has left over takes the units that come first; training
+    goes on as before.
+    """
+    # for some of the flats of a rank, not all
+    room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
     monkeypatch.setattr(updating, "room_beside_a_step", lambda device: room)
     homes, allocations = [], []
 
     def opener(model, optimizer, plan):
-        config = config_of(stage, plan, zero_optimization=offload("optimizer on cpu", stage, tmp_path, ratio="auto"))
+        config = config_of(
+            stage,
+            plan,
+            zero_optimization=offload("optimizer on cpu", stage, tmp_path, ratio="auto"),
+        )
 
         class Seen(OnEngine):
             def step(self):
                 super().step()
                 back = [flat for flat in self.engine.flats if flat.states is None]
                 homes.append([flat in back for flat in self.engine.flats])
-                allocations.append([len({getattr(flat, each).untyped_storage()._cdata for flat in back}) for each in ("master", "grad")])
+                allocations.append(
+                    [
+                        len({getattr(flat, each).untyped_storage()._cdata for flat in back})
+                        for each in ("master", "grad")
+                    ]
+                )
 
         return Seen(start(model, optimizer, config), plan)
 
@@ -194,7 +248,11 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(stage, ranks, p
 def test_updates_begin_in_the_backward(way, precision, accumulation, tmp_path, monkeypatch):
     begun = []
     early = Updater.start_early
-    monkeypatch.setattr(Updater, "start_early", lambda self, update, unit: (begun.append(unit.label), early(self, update, unit))[1])
+    monkeypatch.setattr(
+        Updater,
+        "start_early",
+        lambda self, update, unit: (begun.append(unit.label), early(self, update, unit))[1],
+    )
     check(way, 3, precision, 2, accumulation, 0.0, "llama", tmp_path, update_in_backward=True)
     assert len(begun) >= 2 * 3 * 3, "two ranks, the steps after the first, the units"
     begun.clear()

@@ -49,31 +49,50 @@ def held(rank, models, config):
     return found
 
 
-CELLS = [(way, stage, precision, "fp32") for way in WAYS for stage in stages_of(way) for precision in ("fp32", "bf16")]
-CELLS += [("optimizer on cpu", 2, "bf16", moments) for moments in ("bf16", "int8")] + [("all in files", 3, "bf16", "int8")]
+CELLS = [
+    (way, stage, precision, "fp32")
+    for way in WAYS
+    for stage in stages_of(way)
+    for precision in ("fp32", "bf16")
+]
+CELLS += [("optimizer on cpu", 2, "bf16", moments) for moments in ("bf16", "int8")] + [
+    ("all in files", 3, "bf16", "int8")
+]
 
 
 @pytest.mark.parametrize("way, stage, precision, moments", CELLS)
 def test_tiers_hold_what_was_estimated(way, stage, precision, moments, tmp_path):
     plan = Plan(ranks=RANKS, precision=precision, clip=1.0)
-    config = config_of(stage, plan, zero_optimization=offload(way, stage, tmp_path, moments=moments))
+    config = config_of(
+        stage, plan, zero_optimization=offload(way, stage, tmp_path, moments=moments)
+    )
     models = [LLAMA.build() for _ in range(RANKS)]
     wanted = ZeroConfig.from_dict(config).resolve(RANKS)
     groups = groups_of(cut(models[0])[0], models[0], precision)
     said = needs(groups, replace(Bytes.of(wanted, RANKS, False, 2)))
     found = run_ranks(RANKS, held, models, config)[0]
-    for tier, estimated in (("device", total(said.device)), ("ram", total(said.ram)), ("disk", total(said.disk))):
+    for tier, estimated in (
+        ("device", total(said.device)),
+        ("ram", total(said.ram)),
+        ("disk", total(said.disk)),
+    ):
         assert found[tier] == pytest.approx(estimated, rel=0.1), tier
 
 
 def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(tmp_path):
     def run(rank, model):
         optimizer = adamw(model)
-        engine = start(model, optimizer, config_of(2, zero_optimization=offload("optimizer on cpu", 2, tmp_path)))
+        engine = start(
+            model,
+            optimizer,
+            config_of(2, zero_optimization=offload("optimizer on cpu", 2, tmp_path)),
+        )
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
         arenas = list(engine._placement._arenas.values())
-        assert sum(arena.nbytes for arena in arenas) > 4 * 4 * sum(p.numel() for p in model.parameters())
+        assert sum(arena.nbytes for arena in arenas) > 4 * 4 * sum(
+            p.numel() for p in model.parameters()
+        )
         engine.destroy()
         gc.collect()
         assert sum(arena.nbytes for arena in arenas) == 0
@@ -83,12 +102,20 @@ def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["none", "optimizer on cpu", "all in files"])
-def test_memory_of_the_model_goes_back_unit_by_unit_where_the_host_needs_it(way, tmp_path, monkeypatch):
+def test_memory_of_the_model_goes_back_unit_by_unit_where_the_host_needs_it(
+    way, tmp_path, monkeypatch
+):
     called = []
     monkeypatch.setattr(materialize, "give_back_freed", lambda: called.append(1))
 
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, zero_optimization=offload(way, 3, tmp_path) if way != "none" else {"stage": 3}))
+        engine = start(
+            model,
+            adamw(model),
+            config_of(
+                3, zero_optimization=offload(way, 3, tmp_path) if way != "none" else {"stage": 3}
+            ),
+        )
         assert len(called) == (0 if way == "none" else len(engine.units))
         engine.destroy()
 

@@ -1,4 +1,6 @@
-"""Updates that begin in the backward: what may not come between it and its step is refused, because nothing takes it back."""
+"""Updates that begin in the backward: what may not come between it and its step is refused,
+because nothing takes it back.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,19 @@ def clipped(engine: Any) -> None:
     engine.step()
 
 
-CLIPPING, INCOMPLETE = "gradient clipping that was switched on after the backward", "a step whose gradients are not complete"
+CLIPPING, INCOMPLETE = (
+    "gradient clipping that was switched on after the backward",
+    "a step whose gradients are not complete",
+)
 AFTER: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
     "another backward": ("another backward", lambda engine, folder: backward(engine, 3)),
     "engine.zero_grad": ("zero_grad()", lambda engine, folder: engine.zero_grad()),
     "optimizer.zero_grad": ("zero_grad()", lambda engine, folder: engine.optimizer.zero_grad()),
     "clipping": (CLIPPING, lambda engine, folder: clipped(engine)),
-    "save_checkpoint": ("save_checkpoint()", lambda engine, folder: engine.save_checkpoint(str(folder))),
+    "save_checkpoint": (
+        "save_checkpoint()",
+        lambda engine, folder: engine.save_checkpoint(str(folder)),
+    ),
 }
 
 
@@ -73,7 +81,10 @@ def test_what_would_use_a_half_updated_model_is_refused(what: str, tmp_path: Pat
         train(engine, range(2))
         backward(engine, 2)
         assert engine.updater.early is not None
-        with pytest.raises(PartitionError, match=re.escape(f"{words} comes after a backward that has updated a part of the model")):
+        with pytest.raises(
+            PartitionError,
+            match=re.escape(f"{words} comes after a backward that has updated a part of the model"),
+        ):
             call(engine, tmp_path)
         engine.destroy()
 
@@ -120,7 +131,10 @@ def test_windows_whose_end_is_said_from_outside(tmp_path: Path) -> None:
                 engine.set_gradient_accumulation_boundary(micro == 2)
                 engine.backward(squared(engine, At(step, micro, rank)) / 3)
             engine.step()
-        weights = {name: hf_zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        weights = {
+            name: hf_zero.safe_get_full_fp32_param(p).clone()
+            for name, p in engine.module.named_parameters()
+        }
         engine.destroy()
         return weights
 

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.errors import CheckpointError, ConfigError, DiskSpaceError, OffloadError, RankMismatchError
+from hf_zero.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskSpaceError,
+    OffloadError,
+    RankMismatchError,
+)
 from hf_zero.ops.files import parse_faults
 from hf_zero.optim.piecewise import Update
 from tests.helpers.engines import config_of, full_weights, start
@@ -28,7 +34,9 @@ def opened(model: torch.nn.Module, way: str, stage: int, folder: Path, **more: A
     section = offload(way, stage, folder)
     if way == "all in files":
         section["offload_param"]["max_in_cpu"] = 0
-    return start(model, adamw(model), config_of(stage, Plan(clip=1.0, **more), zero_optimization=section))
+    return start(
+        model, adamw(model), config_of(stage, Plan(clip=1.0, **more), zero_optimization=section)
+    )
 
 
 def train(engine: Any, rank: int, steps: range) -> None:
@@ -64,11 +72,19 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param("write:1:ENOSPC", marks=pytest.mark.long), "write:7+:EIO", pytest.param("write:2+:ENOSPC", marks=pytest.mark.long)],
+    [
+        pytest.param("write:1:ENOSPC", marks=pytest.mark.long),
+        "write:7+:EIO",
+        pytest.param("write:2+:ENOSPC", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_a_disk_that_is_full_loses_no_step(way: str, stage: int, fault: str, tmp_path: Path) -> None:
-    """On one rank of two: the step is complete, the next one is refused on both, and what is saved goes on elsewhere."""
+def test_a_disk_that_is_full_loses_no_step(
+    way: str, stage: int, fault: str, tmp_path: Path
+) -> None:
+    """On one rank of two: the step is complete, the next one is refused on both, and what is
+    saved goes on elsewhere.
+    """
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
 
@@ -82,7 +98,10 @@ def test_a_disk_that_is_full_loses_no_step(way: str, stage: int, fault: str, tmp
         train(engine, rank, range(2, 3))
         for _ in range(2):
             engine.backward(squared(engine, At(3, 0, rank)))
-            with pytest.raises(OffloadError, match=rf"rank 1: .*writing .* of rank 1; its values.*{disk}.*save a checkpoint now"):
+            with pytest.raises(
+                OffloadError,
+                match=rf"rank 1: .*writing .* of rank 1; its values.*{disk}.*save a checkpoint now",
+            ):
                 engine.step()
             engine.zero_grad()
         same(full_weights(engine), want_three)
@@ -103,9 +122,13 @@ def test_a_disk_that_is_full_loses_no_step(way: str, stage: int, fault: str, tmp
     same(on_ranks(2, resume)[0], want_five)
 
 
-@pytest.mark.parametrize("fault", ["read:1+:short,write:1+:short", "read:2:slow=30,write:3:slow=30"])
+@pytest.mark.parametrize(
+    "fault", ["read:1+:short,write:1+:short", "read:2:slow=30,write:3:slow=30"]
+)
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_short_and_slow_transfers_change_nothing(way: str, stage: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_and_slow_transfers_change_nothing(
+    way: str, stage: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", fault)
 
     def run(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,7 +142,9 @@ def test_short_and_slow_transfers_change_nothing(way: str, stage: int, fault: st
 
 
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(way: str, stage: int, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(
+    way: str, stage: int, tmp_path: Path
+) -> None:
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
 
@@ -147,17 +172,29 @@ def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(way: 
 
 def held_files(folder: Path) -> list[str]:
     links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    return [target for link in links if link.is_symlink() and str(folder) in (target := os.readlink(link))]
+    return [
+        target
+        for link in links
+        if link.is_symlink() and str(folder) in (target := os.readlink(link))
+    ]
 
 
 def update_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf-zero update")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("hf-zero update")
+    ]
 
 
-@pytest.mark.parametrize("how", ["destroy", "drop", "exception", pytest.param("interrupt", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how", ["destroy", "drop", "exception", pytest.param("interrupt", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_threads_and_files_go_with_the_engine(way: str, stage: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is destroyed or dropped while an update is under way, or after a forward that has failed."""
+def test_threads_and_files_go_with_the_engine(
+    way: str, stage: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is destroyed or dropped while an update is under way, or after a forward that
+    has failed.
+    """
 
     def run(rank: int, model: torch.nn.Module) -> Any:
         engine = opened(model, way, stage, tmp_path)
@@ -165,7 +202,9 @@ def test_threads_and_files_go_with_the_engine(way: str, stage: int, how: str, tm
         assert held_files(tmp_path) and update_threads()
         if how in ("exception", "interrupt"):
             kind = ValueError if how == "exception" else KeyboardInterrupt
-            model.blocks[1].register_forward_pre_hook(lambda module, args: (_ for _ in ()).throw(kind("stop")))
+            model.blocks[1].register_forward_pre_hook(
+                lambda module, args: (_ for _ in ()).throw(kind("stop"))
+            )
             with pytest.raises(kind, match="stop"):
                 train(engine, rank, range(2, 3))
         if how == "destroy":
@@ -181,13 +220,19 @@ def test_threads_and_files_go_with_the_engine(way: str, stage: int, how: str, tm
     assert not update_threads() and not held_files(tmp_path) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [ValueError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [ValueError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("way, stage", [*WAYS, ("all on cpu", 3)])
-def test_training_goes_on_after_a_forward_that_failed(way: str, stage: int, kind: type[BaseException], tmp_path: Path) -> None:
+def test_training_goes_on_after_a_forward_that_failed(
+    way: str, stage: int, kind: type[BaseException], tmp_path: Path
+) -> None:
     def run(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         engine = opened(model, way, stage, tmp_path)
         for step in range(3):
-            fails = model.blocks[1].register_forward_pre_hook(lambda module, args: (_ for _ in ()).throw(kind("stop")))
+            fails = model.blocks[1].register_forward_pre_hook(
+                lambda module, args: (_ for _ in ()).throw(kind("stop"))
+            )
             with pytest.raises(kind, match="stop"):
                 engine(torch.ones(2, 7))
             fails.remove()
@@ -200,8 +245,13 @@ def test_training_goes_on_after_a_forward_that_failed(way: str, stage: int, kind
 
 
 def test_two_engines_share_a_disk(tmp_path: Path) -> None:
-    def run(rank: int, model: torch.nn.Module, other: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-        first, second = opened(model, "all in files", 3, tmp_path), opened(other, "optimizer in files", 2, tmp_path)
+    def run(
+        rank: int, model: torch.nn.Module, other: torch.nn.Module
+    ) -> list[dict[str, torch.Tensor]]:
+        first, second = (
+            opened(model, "all in files", 3, tmp_path),
+            opened(other, "optimizer in files", 2, tmp_path),
+        )
         for step in range(3):
             train(first, rank, range(step, step + 1))
             train(second, rank, range(step, step + 1))
@@ -227,7 +277,9 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((7,), float(place))
 
 
-@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)])
+@pytest.mark.parametrize(
+    "way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)]
+)
 def test_workers_of_a_data_loader_are_forked_beside_an_update(
     way: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +293,9 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
     def run(rank: int, model: torch.nn.Module, beside: bool) -> dict[str, torch.Tensor]:
         engine = opened(model, way, stage, tmp_path)
         for _ in range(2):
-            loader = torch.utils.data.DataLoader(Rows(), batch_size=3, num_workers=2, multiprocessing_context="fork")
+            loader = torch.utils.data.DataLoader(
+                Rows(), batch_size=3, num_workers=2, multiprocessing_context="fork"
+            )
             batches = iter(loader)
             forked.set()
             for batch in batches:
@@ -282,8 +336,15 @@ def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
     def run(rank: int, model: torch.nn.Module) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         folder = tmp_path / "gone" if what == "missing" and rank == 1 else tmp_path
-        error: type[Exception] = RankMismatchError if rank == 0 else DiskSpaceError if what == "full" else ConfigError
-        with pytest.raises(error, match="rank 1 could not take the room" if rank == 0 else "needed for .*rank 1|not a directory"):
+        error: type[Exception] = (
+            RankMismatchError if rank == 0 else DiskSpaceError if what == "full" else ConfigError
+        )
+        with pytest.raises(
+            error,
+            match="rank 1 could not take the room"
+            if rank == 0
+            else "needed for .*rank 1|not a directory",
+        ):
             opened(model, way, stage, folder)
         for name, value in model.named_parameters():
             assert type(value) is torch.nn.Parameter and torch.equal(value, before[name])

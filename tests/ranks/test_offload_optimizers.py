@@ -1,4 +1,6 @@
-"""What an optimizer may keep and be told between steps, and whether that is the same where its state is offloaded."""
+"""What an optimizer may keep and be told between steps, and whether that is the same where its
+state is offloaded.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,21 @@ def trained(
     """Weights after some steps; ``told`` is called after each with its number and the optimizer."""
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-        engine = start(model, make(model), config_of(section["stage"], Plan(ranks=ranks), zero_optimization=section, **more))
+        engine = start(
+            model,
+            make(model),
+            config_of(section["stage"], Plan(ranks=ranks), zero_optimization=section, **more),
+        )
         for step in range(steps):
-            engine.backward(squared(engine, At(step, 0, rank), next(engine.module.parameters()).dtype))
+            engine.backward(
+                squared(engine, At(step, 0, rank), next(engine.module.parameters()).dtype)
+            )
             engine.step()
             told(step, engine.optimizer)
-        weights = {name: hf_zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        weights = {
+            name: hf_zero.safe_get_full_fp32_param(p).clone()
+            for name, p in engine.module.named_parameters()
+        }
         engine.destroy()
         return weights
 
@@ -70,7 +81,10 @@ def rprop(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(halves(model, {"initial_accumulator_value": 0.5}, {"initial_accumulator_value": 0.0}), lr=1e-2)
+    return torch.optim.Adagrad(
+        halves(model, {"initial_accumulator_value": 0.5}, {"initial_accumulator_value": 0.0}),
+        lr=1e-2,
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -80,11 +94,18 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("make", [rprop, adagrad])
 @pytest.mark.parametrize("way", PLACES)
-def test_groups_of_one_flat_begin_with_their_own_state(way: str, make: Make, ranks: int, tmp_path: Path) -> None:
-    compare(trained({"stage": 2}, make, ranks=ranks), trained(offload(way, 2, tmp_path), make, ranks=ranks))
+def test_groups_of_one_flat_begin_with_their_own_state(
+    way: str, make: Make, ranks: int, tmp_path: Path
+) -> None:
+    compare(
+        trained({"stage": 2}, make, ranks=ranks),
+        trained(offload(way, 2, tmp_path), make, ranks=ranks),
+    )
 
 
-@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all in files", 3)])
+@pytest.mark.parametrize(
+    "way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all in files", 3)]
+)
 def test_parameters_of_64_bits(way: str, stage: int, tmp_path: Path) -> None:
     want = trained({"stage": stage}, adamw, build=lambda: stack().double(), ranks=2)
     got = trained(offload(way, stage, tmp_path), adamw, build=lambda: stack().double(), ranks=2)
@@ -96,7 +117,11 @@ def test_parameters_of_64_bits(way: str, stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("core", ["native", "torch"])
 @pytest.mark.parametrize("way", PLACES)
 def test_momentum_that_is_switched_on_after_the_first_step(
-    way: str, core: str, kind: type[torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    core: str,
+    kind: type[torch.optim.Optimizer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return kind(halves(model, {"lr": 0.1}, {"lr": 0.02}), dampening=0.5)
@@ -124,12 +149,18 @@ class Constant(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Lion, CPULion, CPUAdam])
-def test_rounding_of_16_bit_moments_does_not_add_up(make: Callable[..., torch.optim.Optimizer], tmp_path: Path) -> None:
-    """Each step rounds with numbers of its own: the mean over many elements follows the exact moment."""
+def test_rounding_of_16_bit_moments_does_not_add_up(
+    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """Each step rounds with numbers of its own: the mean over many elements follows the exact
+    moment.
+    """
 
     def run(rank: int, model: nn.Module, moments: str) -> torch.Tensor:
         section = offload("optimizer on cpu", 2, tmp_path, moments=moments)
-        engine = start(model, make(model.parameters(), lr=1e-4), config_of(2, zero_optimization=section))
+        engine = start(
+            model, make(model.parameters(), lr=1e-4), config_of(2, zero_optimization=section)
+        )
         for step in range(120):
             engine.backward(engine(1.0 if step < 60 else 0.9))
             engine.step()
@@ -149,8 +180,12 @@ def dampened(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("make", [adamw, dampened])
 @pytest.mark.parametrize("way", [*PLACES, "half on cpu"])
-def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(way: str, make: Make, steps: int, tmp_path: Path) -> None:
-    def run(rank: int, model: nn.Module, section: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
+    way: str, make: Make, steps: int, tmp_path: Path
+) -> None:
+    def run(
+        rank: int, model: nn.Module, section: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         engine = start(model, make(model), config_of(2, zero_optimization=section))
         for step in range(steps):
             engine.backward(squared(engine, At(step, 0, rank)))
@@ -161,7 +196,10 @@ def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(wa
         engine.optimizer.load_state_dict(copy.deepcopy(saved))
         engine.backward(squared(engine, At(8, 0, rank)))
         engine.step()
-        weights = {name: hf_zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        weights = {
+            name: hf_zero.safe_get_full_fp32_param(p).clone()
+            for name, p in engine.module.named_parameters()
+        }
         engine.destroy()
         return saved, weights
 
@@ -169,10 +207,13 @@ def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(wa
         found = [entry[name].flatten() for entry in saved["state"].values() if name in entry]
         return torch.cat(found).sort().values if found else torch.zeros(0)
 
-    (want, expected), (got, weights) = (on_ranks(1, run, section)[0] for section in ({"stage": 2}, offload(way, 2, tmp_path)))
+    (want, expected), (got, weights) = (
+        on_ranks(1, run, section)[0] for section in ({"stage": 2}, offload(way, 2, tmp_path))
+    )
     compare(expected, weights)
     for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        one, other = (each[each != 0] for each in (numbers(want, name), numbers(got, name)))  # padding apart
+        # padding apart
+        one, other = (each[each != 0] for each in (numbers(want, name), numbers(got, name)))
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
     assert steps == 0 or any(len(numbers(got, name)) for name in ("exp_avg", "momentum_buffer"))
 
@@ -191,10 +232,14 @@ def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path: Path) -> No
 
 
 class Own(torch.optim.Optimizer):
-    """A momentum with bias correction; ``counter`` says where steps are counted: in the state, the group, a tensor of it, or on the object."""
+    """A momentum with bias correction; ``counter`` says where steps are counted: in the state,
+    the group, a tensor of it, or on the object.
+    """
 
     def __init__(self, params: Any, counter: str):
-        super().__init__(params, {"lr": 1e-2, "steps": torch.zeros(()) if counter == "tensor" else 0})
+        super().__init__(
+            params, {"lr": 1e-2, "steps": torch.zeros(()) if counter == "tensor" else 0}
+        )
         self.counter, self.steps = counter, 0
 
     @torch.no_grad()
@@ -211,7 +256,9 @@ class Own(torch.optim.Optimizer):
                     kept["step"], kept["momentum"] = torch.zeros(()), torch.zeros_like(p)
                 kept["step"] += 1
                 kept["momentum"].lerp_(p.grad, 0.1)
-                count = {"state": kept["step"], "object": self.steps}.get(self.counter, group["steps"])
+                count = {"state": kept["step"], "object": self.steps}.get(
+                    self.counter, group["steps"]
+                )
                 p.sub_(kept["momentum"] * group["lr"] / (1 - 0.9 ** float(count)))
 
 
@@ -220,16 +267,27 @@ def test_an_optimizer_of_ones_own_that_counts_in_its_state(tmp_path: Path) -> No
         return Own(halves(model, {}, {}), "state")
 
     more = {"elementwise_optimizers": ["Own"]}
-    compare(trained({"stage": 2}, make, **more), trained(offload("optimizer in files", 2, tmp_path), make, **more))
+    compare(
+        trained({"stage": 2}, make, **more),
+        trained(offload("optimizer in files", 2, tmp_path), make, **more),
+    )
 
 
 @pytest.mark.parametrize("counter", ["group", "tensor", "object"])
-def test_an_optimizer_that_counts_its_calls_is_not_stepped_in_pieces(counter: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_counts_its_calls_is_not_stepped_in_pieces(
+    counter: str, tmp_path: Path
+) -> None:
     def run(rank: int, model: nn.Module) -> None:
         optimizer = Own(model.parameters(), counter)
         section = offload("optimizer on cpu", 2, tmp_path)
-        with pytest.raises(UnsupportedOptimizerError, match=r"changes \['steps'\] of its groups or of itself"):
-            start(model, optimizer, config_of(2, zero_optimization=section, elementwise_optimizers=["Own"]))
+        with pytest.raises(
+            UnsupportedOptimizerError, match=r"changes \['steps'\] of its groups or of itself"
+        ):
+            start(
+                model,
+                optimizer,
+                config_of(2, zero_optimization=section, elementwise_optimizers=["Own"]),
+            )
         assert optimizer.steps == 0 and float(optimizer.param_groups[0]["steps"]) == 0
         start(model, optimizer, config_of(2, elementwise_optimizers=["Own"])).destroy()
 
@@ -260,12 +318,20 @@ def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engin
 
 
 @pytest.mark.parametrize("way, stage", [("optimizer on cpu", 1), ("all in files", 3)])
-def test_a_checkpoint_from_before_the_first_step_has_no_momentum(way: str, stage: int, tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_the_first_step_has_no_momentum(
+    way: str, stage: int, tmp_path: Path
+) -> None:
     """With one of zeros the first gradient would be damped."""
     (tmp_path / "disk").mkdir()
 
-    def run(rank: int, model: nn.Module, section: dict[str, Any], resumes: bool) -> dict[str, torch.Tensor]:
-        engine = start(model, dampened(model), config_of(section["stage"], Plan(ranks=2), zero_optimization=section))
+    def run(
+        rank: int, model: nn.Module, section: dict[str, Any], resumes: bool
+    ) -> dict[str, torch.Tensor]:
+        engine = start(
+            model,
+            dampened(model),
+            config_of(section["stage"], Plan(ranks=2), zero_optimization=section),
+        )
         if resumes:
             engine.save_checkpoint(str(tmp_path / "saved"))
             engine.backward(squared(engine, At(5, 0, rank)))
@@ -274,8 +340,14 @@ def test_a_checkpoint_from_before_the_first_step_has_no_momentum(way: str, stage
         for step in range(2):
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
-        weights = {name: hf_zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        weights = {
+            name: hf_zero.safe_get_full_fp32_param(p).clone()
+            for name, p in engine.module.named_parameters()
+        }
         engine.destroy()
         return weights
 
-    compare(on_ranks(2, run, {"stage": stage}, False)[0], on_ranks(2, run, offload(way, stage, tmp_path / "disk"), True)[0])
+    compare(
+        on_ranks(2, run, {"stage": stage}, False)[0],
+        on_ranks(2, run, offload(way, stage, tmp_path / "disk"), True)[0],
+    )

@@ -1,4 +1,6 @@
-"""Whoever looks at a parameter, a master weight or a moment right after ``step()`` waits for the update that is still under way."""
+"""Whoever looks at a parameter, a master weight or a moment right after ``step()`` waits for the
+update that is still under way.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,13 @@ WHOLE: dict[str, Callable[[Any, Path], torch.Tensor]] = {  # of a model whose pa
     "numpy": lambda engine, folder: torch.from_numpy(weight(engine).detach().numpy().copy()),
     "tolist": lambda engine, folder: torch.tensor(weight(engine).tolist()),
     "foreach": lambda engine, folder: torch._foreach_mul([weight(engine)], 1.0)[0].detach(),
-    "vector": lambda engine, folder: torch.nn.utils.parameters_to_vector(weight(engine)).detach().view(weight(engine).shape),
+    "vector": lambda engine, folder: (
+        torch.nn.utils.parameters_to_vector(weight(engine)).detach().view(weight(engine).shape)
+    ),
     "deepcopy": lambda engine, folder: copy.deepcopy(weight(engine)).detach(),
-    "deepcopy of the module": lambda engine, folder: copy.deepcopy(engine.module.blocks[1]).up.weight.detach(),
+    "deepcopy of the module": lambda engine, folder: copy.deepcopy(
+        engine.module.blocks[1]
+    ).up.weight.detach(),
     "pickle": lambda engine, folder: pickle.loads(pickle.dumps(weight(engine))).detach(),
     "torch.save": pickled,
     "a write": written_to,
@@ -108,14 +114,18 @@ WHOLE: dict[str, Callable[[Any, Path], torch.Tensor]] = {  # of a model whose pa
 ALWAYS: dict[str, Callable[[Any, Path], torch.Tensor]] = {
     "state_dict": lambda engine, folder: engine.state_dict()[NAME].clone(),
     "state_dict of the module": lambda engine, folder: engine.module.state_dict()[NAME].clone(),
-    "state_dict of a part": lambda engine, folder: engine.module.blocks[1].state_dict()["up.weight"].clone(),
+    "state_dict of a part": lambda engine, folder: (
+        engine.module.blocks[1].state_dict()["up.weight"].clone()
+    ),
     "whole state dict": lambda engine, folder: whole_state_dict(engine)[NAME],
     "consolidated": exported,
     "save_16bit_model": saved_whole,
     "save_checkpoint": saved,
     "master": lambda engine, folder: hf_zero.safe_get_full_fp32_param(weight(engine)),
 }
-CASES = [(0, what, read) for what, read in {**WHOLE, **ALWAYS}.items()] + [(3, what, read) for what, read in ALWAYS.items()]
+CASES = [(0, what, read) for what, read in {**WHOLE, **ALWAYS}.items()] + [
+    (3, what, read) for what, read in ALWAYS.items()
+]
 
 
 def trained(engine: Any, rank: int, steps: int = 2) -> None:
@@ -124,14 +134,24 @@ def trained(engine: Any, rank: int, steps: int = 2) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("way", [pytest.param("optimizer on cpu", marks=pytest.mark.long), "optimizer in files"])
-@pytest.mark.parametrize("stage, what, read", CASES, ids=lambda value: value if isinstance(value, (str, int)) else "")
-def test_readers_see_the_step(held_up: None, stage: int, what: str, read: Any, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", [pytest.param("optimizer on cpu", marks=pytest.mark.long), "optimizer in files"]
+)
+@pytest.mark.parametrize(
+    "stage, what, read", CASES, ids=lambda value: value if isinstance(value, (str, int)) else ""
+)
+def test_readers_see_the_step(
+    held_up: None, stage: int, what: str, read: Any, way: str, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
 
     def run(rank: int, model: torch.nn.Module) -> None:
         before = model.blocks[1].up.weight.detach().clone()
-        engine = start(model, adamw(model), config_of(stage, zero_optimization=offload(way, stage, tmp_path / "disk")))
+        engine = start(
+            model,
+            adamw(model),
+            config_of(stage, zero_optimization=offload(way, stage, tmp_path / "disk")),
+        )
         trained(engine, rank)
         assert engine.updater.pending
         got = read(engine, tmp_path)
@@ -144,14 +164,33 @@ def test_readers_see_the_step(held_up: None, stage: int, what: str, read: Any, w
 
 
 @pytest.mark.parametrize(
-    "what", ["get state", "set state", "set master", "set gradient", "gathered", "loaded", "destroyed", "zero_grad", "evaluated"]
+    "what",
+    [
+        "get state",
+        "set state",
+        "set master",
+        "set gradient",
+        "gathered",
+        "loaded",
+        "destroyed",
+        "zero_grad",
+        "evaluated",
+    ],
 )
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
-def test_what_else_may_come_after_a_step(held_up: None, stage: int, what: str, tmp_path: Path) -> None:
-    """The same as in an engine that keeps everything on the device, where an update is over when ``step`` returns."""
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
+)
+def test_what_else_may_come_after_a_step(
+    held_up: None, stage: int, what: str, tmp_path: Path
+) -> None:
+    """The same as in an engine that keeps everything on the device, where an update is over when
+    ``step`` returns.
+    """
 
     def run(rank: int, model: torch.nn.Module, section: dict[str, Any]) -> list[torch.Tensor]:
-        engine = start(model, adamw(model), config_of(stage, zero_optimization=section, bf16={"enabled": True}))
+        engine = start(
+            model, adamw(model), config_of(stage, zero_optimization=section, bf16={"enabled": True})
+        )
         found = []
         for step in range(4):
             engine.backward(squared(engine, At(step, 0, rank), torch.bfloat16))
@@ -161,9 +200,13 @@ def test_what_else_may_come_after_a_step(held_up: None, stage: int, what: str, t
             if what == "get state":
                 found.append(hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg"))
             elif what == "set state":
-                hf_zero.safe_set_full_optimizer_state(weight(engine), torch.full(weight(engine).shape, 0.5), "exp_avg_sq")
+                hf_zero.safe_set_full_optimizer_state(
+                    weight(engine), torch.full(weight(engine).shape, 0.5), "exp_avg_sq"
+                )
             elif what == "set master":
-                hf_zero.safe_set_full_fp32_param(weight(engine), torch.full(weight(engine).shape, 0.25))
+                hf_zero.safe_set_full_fp32_param(
+                    weight(engine), torch.full(weight(engine).shape, 0.25)
+                )
             elif what == "gathered":
                 with hf_zero.GatheredParameters([weight(engine)], modifier_rank=0):
                     weight(engine).data.mul_(0.5)
@@ -185,7 +228,11 @@ def test_what_else_may_come_after_a_step(held_up: None, stage: int, what: str, t
         engine.destroy()
         return found
 
-    for away in ("optimizer on cpu", "optimizer in files", *(("all on cpu", "all in files") if stage == 3 else ())):
+    for away in (
+        "optimizer on cpu",
+        "optimizer in files",
+        *(("all on cpu", "all in files") if stage == 3 else ()),
+    ):
         plain = on_ranks(2, run, {"stage": stage})
         offloaded = on_ranks(2, run, offload(away, stage, tmp_path))
         for want, got in zip(plain, offloaded):
@@ -193,11 +240,17 @@ def test_what_else_may_come_after_a_step(held_up: None, stage: int, what: str, t
                 torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
 
 
-def test_a_rate_that_a_scheduler_sets_right_after_the_step_belongs_to_the_next(held_up: None) -> None:
+def test_a_rate_that_a_scheduler_sets_right_after_the_step_belongs_to_the_next(
+    held_up: None,
+) -> None:
     """Also where the rate is a tensor, which schedulers write in place."""
 
-    def run(rank: int, model: torch.nn.Module, section: dict[str, Any], tensor: bool) -> torch.Tensor:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2, eps=1e-6)
+    def run(
+        rank: int, model: torch.nn.Module, section: dict[str, Any], tensor: bool
+    ) -> torch.Tensor:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2, eps=1e-6
+        )
         engine = start(model, optimizer, config_of(2, zero_optimization=section))
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank)))
@@ -214,7 +267,9 @@ def test_a_rate_that_a_scheduler_sets_right_after_the_step_belongs_to_the_next(h
 
     want = on_ranks(1, run, {"stage": 2}, False)[0]
     for tensor in (False, True):
-        torch.testing.assert_close(on_ranks(1, run, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, tensor)[0], want)
+        torch.testing.assert_close(
+            on_ranks(1, run, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, tensor)[0], want
+        )
 
 
 READ_STATE = {
@@ -227,9 +282,15 @@ READ_STATE = {
 
 
 @pytest.mark.parametrize("how", READ_STATE)
-def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(held_up: None, how: str) -> None:
+def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
+    held_up: None, how: str
+) -> None:
     def run(rank: int, model: torch.nn.Module) -> None:
-        engine = start(model, adamw(model), config_of(3, zero_optimization=offload("optimizer on cpu", 3, Path())))
+        engine = start(
+            model,
+            adamw(model),
+            config_of(3, zero_optimization=offload("optimizer on cpu", 3, Path())),
+        )
         trained(engine, rank)
         assert engine.updater.pending
         for entry in READ_STATE[how](engine.optimizer.state):

@@ -1,4 +1,6 @@
-"""An update that is still under way: whoever reads what it changes waits for it, and nobody waits for more."""
+"""An update that is still under way: whoever reads what it changes waits for it, and nobody
+waits for more.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def train(engine, step: int, rank: int = 0) -> None:
 
 def opened(folder, stage: int = 2, way: str = "optimizer on cpu", **more):
     model = LLAMA.build()
-    return start(model, adamw(model), config_of(stage, Plan(clip=1.0), zero_optimization=offload(way, stage, folder), **more))
+    return start(
+        model,
+        adamw(model),
+        config_of(stage, Plan(clip=1.0), zero_optimization=offload(way, stage, folder), **more),
+    )
 
 
 @pytest.fixture
@@ -60,7 +66,9 @@ READS = {
     "its data": lambda engine, name, parameter: parameter.data.clone(),
     "a sum over it": lambda engine, name, parameter: parameter * 1.0,
     "a list of them": lambda engine, name, parameter: torch._foreach_mul([parameter], 1.0)[0],
-    "a copy of the model": lambda engine, name, parameter: copy.deepcopy(engine.module).get_parameter(name),
+    "a copy of the model": lambda engine, name, parameter: copy.deepcopy(
+        engine.module
+    ).get_parameter(name),
     "a state dict": lambda engine, name, parameter: engine.state_dict()[name],
     "the consolidated model": lambda engine, name, parameter: dict(engine.consolidated())[name],
     "master weights": lambda engine, name, parameter: hf_zero.safe_get_full_fp32_param(parameter),
@@ -81,13 +89,19 @@ def test_readers_get_the_values_of_the_step(what, expected, tmp_path, monkeypatc
     train(engine, 0)
     name = "model.layers.1.mlp.up_proj.weight"
     parameter = engine.module.get_parameter(name)
-    assert type(parameter) is UpdatingParameter and parameter.shape == (parameter.size(0), parameter.size(1)) and parameter.requires_grad
+    assert (
+        type(parameter) is UpdatingParameter
+        and parameter.shape == (parameter.size(0), parameter.size(1))
+        and parameter.requires_grad
+    )
     threading.Timer(0.05, gate.open.set).start()
     assert torch.equal(READS[what](engine, name, parameter).detach(), expected[name])
     engine.destroy()
 
 
-def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(tmp_path, monkeypatch):
+def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
+    tmp_path, monkeypatch
+):
     """The forward of the first unit runs while the last one is still being updated."""
     engine = opened(tmp_path)
     train(engine, 0)
@@ -106,7 +120,9 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(t
     assert engine.updater.pending
     reached = []
     for unit in engine.units:
-        unit.module.register_forward_hook(lambda module, args, output, label=unit.label: reached.append(label))
+        unit.module.register_forward_hook(
+            lambda module, args, output, label=unit.label: reached.append(label)
+        )
     blocks = [unit for unit in engine.updater._order if unit.label.startswith("model.layers")]
     assert [unit.label for unit in blocks] == ["model.layers.0", "model.layers.1"]
     blocks[1].module.register_forward_pre_hook(lambda module, args: last.set(), prepend=True)
@@ -119,7 +135,9 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(t
 def _one_rank_looks(rank, models, folder, gate):
     model = models[rank]
     section = offload("optimizer on cpu", 2, folder)
-    engine = start(model, adamw(model), config_of(2, Plan(ranks=2, clip=1.0), zero_optimization=section))
+    engine = start(
+        model, adamw(model), config_of(2, Plan(ranks=2, clip=1.0), zero_optimization=section)
+    )
     train(engine, 0, rank)
     waiting = set(engine.updater.pending) == {unit for unit in engine.units if unit.trainable}
     dist.barrier()
@@ -128,12 +146,16 @@ def _one_rank_looks(rank, models, folder, gate):
         with torch.no_grad():
             engine(**LLAMA.batch(5, 0, 0))
     dist.barrier()
-    weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    weights = {
+        name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()
+    }
     engine.destroy()
     return waiting, weights
 
 
-def test_whole_parameters_are_gathered_as_they_are_updated_without_anybodys_forward(tmp_path, monkeypatch):
+def test_whole_parameters_are_gathered_as_they_are_updated_without_anybodys_forward(
+    tmp_path, monkeypatch
+):
     """Stage 2 on two ranks: step returns before the gathers; one rank may go on alone."""
     gate = Gate(monkeypatch).open
     seen = run_ranks(2, _one_rank_looks, [LLAMA.build() for _ in range(2)], tmp_path, gate)
@@ -142,7 +164,9 @@ def test_whole_parameters_are_gathered_as_they_are_updated_without_anybodys_forw
         assert torch.equal(weights, seen[1][1][name]), name
 
 
-def test_a_schedule_that_sets_the_next_rate_at_once_does_not_change_the_step(expected, tmp_path, monkeypatch):
+def test_a_schedule_that_sets_the_next_rate_at_once_does_not_change_the_step(
+    expected, tmp_path, monkeypatch
+):
     engine = opened(tmp_path)
     gate = Gate(monkeypatch)
     train(engine, 0)
@@ -170,7 +194,11 @@ def test_an_error_of_the_update_reaches_whoever_waits_for_it(tmp_path, monkeypat
 
 def _checkpoint_after(rank, models, folder, section):
     model = models[rank]
-    engine = start(model, adamw(model), config_of(section["stage"], Plan(ranks=2, clip=1.0), zero_optimization=section))
+    engine = start(
+        model,
+        adamw(model),
+        config_of(section["stage"], Plan(ranks=2, clip=1.0), zero_optimization=section),
+    )
     train(engine, 0, rank)
     engine.save_checkpoint(folder)
     train(engine, 1, rank)
@@ -185,11 +213,17 @@ def test_a_checkpoint_right_after_a_step_holds_that_step(stage, way, tmp_path):
     away = tmp_path / "away"
     away.mkdir()
     models = [LLAMA.build() for _ in range(2)]
-    want = run_ranks(2, _checkpoint_after, models, str(tmp_path / "saved"), offload(way, stage, away))[0]
+    want = run_ranks(
+        2, _checkpoint_after, models, str(tmp_path / "saved"), offload(way, stage, away)
+    )[0]
 
     def resume(rank, models):
         model = models[rank]
-        engine = start(model, adamw(model), config_of(stage, Plan(ranks=2, clip=1.0), zero_optimization=offload(way, stage, away)))
+        engine = start(
+            model,
+            adamw(model),
+            config_of(stage, Plan(ranks=2, clip=1.0), zero_optimization=offload(way, stage, away)),
+        )
         engine.load_checkpoint(str(tmp_path / "saved"))
         train(engine, 1, rank)
         weights = full_weights(engine)
@@ -213,7 +247,11 @@ def test_a_thread_that_reads_for_other_ranks_waits_by_itself(way, tmp_path, monk
     train(engine, 1)
     finished = []
     finish = engine.updater.finish
-    monkeypatch.setattr(engine.updater, "finish", lambda *units: (finished.append(threading.current_thread().name), finish(*units))[1])
+    monkeypatch.setattr(
+        engine.updater,
+        "finish",
+        lambda *units: (finished.append(threading.current_thread().name), finish(*units))[1],
+    )
     answers = []
     reader = threading.Thread(target=lambda: answers.append(unit.chunk_bytes()), name="reader")
     reader.start()

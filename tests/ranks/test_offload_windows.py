@@ -1,4 +1,6 @@
-"""Accumulation windows that no configuration announces: gradients of 16 bits become sums of 32 bits, as on the device."""
+"""Accumulation windows that no configuration announces: gradients of 16 bits become sums of 32
+bits, as on the device.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ WINDOWS = (1, 16, 1, 5)  # micro-batches of each step
 SAID = ("boundary", "no_sync", "backwards")
 
 
-def gradients(rank: int, model: torch.nn.Module, section: dict[str, Any], said: str) -> list[dict[str, torch.Tensor]]:
+def gradients(
+    rank: int, model: torch.nn.Module, section: dict[str, Any], said: str
+) -> list[dict[str, torch.Tensor]]:
     """Of each step. ``said``: how the engine learns of the windows."""
-    engine = start(model, adamw(model), config_of(section["stage"], zero_optimization=section, bf16={"enabled": True}))
+    engine = start(
+        model,
+        adamw(model),
+        config_of(section["stage"], zero_optimization=section, bf16={"enabled": True}),
+    )
     found = []
     for step, length in enumerate(WINDOWS):
         for micro in range(length):
@@ -30,7 +38,9 @@ def gradients(rank: int, model: torch.nn.Module, section: dict[str, Any], said: 
             if said == "boundary":
                 engine.set_gradient_accumulation_boundary(last)
             with engine.no_sync() if said == "no_sync" and not last else nullcontext():
-                engine.backward(squared(engine, At(step, micro, rank), torch.bfloat16), scale_wrt_gas=False)
+                engine.backward(
+                    squared(engine, At(step, micro, rank), torch.bfloat16), scale_wrt_gas=False
+                )
             if said == "boundary" and not last:
                 engine.step()
         found.append(full_grads(engine))
@@ -42,11 +52,15 @@ def gradients(rank: int, model: torch.nn.Module, section: dict[str, Any], said: 
 CELLS = list(itertools.product(STAGES, (1, 2), SAID))
 
 
-@pytest.mark.parametrize("stage, ranks, said", fast(CELLS, lambda stage, ranks, said: (stage + SAID.index(said)) % 2 == ranks - 1))
+@pytest.mark.parametrize(
+    "stage, ranks, said",
+    fast(CELLS, lambda stage, ranks, said: (stage + SAID.index(said)) % 2 == ranks - 1),
+)
 def test_sums_are_those_of_the_device(stage: int, ranks: int, said: str, tmp_path: Path) -> None:
     want = on_ranks(ranks, gradients, {"stage": stage}, said)[0]
     got = on_ranks(ranks, gradients, offload("optimizer on cpu", stage, tmp_path), said)[0]
     for step, (one, other) in enumerate(zip(want, got)):
-        close = 1e-3 if step < 2 else 2e-2  # the first updates differ by a rounding, and their gradients agree all the same
+        # the first updates differ by a rounding, and their gradients agree all the same
+        close = 1e-3 if step < 2 else 2e-2
         for name, gradient in one.items():
             assert (other[name] - gradient).norm() < close * gradient.norm(), (step, name)

@@ -1,4 +1,6 @@
-"""Optimizers: by name from the config, the user's own object with live groups, state it already has, those refused."""
+"""Optimizers: by name from the config, the user's own object with live groups, state it already
+has, those refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def lion(parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
 
 
 BY_NAME = {
-    "AdamW": ({"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1}, torch.optim.AdamW),
+    "AdamW": (
+        {"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1},
+        torch.optim.AdamW,
+    ),
     "Adam": ({"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0}, torch.optim.Adam),
     "SGD": ({"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, torch.optim.SGD),
     "Adagrad": ({"lr": 0.01, "eps": 1e-6}, torch.optim.Adagrad),
@@ -100,9 +105,13 @@ def test_the_users_object_stays_and_its_groups_are_live(stage):
 
         mine = adamw(model)
         groups = list(mine.param_groups)
-        engine, optimizer, loader, scheduler = hf_zero.initialize(model=model, optimizer=mine, config=config_of(stage))
+        engine, optimizer, loader, scheduler = hf_zero.initialize(
+            model=model, optimizer=mine, config=config_of(stage)
+        )
         assert optimizer is mine and engine.optimizer is mine
-        assert all(now is before for now, before in zip(optimizer.param_groups, groups)) and len(optimizer.param_groups) == len(groups)
+        assert all(now is before for now, before in zip(optimizer.param_groups, groups)) and len(
+            optimizer.param_groups
+        ) == len(groups)
         assert loader is None and scheduler is None
         train(engine, rank, after_step=lambda step: halve(step, None, mine))
         assert engine.get_lr() == [pytest.approx(1e-3 / 16)]
@@ -132,7 +141,10 @@ def test_step_and_zero_grad_of_the_optimizer_are_the_engines(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_the_optimizer_already_has_is_carried_over(stage):
-    """Four plain steps, or two plain ones and two on the engine, end alike. Both ranks saw the same data before."""
+    """Four plain steps, or two plain ones and two on the engine, end alike.
+
+    Both ranks saw the same data before.
+    """
     windows = [[(1.0, 0)]] * 4
 
     def plain(model, optimizer, steps):
@@ -175,7 +187,9 @@ def test_a_class_that_is_not_known_is_refused_by_name_and_accepted_when_vouched_
     want, _ = by_hand(lambda model: torch.optim.SGD(trainable(model), lr=0.05), WINDOWS, RANKS)
 
     def vouched(rank, model):
-        engine = start(model, Mine(trainable(model), lr=0.05), config_of(3, elementwise_optimizers=["Mine"]))
+        engine = start(
+            model, Mine(trainable(model), lr=0.05), config_of(3, elementwise_optimizers=["Mine"])
+        )
         train(engine, rank)
         return full_weights(engine)
 
@@ -194,4 +208,6 @@ def test_no_optimizer_at_all_evaluates(stage):
 
     from tests.helpers.stacks import stack
 
-    assert on_ranks(RANKS, run) == pytest.approx([float(squared(stack(), At(0, 0, 0)))] * RANKS, rel=1e-6)
+    assert on_ranks(RANKS, run) == pytest.approx(
+        [float(squared(stack(), At(0, 0, 0)))] * RANKS, rel=1e-6
+    )

@@ -1,4 +1,6 @@
-"""The comparison with the oracle accepts data parallelism that is right and rejects each known way to get it wrong."""
+"""The comparison with the oracle accepts data parallelism that is right and rejects each known
+way to get it wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def job(make_optimizer=adamw) -> WithUnused:
     return made
 
 
-@pytest.mark.parametrize("make_optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)])
+@pytest.mark.parametrize(
+    "make_optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)]
+)
 def test_the_right_loop_is_accepted(make_optimizer, floor):
     got = train_on_threads(job(make_optimizer), PLAN, HandMade)
     oracle.compare(got, oracle.kept(job(make_optimizer), PLAN), weight_floor=floor)
@@ -38,7 +42,9 @@ def test_the_right_loop_is_accepted(make_optimizer, floor):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_caught(fault):
     with pytest.raises(AssertionError, match=r"gradient|weights|differs between") as caught:
-        oracle.compare(train_on_threads(job(), PLAN, lambda *a: HandMade(*a, fault)), oracle.kept(job(), PLAN))
+        oracle.compare(
+            train_on_threads(job(), PLAN, lambda *a: HandMade(*a, fault)), oracle.kept(job(), PLAN)
+        )
     if fault == "a tied weight counted twice":
         assert "bert.embeddings.word_embeddings.weight" in str(caught.value)
 

@@ -1,4 +1,6 @@
-"""Parameters that a module wants beside each other: one matrix product over them at every stage, and nothing else changes."""
+"""Parameters that a module wants beside each other: one matrix product over them at every stage,
+and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from torch import nn
 
 from hf_zero.ops.packed_linear import adjacent, packed_linear
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import HIDDEN, Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Driver, Job, Plan, adamw
@@ -21,17 +30,25 @@ NAMES = ("first", "second", "third")
 
 
 class Branches(nn.Module):
-    """Three layers of one input with a bias each, as BERT's q, k and v; ``packed`` computes them in one product."""
+    """Three layers of one input with a bias each, as BERT's q, k and v; ``packed`` computes them
+    in one product.
+    """
 
     def __init__(self, packed: bool, frozen: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.first, self.second, self.third = nn.Linear(HIDDEN, 16), nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 16)
+        self.first, self.second, self.third = (
+            nn.Linear(HIDDEN, 16),
+            nn.Linear(HIDDEN, 8),
+            nn.Linear(HIDDEN, 16),
+        )
         self.back = nn.Linear(40, HIDDEN)
         self.packed, self.found = packed, []
         self.second.requires_grad_(not frozen)
         if packed:
-            self._hf_zero_packed = tuple(tuple(f"{name}.{kind}" for name in NAMES) for kind in ("weight", "bias"))
+            self._hf_zero_packed = tuple(
+                tuple(f"{name}.{kind}" for name in NAMES) for kind in ("weight", "bias")
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = [getattr(self, name) for name in NAMES]
@@ -68,7 +85,9 @@ class Packed(Job):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage: int) -> None:
     plan, job = Plan(ranks=2, steps=3, accumulation=2), Packed(True)
-    oracle.compare(train_on_threads(job, plan, engine_opener(stage)), oracle.run(Packed(False), plan))
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(stage)), oracle.run(Packed(False), plan)
+    )
     found = [each for model in job.built for block in model.blocks for each in block.found]
     assert found and all(found)
 
@@ -76,14 +95,21 @@ def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_frozen_one_parts_them_and_the_run_is_right(stage: int) -> None:
     plan, job = Plan(ranks=2, steps=2), Packed(True, frozen=True)
-    oracle.compare(train_on_threads(job, plan, engine_opener(stage)), oracle.run(Packed(False, frozen=True), plan))
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(stage)),
+        oracle.run(Packed(False, frozen=True), plan),
+    )
     assert not any(each for model in job.built for block in model.blocks for each in block.found)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("packed", [True, False])
-def test_checkpoints_are_the_same_with_and_without(tmp_path: Path, packed: bool, stage: int) -> None:
-    """Saved by one, loaded by the other: the weights, and the step that follows with the optimizer's state."""
+def test_checkpoints_are_the_same_with_and_without(
+    tmp_path: Path, packed: bool, stage: int
+) -> None:
+    """Saved by one, loaded by the other: the weights, and the step that follows with the
+    optimizer's state.
+    """
 
     def step(engine: Any, number: int, rank: int) -> None:
         engine.backward(squared(engine, At(number, 0, rank)))

@@ -1,4 +1,6 @@
-"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class and attributes stay."""
+"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class
+and attributes stay.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,12 @@ def base(storage=torch.uint8, width=HIDDEN):
 
 
 def adapted(storage=torch.uint8, width=HIDDEN):
-    """LoRA by the real library over :func:`base`; its B is not zero, so that every adapter has a gradient from the first step."""
+    """LoRA by the real library over :func:`base`; its B is not zero, so that every adapter has a
+    gradient from the first step.
+    """
     model = peft.get_peft_model(
-        base(storage, width), peft.LoraConfig(r=4, target_modules=["up", "head"], init_lora_weights=False)
+        base(storage, width),
+        peft.LoraConfig(r=4, target_modules=["up", "head"], init_lora_weights=False),
     ).base_model.model
     assert not any(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
     return model
@@ -71,7 +76,9 @@ def adapters(weights):
 
 
 def alike(one, other):
-    return one.dtype == other.dtype and torch.equal(*(tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return one.dtype == other.dtype and torch.equal(
+        *(tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    )
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.int8], ids=str)
@@ -88,13 +95,19 @@ def test_the_numbers_are_those_of_one_process(stage, storage):
             engine.step()
             got.append(engine.get_global_grad_norm())
         with hf_zero.GatheredParameters(list(model.parameters())):
-            frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+            frozen = {
+                name: p.detach().clone()
+                for name, p in model.named_parameters()
+                if not p.requires_grad
+            }
         return full_weights(engine), got, frozen
 
     for weights, got, frozen in on_ranks(RANKS, run, build=build(storage)):
         oracle.compare_tensors("weights", adapters(weights), adapters(want))
         assert got == pytest.approx(norms, rel=1e-5)
-        assert all(alike(value, given.get_parameter(name)) for name, value in frozen.items()), "frozen bytes have changed"
+        assert all(alike(value, given.get_parameter(name)) for name, value in frozen.items()), (
+            "frozen bytes have changed"
+        )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -109,7 +122,11 @@ def test_no_precision_casts_quantised_weights(storage, precision):
             engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
             engine.step()
         assert engine.module.enter.weight.dtype == plan.dtype
-        return {name: value.clone() for name, value in model.state_dict().items() if name in PACKED or "down.weight" in name}
+        return {
+            name: value.clone()
+            for name, value in model.state_dict().items()
+            if name in PACKED or "down.weight" in name
+        }
 
     for state in on_ranks(RANKS, run, build=build(storage)):
         assert len(state) == 6
@@ -122,8 +139,15 @@ def test_class_name_and_attributes_are_there_in_every_state():
         values, state = weight.detach().clone(), weight.quant_state
         engine = start(model, adam(model), config_of(3))
         assert isinstance(weight, ReleasedParameter) and isinstance(weight, Params4bit)
-        assert (type(weight).__name__, type(weight).__module__) == ("Params4bit", "tests.helpers.packed")
-        assert weight.quant_state is state and weight.bnb_quantized and weight.module is model.blocks[0].up.base_layer
+        assert (type(weight).__name__, type(weight).__module__) == (
+            "Params4bit",
+            "tests.helpers.packed",
+        )
+        assert (
+            weight.quant_state is state
+            and weight.bnb_quantized
+            and weight.module is model.blocks[0].up.base_layer
+        )
         assert not isinstance(model.enter.weight, Params4bit)
         with pytest.raises(ReleasedParameterError, match=r"t on blocks\.0\.up\.base_layer\.weight"):
             weight.t()
@@ -132,18 +156,32 @@ def test_class_name_and_attributes_are_there_in_every_state():
             parts = torch.chunk(weight, 2)  # its own __torch_function__
             assert {type(part) for part in parts} == {Params4bit} and parts[0].quant_state is state
             copied = copy.deepcopy(weight)
-            loaded = pickle.loads(pickle.dumps(torch.nn.Parameter(weight.detach().clone(), requires_grad=False)))
-        assert type(copied) is Params4bit and torch.equal(copied, values) and torch.equal(loaded, values)
-        assert copied.quant_state is not state and torch.equal(copied.quant_state.absmax, state.absmax)
+            loaded = pickle.loads(
+                pickle.dumps(torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
+            )
+        assert (
+            type(copied) is Params4bit
+            and torch.equal(copied, values)
+            and torch.equal(loaded, values)
+        )
+        assert copied.quant_state is not state and torch.equal(
+            copied.quant_state.absmax, state.absmax
+        )
         engine.destroy(gather=True)
-        assert type(weight) is Params4bit and torch.equal(weight, values) and weight.quant_state is state
+        assert (
+            type(weight) is Params4bit
+            and torch.equal(weight, values)
+            and weight.quant_state is state
+        )
         assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
 
     on_ranks(RANKS, run, build=build())
 
 
 def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
-    """At stage 3 a rank keeps half of the frozen bytes; only adapters are reduced and have moments."""
+    """At stage 3 a rank keeps half of the frozen bytes; only adapters are reduced and have
+    moments.
+    """
 
     def run(rank, model):
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -155,15 +193,21 @@ def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
             engine.step()
         padding = 2 * RANKS * 8 * 8 * len(engine.flats)
         held = engine.state_bytes()
-        assert (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
-        assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, "two moments of half the adapters"
+        assert (
+            (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
+        )
+        assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, (
+            "two moments of half the adapters"
+        )
         moved = engine.comm.ledger.bytes
         assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
         assert moved["all_gather"] >= frozen
         assert {flat.dtype for flat in engine.flats if not flat.trainable} == {
             torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
         }  # fmt: skip
-        assert engine.optimizer.state and all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        assert engine.optimizer.state and all(
+            p.grad is None for p in model.parameters() if not p.requires_grad
+        )
 
     on_ranks(RANKS, run, build=build(width=128))
 
@@ -189,7 +233,10 @@ def test_ranks_with_other_scales_are_told():
             model.get_parameter(PACKED[1]).quant_state.absmax = torch.ones(3)
         start(model, adam(model), config_of(3))
 
-    with pytest.raises(RankFailed, match=r"hold different models.*blocks\.1\.up\.base_layer\.weight Params4bit with .*absmax") as caught:
+    with pytest.raises(
+        RankFailed,
+        match=r"hold different models.*blocks\.1\.up\.base_layer\.weight Params4bit with .*absmax",
+    ) as caught:
         on_ranks(RANKS, run, build=build())
     assert isinstance(caught.value.__cause__, RankMismatchError)
 
@@ -244,12 +291,19 @@ class Wrapped(torch.Tensor):
 
 def test_classes_that_cannot_be_laid_out():
     cpu = torch.device("cpu")
-    for parameter in (nn.Parameter(Wrapped(torch.zeros(2))), nn.UninitializedParameter(), Closed(torch.zeros(2))):
-        assert f"is a {type(parameter).__name__}, whose memory cannot be laid out flat" in refusal(parameter, cpu)
+    for parameter in (
+        nn.Parameter(Wrapped(torch.zeros(2))),
+        nn.UninitializedParameter(),
+        Closed(torch.zeros(2)),
+    ):
+        assert f"is a {type(parameter).__name__}, whose memory cannot be laid out flat" in refusal(
+            parameter, cpu
+        )
     packed, state = quantise(torch.randn(64, 2), torch.uint8)
     assert refusal(Params4bit(packed, False, state), cpu) is None
-    assert "is a Params4bit on cpu, and the engine computes on cuda; move the model there before" in refusal(
-        Params4bit(packed, False, state), torch.device("cuda")
+    assert (
+        "is a Params4bit on cpu, and the engine computes on cuda; move the model there before"
+        in refusal(Params4bit(packed, False, state), torch.device("cuda"))
     )
 
 
@@ -259,7 +313,9 @@ def test_an_attribute_that_keeps_the_whole_memory():
     model.head.weight = Params4bit(model.head.weight.detach(), False)
     model.head.weight.CB = model.head.weight.data
     with pytest.raises(
-        PartitionError, match=r"parameter head\.weight is a Params4bit whose attribute CB keeps its whole memory alive; delete"
+        PartitionError,
+        match=r"parameter head\.weight is a Params4bit whose attribute CB keeps its whole "
+        r"memory alive; delete",
     ):
         start(model, None, config_of(3))
     assert not any(isinstance(p, OwnedParameter) for p in model.parameters())
@@ -268,6 +324,9 @@ def test_an_attribute_that_keeps_the_whole_memory():
 def test_a_float8_parameter_that_trains():
     model = stack()
     model.head.weight = nn.Parameter(model.head.weight.detach().to(torch.float8_e4m3fn))
-    with pytest.raises(PartitionError, match=r"parameter head\.weight is torch\.float8_e4m3fn; train it in a wider dtype, or set"):
+    with pytest.raises(
+        PartitionError,
+        match=r"parameter head\.weight is torch\.float8_e4m3fn; train it in a wider dtype, or set",
+    ):
         start(model, None, config_of(2))
     assert Counter(map(type, model.parameters())) == {nn.Parameter: len(list(model.parameters()))}

@@ -1,4 +1,6 @@
-"""What must not be done to a model that an engine owns: each raises, names the parameter and says what to do instead."""
+"""What must not be done to a model that an engine owns: each raises, names the parameter and
+says what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,14 @@ def test_what_needs_no_values_answers():
             assert p.data.shape == p.shape and p.element_size() == 4 and p.is_floating_point()
             assert name.split(".")[-1] in repr(p)
             assert p in {p} and {p: 1}[p] == 1
-        assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for shape, _ in plain.values())
-        assert model.num_parameters() > 0 if hasattr(model, "num_parameters") else "Block" in repr(model)
+        assert sum(p.numel() for p in model.parameters()) == sum(
+            shape.numel() for shape, _ in plain.values()
+        )
+        assert (
+            model.num_parameters() > 0
+            if hasattr(model, "num_parameters")
+            else "Block" in repr(model)
+        )
 
     on_ranks(RANKS, run)
 
@@ -87,7 +95,9 @@ def test_copying_and_pickling_a_sharded_model_is_refused():
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_copy_of_a_whole_model_is_a_plain_one(stage):
-    """Averages of weights over time start from deepcopy(model): it must neither share memory nor hooks with the engine."""
+    """Averages of weights over time start from deepcopy(model): it must neither share memory nor
+    hooks with the engine.
+    """
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
@@ -112,7 +122,11 @@ def test_casting_the_model_is_refused(stage, cast):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
         with pytest.raises(HfZeroError, match=r"dtype|cast|precision|sharded"):
-            {"half": lambda: model.half(), "double": lambda: model.double(), "to dtype": lambda: model.to(torch.bfloat16)}[cast]()
+            {
+                "half": lambda: model.half(),
+                "double": lambda: model.double(),
+                "to dtype": lambda: model.to(torch.bfloat16),
+            }[cast]()
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
 
@@ -161,7 +175,9 @@ def test_a_foreign_optimizer_over_released_parameters(kind, fused):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_foreign_optimizer_never_steps_in_silence(stage):
-    """At every stage: after engine.backward the gradients are the engine's, and another optimizer would step with none."""
+    """At every stage: after engine.backward the gradients are the engine's, and another
+    optimizer would step with none.
+    """
 
     def run(rank, model):
         foreign = torch.optim.SGD(list(model.parameters()), lr=0.1)

@@ -1,4 +1,6 @@
-"""Warnings about a training that goes wrong without an error: each once, of rank 0, and never where nothing is wrong."""
+"""Warnings about a training that goes wrong without an error: each once, of rank 0, and never
+where nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.helpers.stacks import stack
 from tests.helpers.training import Plan
 
 
-def engine_of(model: nn.Module, stage: int = 2, precision: str = "fp32", accumulation: int = 1) -> Engine:
+def engine_of(
+    model: nn.Module, stage: int = 2, precision: str = "fp32", accumulation: int = 1
+) -> Engine:
     config = config_of(stage, Plan(accumulation=accumulation, precision=precision))
     engine: Engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     return engine
@@ -44,7 +48,9 @@ def diverges(rank: int, models: list[nn.Module], stage: int, precision: str) -> 
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_a_loss_that_is_not_finite_is_named_once(stage: int, precision: str, heard: list[str]) -> None:
+def test_a_loss_that_is_not_finite_is_named_once(
+    stage: int, precision: str, heard: list[str]
+) -> None:
     run_ranks(2, diverges, [stack(), stack()], stage, precision)
     (message,) = of_finite(heard)
     assert message.startswith("step 3: the loss of rank 0 is nan and the gradient norm nan")
@@ -72,7 +78,9 @@ def test_labels_that_are_all_ignored(heard: list[str]) -> None:
     engine.step()
     engine.destroy()
     (message,) = of_finite(heard)
-    assert "the loss of rank 0 is nan and the gradient norm 0; the weights are still finite" in message
+    assert (
+        "the loss of rank 0 is nan and the gradient norm 0; the weights are still finite" in message
+    )
 
 
 def test_an_overflow_in_fp16_is_the_scales_business(heard: list[str]) -> None:
@@ -129,9 +137,13 @@ class Event:
         return self.over
 
 
-def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+def test_on_a_device_the_norm_is_read_when_its_copy_is_over(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
     event, copies = Event(), []
-    monkeypatch.setattr("hf_zero.core.sanity.streams.record_here", lambda device: copies.append(device) or event)
+    monkeypatch.setattr(
+        "hf_zero.core.sanity.streams.record_here", lambda device: copies.append(device) or event
+    )
     checks = SanityChecks(torch.device("cpu"), 1, "fp32", 0)
     nan: Any = torch.tensor(float("nan"), dtype=torch.float64)
     for step in (1, 2, 3):

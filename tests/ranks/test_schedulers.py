@@ -28,7 +28,12 @@ def expected():
         made["scheduler"] = decay(made["optimizer"])
         return made["optimizer"]
 
-    return by_hand(optimizer_of, WINDOWS, RANKS, after_step=lambda step, model, optimizer: made["scheduler"].step())[0]
+    return by_hand(
+        optimizer_of,
+        WINDOWS,
+        RANKS,
+        after_step=lambda step, model, optimizer: made["scheduler"].step(),
+    )[0]
 
 
 def train(engine, rank, each=lambda: None):
@@ -52,7 +57,9 @@ def test_once_a_window(stage, form):
         scheduler = decay(optimizer) if form != "callable" else None
         given = {"object": scheduler, "callable": decay, "stepped by hand": None}[form]
         config = config_of(stage, Plan(accumulation=2))
-        engine, _, _, returned = hf_zero.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=given)
+        engine, _, _, returned = hf_zero.initialize(
+            model=model, optimizer=optimizer, config=config, lr_scheduler=given
+        )
         assert returned is engine.lr_scheduler
         if form == "object":
             assert returned is scheduler
@@ -64,15 +71,19 @@ def test_once_a_window(stage, form):
 
 
 @pytest.mark.parametrize("name, params", [
-    ("WarmupLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "warmup_type": "linear"}),
-    ("WarmupDecayLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 5, "warmup_type": "linear"}),
+    ("WarmupLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3,
+    "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 2,
+    "total_num_steps": 5, "warmup_type": "linear"}),
 ])  # fmt: skip
 def test_from_the_config(name, params):
     def run(rank, model):
         import hf_zero
 
         config = config_of(3, Plan(accumulation=2), scheduler={"type": name, "params": params})
-        engine, optimizer, _, scheduler = hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=config)
+        engine, optimizer, _, scheduler = hf_zero.initialize(
+            model=model, optimizer=plain_sgd(model), config=config
+        )
         assert type(scheduler).__name__ == name
         rates = []
         for step in range(5):

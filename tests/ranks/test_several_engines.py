@@ -1,7 +1,8 @@
-"""Several engines in one process: teacher and student, a generator and its critic, actor, critic and reference.
+"""Several engines in one process: teacher and student, a generator and its critic, actor, critic
+and reference.
 
-Each has its own stage and precision. A loss goes over the outputs of several, and the output of one is the input of
-another. The oracle is the same loop over plain models.
+Each has its own stage and precision. A loss goes over the outputs of several, and the output of one
+is the input of another. The oracle is the same loop over plain models.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from tests.helpers.training import Plan, plain_sgd
 
 RANKS, STEPS = 2, 3
 FAST = ((3, 3), (2, 3), (3, 2))
-PAIRS = [pytest.param(pair, marks=[pytest.mark.long] * (pair not in FAST)) for pair in itertools.product((0, 1, 2, 3), repeat=2)]
+PAIRS = [
+    pytest.param(pair, marks=[pytest.mark.long] * (pair not in FAST))
+    for pair in itertools.product((0, 1, 2, 3), repeat=2)
+]
 
 Nets = Sequence[Callable[..., torch.Tensor]]
 
@@ -72,7 +76,9 @@ def back_and_forth(nets: Nets, x: torch.Tensor) -> torch.Tensor:
 
 def in_a_ring(nets: Nets, x: torch.Tensor) -> torch.Tensor:
     one, two, three = nets
-    return (one(two(x)).float() - three(two(x)).float()).pow(2).mean() + two(three(x)).float().pow(2).mean()
+    return (one(two(x)).float() - three(two(x)).float()).pow(2).mean() + two(three(x)).float().pow(
+        2
+    ).mean()
 
 
 @dataclass
@@ -82,7 +88,9 @@ class Outcome:
     weights: list[dict[str, torch.Tensor]]
 
 
-def plainly(loss_of: Callable[[Nets, torch.Tensor], torch.Tensor], count: int, accumulation: int = 1) -> Outcome:
+def plainly(
+    loss_of: Callable[[Nets, torch.Tensor], torch.Tensor], count: int, accumulation: int = 1
+) -> Outcome:
     models = wides(count)
     optimizers = [plain_sgd(model) for model in models]
     losses, norms = [], []
@@ -94,25 +102,42 @@ def plainly(loss_of: Callable[[Nets, torch.Tensor], torch.Tensor], count: int, a
                 loss.backward()
                 total += float(loss.detach())
         losses.append(total)
-        norms.append([oracle.total_norm({n: p.grad for n, p in model.named_parameters()}) for model in models])
+        norms.append(
+            [
+                oracle.total_norm({n: p.grad for n, p in model.named_parameters()})
+                for model in models
+            ]
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return Outcome(losses, norms, [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models])
+    return Outcome(
+        losses,
+        norms,
+        [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models],
+    )
 
 
 def on_engines(
     loss_of: Callable[[Nets, torch.Tensor], torch.Tensor],
     configs: Sequence[dict[str, Any]],
     accumulation: int = 1,
-    backward: Callable[[Sequence[Any], torch.Tensor], Any] = lambda engines, loss: engines[0].backward(loss),
+    backward: Callable[[Sequence[Any], torch.Tensor], Any] = lambda engines, loss: engines[
+        0
+    ].backward(loss),
 ) -> Outcome:
     everybody = [wides(len(configs)) for _ in range(RANKS)]
 
     def run(rank: int) -> Outcome:
-        engines = [start(model, plain_sgd(model), config) for model, config in zip(everybody[rank], configs)]
+        engines = [
+            start(model, plain_sgd(model), config)
+            for model, config in zip(everybody[rank], configs)
+        ]
         cast = [next(model.parameters()).dtype for model in everybody[rank]]
-        nets = [lambda x, engine=engine, dtype=dtype: engine(x.to(dtype)) for engine, dtype in zip(engines, cast)]
+        nets = [
+            lambda x, engine=engine, dtype=dtype: engine(x.to(dtype))
+            for engine, dtype in zip(engines, cast)
+        ]
         losses, norms = [], []
         for step in range(STEPS):
             total = 0.0
@@ -131,7 +156,11 @@ def on_engines(
 
     outcomes = run_ranks(RANKS, run)
     assert all(other.norms == outcomes[0].norms for other in outcomes)
-    return Outcome([sum(each) / RANKS for each in zip(*(o.losses for o in outcomes))], outcomes[0].norms, outcomes[0].weights)
+    return Outcome(
+        [sum(each) / RANKS for each in zip(*(o.losses for o in outcomes))],
+        outcomes[0].norms,
+        outcomes[0].weights,
+    )
 
 
 def compare(found: Outcome, want: Outcome, tolerance: float = 1e-5) -> None:
@@ -139,7 +168,9 @@ def compare(found: Outcome, want: Outcome, tolerance: float = 1e-5) -> None:
     for got, expected in zip(found.norms, want.norms, strict=True):
         assert got == pytest.approx(expected, rel=tolerance)
     for number, (got, expected) in enumerate(zip(found.weights, want.weights, strict=True)):
-        oracle.compare_tensors(f"weights of model {number}", got, expected, tolerance, weight_floor(tolerance))
+        oracle.compare_tensors(
+            f"weights of model {number}", got, expected, tolerance, weight_floor(tolerance)
+        )
 
 
 def weight_floor(tolerance: float) -> float:
@@ -152,7 +183,9 @@ LOSSES = {loss.__name__: loss for loss in (fed, beside, back_and_forth)}
 @pytest.mark.parametrize("stages", PAIRS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_over_two_engines(loss: str, stages: tuple[int, int]) -> None:
-    found = on_engines(LOSSES[loss], [config_of(stage, Plan(accumulation=2)) for stage in stages], accumulation=2)
+    found = on_engines(
+        LOSSES[loss], [config_of(stage, Plan(accumulation=2)) for stage in stages], accumulation=2
+    )
     compare(found, plainly(LOSSES[loss], 2, accumulation=2))
 
 
@@ -173,23 +206,41 @@ def divided_already(engines: Sequence[Any], loss: torch.Tensor) -> None:
     engines[0].backward(loss / 2, scale_wrt_gas=False)
 
 
-@pytest.mark.parametrize("backward", [lastly, by_itself, divided_already], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "backward", [lastly, by_itself, divided_already], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("stages", [(3, 2), (0, 3)], ids=str)
 def test_whoever_is_given_the_loss(stages: tuple[int, int], backward: Callable[..., None]) -> None:
-    found = on_engines(fed, [config_of(stage, Plan(accumulation=2)) for stage in stages], 2, backward)
+    found = on_engines(
+        fed, [config_of(stage, Plan(accumulation=2)) for stage in stages], 2, backward
+    )
     compare(found, plainly(fed, 2, 2))
 
 
-PRECISIONS = [("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "fp32")]
+PRECISIONS = [
+    ("fp16", "fp16"),
+    ("fp16", "fp32"),
+    ("fp32", "fp16"),
+    ("bf16", "fp16"),
+    ("fp16", "bf16"),
+    ("bf16", "fp32"),
+]
 
 
-@pytest.mark.parametrize("backward", [lambda engines, loss: engines[0].backward(loss), lastly], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "backward", [lambda engines, loss: engines[0].backward(loss), lastly], ids=["first", "last"]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("precisions", PRECISIONS, ids=str)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_precisions_side_by_side(stage: int, precisions: tuple[str, str], loss: str, backward: Callable[..., None]) -> None:
+def test_precisions_side_by_side(
+    stage: int, precisions: tuple[str, str], loss: str, backward: Callable[..., None]
+) -> None:
     """A loss scale is in a gradient once, whichever engines it goes through."""
-    configs = [config_of(stage, Plan(precision=precision, scale=scale)) for precision, scale in zip(precisions, (256.0, 4096.0))]
+    configs = [
+        config_of(stage, Plan(precision=precision, scale=scale))
+        for precision, scale in zip(precisions, (256.0, 4096.0))
+    ]
     compare(on_engines(LOSSES[loss], configs, backward=backward), plainly(LOSSES[loss], 2), 3e-2)
 
 
@@ -198,17 +249,30 @@ def in_fp16(*scales: dict[str, Any], stage: int = 3) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("precisions", [("fp16", "fp16"), ("fp32", "fp16"), ("fp16", "fp32")], ids=str)
-def test_a_plain_backward_through_two_engines_cannot_be_scaled(precisions: tuple[str, str], loss: str) -> None:
-    """In the second step the same loss is given to an engine; what the refusal has left is forgotten."""
+@pytest.mark.parametrize(
+    "precisions", [("fp16", "fp16"), ("fp32", "fp16"), ("fp16", "fp32")], ids=str
+)
+def test_a_plain_backward_through_two_engines_cannot_be_scaled(
+    precisions: tuple[str, str], loss: str
+) -> None:
+    """In the second step the same loss is given to an engine; what the refusal has left is
+    forgotten.
+    """
     want = plainly(LOSSES[loss], 2)
     configs = [config_of(3, Plan(precision=precision)) for precision in precisions]
     everybody = [wides(2) for _ in range(RANKS)]
 
     def run(rank: int) -> list[dict[str, torch.Tensor]]:
-        engines = [start(model, plain_sgd(model), config) for model, config in zip(everybody[rank], configs)]
-        nets = [lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines]
-        with pytest.raises(PartitionError, match=r"another engine beside one.*call engine\.backward"):
+        engines = [
+            start(model, plain_sgd(model), config)
+            for model, config in zip(everybody[rank], configs)
+        ]
+        nets = [
+            lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines
+        ]
+        with pytest.raises(
+            PartitionError, match=r"another engine beside one.*call engine\.backward"
+        ):
             LOSSES[loss](nets, data(9, 0, rank)).backward()
         for engine in engines:
             engine.zero_grad()
@@ -226,7 +290,10 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves() -> None:
     everybody = [wides(2) for _ in range(RANKS)]
 
     def run(rank: int) -> list[dict[str, torch.Tensor]]:
-        engines = [start(m, plain_sgd(m), c) for m, c in zip(everybody[rank], in_fp16({"loss_scale": 64.0}, {"loss_scale": 512.0}))]
+        engines = [
+            start(m, plain_sgd(m), c)
+            for m, c in zip(everybody[rank], in_fp16({"loss_scale": 64.0}, {"loss_scale": 512.0}))
+        ]
         for engine in engines:
             engine(data(0, 0, rank).half()).float().pow(2).mean().backward()
         for engine in reversed(engines):
@@ -239,28 +306,47 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves() -> None:
             (model(data(0, 0, rank)).pow(2).mean() / RANKS).backward()
         plain_sgd(model).step()
     for weights, model in zip(run_ranks(RANKS, run)[0], models):
-        oracle.compare_tensors("weights", weights, {n: p.detach() for n, p in model.named_parameters()}, 3e-2, 3e-3)
+        oracle.compare_tensors(
+            "weights", weights, {n: p.detach() for n, p in model.named_parameters()}, 3e-2, 3e-3
+        )
 
 
 @pytest.mark.parametrize("given_to", [0, 1])
 @pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to: int) -> None:
-    """The second engine has a scale; what it sends back into the first overflows, and no weight is spoiled by it."""
+    """The second engine has a scale; what it sends back into the first overflows, and no weight
+    is spoiled by it.
+    """
     first_config = config_of(2, Plan(precision=first))
     if first == "fp16":
         first_config["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-    configs = [first_config, config_of(3, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})]
+    configs = [
+        first_config,
+        config_of(3, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}),
+    ]
     everybody = [wides(2) for _ in range(RANKS)]
 
     def run(rank: int) -> tuple[list[int], list[float], list[bool]]:
-        engines = [start(model, plain_sgd(model), config) for model, config in zip(everybody[rank], configs)]
-        nets = [lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines]
+        engines = [
+            start(model, plain_sgd(model), config)
+            for model, config in zip(everybody[rank], configs)
+        ]
+        nets = [
+            lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines
+        ]
         for step in range(30):
             engines[given_to].backward(fed_only(nets, data(0, 0, rank)))
             for engine in engines if step % 2 else reversed(engines):
                 engine.step()
-        finite = [all(bool(value.isfinite().all()) for value in full_weights(engine).values()) for engine in engines]
-        return [engine.counters.skipped_steps for engine in engines], [engine.scaler.scale for engine in engines], finite
+        finite = [
+            all(bool(value.isfinite().all()) for value in full_weights(engine).values())
+            for engine in engines
+        ]
+        return (
+            [engine.counters.skipped_steps for engine in engines],
+            [engine.scaler.scale for engine in engines],
+            finite,
+        )
 
     for skipped, scales, finite in run_ranks(RANKS, run):
         assert finite == [True, True]
@@ -272,12 +358,20 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to:
 
 
 def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next() -> None:
-    """The first engine steps, overflows and so lowers the second's scale while the second still holds gradients."""
+    """The first engine steps, overflows and so lowers the second's scale while the second still
+    holds gradients.
+    """
     everybody = [wides(2) for _ in range(RANKS)]
-    configs = [config_of(3), config_of(3, fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1})]
+    configs = [
+        config_of(3),
+        config_of(3, fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1}),
+    ]
 
     def run(rank: int) -> dict[str, torch.Tensor]:
-        engines = [start(model, plain_sgd(model), config) for model, config in zip(everybody[rank], configs)]
+        engines = [
+            start(model, plain_sgd(model), config)
+            for model, config in zip(everybody[rank], configs)
+        ]
         x = data(0, 0, rank)
         huge = engines[0](x).sum() * 1e38
         engines[1].backward(engines[1](x.half()).float().pow(2).mean() + huge)
@@ -290,7 +384,9 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next() -> N
         engines[1].zero_grad()
         assert engines[1].scaler.scale == 2.0**9
         engines[0].step()
-        assert engines[1].scaler.scale == 2.0**8, "it holds no gradients, so its scale falls at once"
+        assert engines[1].scaler.scale == 2.0**8, (
+            "it holds no gradients, so its scale falls at once"
+        )
         return found
 
     model = wides(2)[1]
@@ -301,9 +397,14 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next() -> N
 
 
 def one_against_the_other(
-    models: Sequence[Any], backward: Callable[[int, torch.Tensor], None], step: Callable[[int], None], x: torch.Tensor
+    models: Sequence[Any],
+    backward: Callable[[int, torch.Tensor], None],
+    step: Callable[[int], None],
+    x: torch.Tensor,
 ):
-    """A generator (first) and its critic, in turn, as such scripts are written; returns both losses."""
+    """A generator (first) and its critic, in turn, as such scripts are written; returns both
+    losses.
+    """
     generator, critic = models
     made = generator(x)
     loss_of_critic = (critic(x) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean()
@@ -316,15 +417,27 @@ def one_against_the_other(
     return float(loss_of_critic.detach()) + float(loss_of_generator.detach())
 
 
-@pytest.mark.parametrize("stages", [(0, 0), (1, 1), (2, 2), (3, 3), (3, 2), (2, 3), (0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "stages", [(0, 0), (1, 1), (2, 2), (3, 3), (3, 2), (2, 3), (0, 3)], ids=str
+)
 def test_a_generator_and_its_critic_in_turn(stages: tuple[int, int]) -> None:
-    """The generator's forward waits while the critic is stepped; the critic's gradients of its loss are thrown away."""
+    """The generator's forward waits while the critic is stepped; the critic's gradients of its
+    loss are thrown away.
+    """
     everybody = [wides(2) for _ in range(RANKS)]
 
     def run(rank: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-        engines = [start(model, plain_sgd(model), config_of(stage)) for model, stage in zip(everybody[rank], stages)]
+        engines = [
+            start(model, plain_sgd(model), config_of(stage))
+            for model, stage in zip(everybody[rank], stages)
+        ]
         losses = [
-            one_against_the_other(engines, lambda i, loss: engines[i].backward(loss), lambda i: engines[i].step(), data(step, 0, rank))
+            one_against_the_other(
+                engines,
+                lambda i, loss: engines[i].backward(loss),
+                lambda i: engines[i].step(),
+                data(step, 0, rank),
+            )
             for step in range(STEPS)
         ]
         return losses, [full_weights(engine) for engine in engines]
@@ -350,15 +463,21 @@ def test_a_generator_and_its_critic_in_turn(stages: tuple[int, int]) -> None:
             optimizer.zero_grad()
         wanted.append(total / RANKS)
     results = run_ranks(RANKS, run)
-    assert [sum(each) / RANKS for each in zip(*(losses for losses, _ in results))] == pytest.approx(wanted, rel=1e-5)
+    assert [sum(each) / RANKS for each in zip(*(losses for losses, _ in results))] == pytest.approx(
+        wanted, rel=1e-5
+    )
     for found, model in zip(results[0][1], models):
-        oracle.compare_tensors("weights", found, {name: p.detach() for name, p in model.named_parameters()})
+        oracle.compare_tensors(
+            "weights", found, {name: p.detach() for name, p in model.named_parameters()}
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stages", [(3, 2), (2, 3), (3, 3), (0, 3)], ids=str)
 def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) -> None:
-    """It has no optimizer, another precision, and is asked between the student's forward and its backward, too."""
+    """It has no optimizer, another precision, and is asked between the student's forward and its
+    backward, too.
+    """
     everybody = [wides(2) for _ in range(RANKS)]
 
     def distil(student: Any, teacher: Any, x: torch.Tensor) -> torch.Tensor:
@@ -372,7 +491,11 @@ def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) ->
 
     def run(rank: int) -> dict[str, torch.Tensor]:
         student, teacher = everybody[rank]
-        asked = start(teacher.requires_grad_(False).eval(), None, config_of(stages[1], Plan(precision=precision)))
+        asked = start(
+            teacher.requires_grad_(False).eval(),
+            None,
+            config_of(stages[1], Plan(precision=precision)),
+        )
         learning = start(student, plain_sgd(student), config_of(stages[0]))
         dtype = next(teacher.parameters()).dtype
         for step in range(STEPS):
@@ -387,14 +510,20 @@ def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) ->
     dtype = next(teacher.parameters()).dtype
     for step in range(STEPS):
         for rank in range(RANKS):
-            (distil(student, lambda x: teacher(x.to(dtype)), data(step, 0, rank)) / RANKS).backward()
+            (
+                distil(student, lambda x: teacher(x.to(dtype)), data(step, 0, rank)) / RANKS
+            ).backward()
         torch.optim.SGD(student.parameters(), lr=0.05).step()
         student.zero_grad()
     for found in run_ranks(RANKS, run):
-        oracle.compare_tensors("student", found, {name: p.detach() for name, p in student.named_parameters()})
+        oracle.compare_tensors(
+            "student", found, {name: p.detach() for name, p in student.named_parameters()}
+        )
 
 
-def _after_another(rank: int, left: list[nn.Module], models: list[nn.Module], stage: int, keeper: int) -> dict[str, torch.Tensor]:
+def _after_another(
+    rank: int, left: list[nn.Module], models: list[nn.Module], stage: int, keeper: int
+) -> dict[str, torch.Tensor]:
     first, left[rank] = left[rank], nn.Identity()
     other = start(first, plain_sgd(first), config_of(stage, Plan(precision="fp16")))
     kept = other if rank == keeper else None
@@ -414,7 +543,9 @@ def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: 
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     models, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)
     got = run_ranks(RANKS, _after_another, [seeded(Wide) for _ in range(RANKS)], models, stage, 0)
-    (sum(beside([plain, lambda x: 0.5 * x], data(0, 0, rank)) for rank in range(RANKS)) / RANKS).backward()
+    (
+        sum(beside([plain, lambda x: 0.5 * x], data(0, 0, rank)) for rank in range(RANKS)) / RANKS
+    ).backward()
     want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for grads in got:
         oracle.compare_tensors("gradient", {name: grads[name] for name in want}, want)

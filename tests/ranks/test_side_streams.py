@@ -30,7 +30,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 1)])
-def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(stage, accumulation, monkeypatch):
+def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(
+    stage, accumulation, monkeypatch
+):
     net = Net()
     engine = start(net, sgd(net), config_of(stage, Plan(accumulation=accumulation)))
     played = play_streams(monkeypatch)
@@ -38,7 +40,8 @@ def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(stage, ac
     monkeypatch.setattr(kinds, "is_host", lambda device: False)
     loss = engine(torch.randn(2, 64))
     played.log.clear()
-    engine.backward(loss)  # autograd's thread is this one, and its current stream the one of the caller
+    # autograd's thread is this one, and its current stream the one of the caller
+    engine.backward(loss)
     assert played.log.count(("compute", "waits for", "side")) >= 1
     monkeypatch.undo()
     engine.destroy()

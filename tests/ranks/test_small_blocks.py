@@ -14,7 +14,15 @@ from hf_zero.core.parameter import WatchedParameter
 from hf_zero.core.wrap import cut
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import STAGES, OnEngine, config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    OnEngine,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
@@ -24,7 +32,9 @@ BLOCK = sum(p.numel() for p in Stack(1).blocks[0].parameters())
 
 
 def joined(stage, blocks, **more):
-    return {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": blocks * BLOCK}} | more
+    return {
+        "zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": blocks * BLOCK}
+    } | more
 
 
 def test_consecutive_blocks_are_joined_up_to_the_threshold():
@@ -34,7 +44,12 @@ def test_consecutive_blocks_are_joined_up_to_the_threshold():
     model = Stack(5)
     alone = [("",), *((f"blocks.{i}",) for i in range(5))]
     assert units(0) == units(2 * BLOCK - 1) == alone
-    assert units(2 * BLOCK) == [("",), ("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"), ("blocks.4",)]
+    assert units(2 * BLOCK) == [
+        ("",),
+        ("blocks.0", "blocks.1"),
+        ("blocks.2", "blocks.3"),
+        ("blocks.4",),
+    ]
     assert units(100 * BLOCK) == [("",), tuple(f"blocks.{i}" for i in range(5))]
     names = [name for piece in cut(model, 2 * BLOCK)[0] for name, _ in piece.parameters]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -58,7 +73,11 @@ def test_they_travel_together(stage):
             engine.comm.ledger.record = True
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()
-        return [operation for operation, key, _ in engine.comm.ledger.log if key not in ("gradient norm", "used parameters")]
+        return [
+            operation
+            for operation, key, _ in engine.comm.ledger.log
+            if key not in ("gradient norm", "used parameters")
+        ]
 
     for log in on_ranks(2, run, build=lambda: seeded(lambda: Stack(9))):  # a root and three units
         reductions = "all_reduce" if stage == 0 else "reduce_scatter"
@@ -75,11 +94,15 @@ def test_every_way_of_calling_a_model(way, stage):
     """As tests/ranks/test_ways.py, with all blocks in one unit or two."""
     job, plan = WAYS[way], Plan(2, 2)
     more = {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": 5000}}
-    oracle.compare(train_on_threads(job, plan, engine_opener(stage, **more)), oracle.kept(job, plan))
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(stage, **more)), oracle.kept(job, plan)
+    )
 
 
 def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
-    """What is recorded on a weight while its own block is not at work keeps the unit for the backward."""
+    """What is recorded on a weight while its own block is not at work keeps the unit for the
+    backward.
+    """
 
     class Reads(Stack):
         def body(self, x):
@@ -97,13 +120,17 @@ def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
     build = lambda: seeded(lambda: Reads(6))  # noqa: E731
     got = on_ranks(2, run, build=build)[0]
     model = seeded(lambda: Stack(6))
-    model.body = lambda x: Stack.body(model, x) + model.blocks[0].down.weight.sum() + model.blocks[4].up.weight.sum()
+    model.body = lambda x: (
+        Stack.body(model, x) + model.blocks[0].down.weight.sum() + model.blocks[4].up.weight.sum()
+    )
     optimizer = adamw(model)
     for number in range(3):
         (sum(squared(model, At(number, 0, rank)) for rank in range(2)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    oracle.compare_tensors("weights", got, dict(model.named_parameters()), floor=oracle.ADAM_ROUNDING)
+    oracle.compare_tensors(
+        "weights", got, dict(model.named_parameters()), floor=oracle.ADAM_ROUNDING
+    )
 
 
 def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
@@ -133,7 +160,9 @@ def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 150), (2, 145), (3, 270)])
 def test_the_python_that_a_block_costs_in_a_step(stage, most):
-    """Calls of the engine's functions, as many in every run; torch's own and the model's are not counted."""
+    """Calls of the engine's functions, as many in every run; torch's own and the model's are not
+    counted.
+    """
     package = str(Path(hf_zero.__file__).parent)
 
     def run(rank, model):
@@ -155,6 +184,9 @@ def test_the_python_that_a_block_costs_in_a_step(stage, most):
         engine.destroy()
         return seen
 
-    counts = [on_ranks(1, run, build=lambda blocks=blocks: seeded(lambda: Stack(blocks)))[0] for blocks in (4, 12)]
+    counts = [
+        on_ranks(1, run, build=lambda blocks=blocks: seeded(lambda: Stack(blocks)))[0]
+        for blocks in (4, 12)
+    ]
     each = (counts[1] - counts[0]) / 8
     assert 10 < each <= most, f"{each:.1f} calls a block"

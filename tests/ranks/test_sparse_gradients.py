@@ -1,4 +1,6 @@
-"""Sparse gradients of embeddings: the numbers are those of dense ones, and the log says once that they are made dense."""
+"""Sparse gradients of embeddings: the numbers are those of dense ones, and the log says once
+that they are made dense.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def ids_of(step: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_sparse_gradient_counts_as_a_dense_one_and_is_named_once(stage, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("hf_zero.core.sparse.log_rank0", lambda message, level: said.append(message))
+    monkeypatch.setattr(
+        "hf_zero.core.sparse.log_rank0", lambda message, level: said.append(message)
+    )
     model = seeded(Words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -45,6 +49,8 @@ def test_a_sparse_gradient_counts_as_a_dense_one_and_is_named_once(stage, monkey
         return full_weights(engine)
 
     got = on_ranks(2, run, build=lambda: seeded(Words))[0]
-    oracle.compare_tensors("weights", got, {name: p.detach() for name, p in model.named_parameters()})
+    oracle.compare_tensors(
+        "weights", got, {name: p.detach() for name, p in model.named_parameters()}
+    )
     assert len(said) == 2, "one of each rank's engine, of which rank 0's is logged"
     assert all("words.weight" in text for text in said)

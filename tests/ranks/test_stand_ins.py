@@ -1,4 +1,6 @@
-"""Groups of which a rank owns nothing, beside groups that are offloaded: their stand-in counts, and touches nothing on the device."""
+"""Groups of which a rank owns nothing, beside groups that are offloaded: their stand-in counts,
+and touches nothing on the device.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ def train(rank, models, make, section):
     model = models[rank]
     biases = [model.layers[-1].bias]  # at the end of the last flat, which rank 1 owns
     groups = [{"params": [p for p in model.parameters() if p is not biases[0]]}, {"params": biases}]
-    engine = start(model, make(groups), config_of(2, Plan(ranks=2, clip=0.1), zero_optimization=section))
+    engine = start(
+        model, make(groups), config_of(2, Plan(ranks=2, clip=0.1), zero_optimization=section)
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 16, generator=generator)))
         engine.step()
     weights, counted = full_weights(engine), engine.bound.scalars()
     state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
-    finite = all(math.isfinite(float(value.float().sum())) for value in state if isinstance(value, torch.Tensor))
+    finite = all(
+        math.isfinite(float(value.float().sum()))
+        for value in state
+        if isinstance(value, torch.Tensor)
+    )
     stand_ins = len(engine.bound._stand_ins)
     engine.destroy()
     return weights, counted, finite, stand_ins
@@ -56,7 +64,13 @@ def test_a_stand_in_is_stepped_apart_and_counts_as_the_others_do(name, monkeypat
     over = BoundOptimizer._step_over
 
     def recorded(self, segments, gradients, grad_scale, *more):
-        calls.append((all(segment.parts for segment in segments), any(segment.parts for segment in segments), grad_scale))
+        calls.append(
+            (
+                all(segment.parts for segment in segments),
+                any(segment.parts for segment in segments),
+                grad_scale,
+            )
+        )
         over(self, segments, gradients, grad_scale, *more)
 
     def run(section):
@@ -73,7 +87,9 @@ def test_a_stand_in_is_stepped_apart_and_counts_as_the_others_do(name, monkeypat
     assert [stand_ins for *_, stand_ins in offloaded] == [1, 0]
     assert any(not owned for owned, *_ in calls), "no stand-in was stepped: the case is another one"
     for owned, some, scale in calls:
-        assert owned or not (some or scale is not None), "a stand-in was stepped with what is on the device, or scaled by it"
+        assert owned or not (some or scale is not None), (
+            "a stand-in was stepped with what is on the device, or scaled by it"
+        )
     for (weights, counted, finite, _), (expected, expected_counts, _, _) in zip(offloaded, plain):
         assert finite and counted == expected_counts
         for key, value in expected.items():

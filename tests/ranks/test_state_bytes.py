@@ -24,7 +24,9 @@ def deep():
 
 
 def living() -> int:
-    """Bytes of the storages behind living tensors that are younger than ``gc.freeze()``, gradients that only autograd knows included."""
+    """Bytes of the storages behind living tensors that are younger than ``gc.freeze()``,
+    gradients that only autograd knows included.
+    """
     gc.collect()
     found: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -39,7 +41,9 @@ def living() -> int:
 
 
 def measured(build, optimizer_of, stage, plan) -> tuple[float, int]:
-    """Bytes per rank between a backward and its step: of all living tensors, and of state as the engine counts it."""
+    """Bytes per rank between a backward and its step: of all living tensors, and of state as the
+    engine counts it.
+    """
 
     def run(rank, model):
         engine = start(model, optimizer_of(model), config_of(stage, plan))
@@ -61,24 +65,39 @@ def measured(build, optimizer_of, stage, plan) -> tuple[float, int]:
     return answers[0]
 
 
-SETTINGS = [("fp32", adamw, 2), ("bf16", adamw, 2), ("fp16", adamw, 2), ("fp32", sgd, 1), ("bf16", plain_sgd, 0)]
+SETTINGS = [
+    ("fp32", adamw, 2),
+    ("bf16", adamw, 2),
+    ("fp16", adamw, 2),
+    ("fp32", sgd, 1),
+    ("bf16", plain_sgd, 0),
+]
 OFTEN = [("fp32", adamw, stage) for stage in STAGES] + [("bf16", adamw, 2), ("bf16", adamw, 3)]
 
 
 @pytest.mark.parametrize(
     "precision, optimizer_of, moments, stage",
-    fast(((*each, stage) for each in SETTINGS for stage in STAGES), lambda precision, make, _, stage: (precision, make, stage) in OFTEN),
+    fast(
+        ((*each, stage) for each in SETTINGS for stage in STAGES),
+        lambda precision, make, _, stage: (precision, make, stage) in OFTEN,
+    ),
 )
 def test_state_between_backward_and_step(stage, precision, optimizer_of, moments):
-    """State is what the formula says; whatever else lives is a few communication buffers, however deep the model."""
+    """State is what the formula says; whatever else lives is a few communication buffers,
+    however deep the model.
+    """
     total, state = measured(deep, optimizer_of, stage, Plan(precision=precision))
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     model = deep()
     trained = sum(p.numel() for p in model.parameters())
     predicted = bytes_per_parameter(stage, RANKS, names[precision], moments) * trained
-    assert state == pytest.approx(predicted, rel=0.05), f"{state / trained:.3f} bytes a parameter, predicted {predicted / trained:.3f}"
+    assert state == pytest.approx(predicted, rel=0.05), (
+        f"{state / trained:.3f} bytes a parameter, predicted {predicted / trained:.3f}"
+    )
     unit = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) * 4
-    assert state <= total <= state + 4 * unit, f"{(total - state) / unit:.1f} units' worth of other tensors"
+    assert state <= total <= state + 4 * unit, (
+        f"{(total - state) / unit:.1f} units' worth of other tensors"
+    )
 
 
 @pytest.mark.parametrize("stage", fast(STAGES, lambda stage: stage in (1, 3)))
@@ -92,7 +111,9 @@ def test_frozen_parameters_cost_their_own_bytes_alone(stage):
     model = frozen()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rest = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    predicted = bytes_per_parameter(stage, RANKS, "float32", 2) * trained + rest * 4 / (RANKS if stage == 3 else 1)
+    predicted = bytes_per_parameter(stage, RANKS, "float32", 2) * trained + rest * 4 / (
+        RANKS if stage == 3 else 1
+    )
     assert state == pytest.approx(predicted, rel=0.05)
     unit = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) * 4
     assert state <= total <= state + 4 * unit

@@ -1,4 +1,6 @@
-"""state_dict and load_state_dict: on the engine, on the bare model, on a submodule, whole at every stage."""
+"""state_dict and load_state_dict: on the engine, on the bare model, on a submodule, whole at
+every stage.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,22 @@ def same(state, want, what=""):
 @pytest.mark.parametrize("name", ["stack", "bert", "gpt2", "t5"])
 def test_whole_on_the_bare_model_and_submodules(stage, name):
     build = stack if name == "stack" else ARCHITECTURES[name].build
-    sub = {"stack": "blocks.1", "bert": "bert.encoder.layer.0", "gpt2": "transformer", "t5": "encoder"}[name]
+    sub = {
+        "stack": "blocks.1",
+        "bert": "bert.encoder.layer.0",
+        "gpt2": "transformer",
+        "t5": "encoder",
+    }[name]
 
     def run(rank, model):
         start(model, adamw(model), config_of(stage))
         want = plain_state(build)
         same(model.state_dict(), want, "model")
-        part = {key.removeprefix(sub + "."): value for key, value in want.items() if key.startswith(sub + ".")}
+        part = {
+            key.removeprefix(sub + "."): value
+            for key, value in want.items()
+            if key.startswith(sub + ".")
+        }
         same(model.get_submodule(sub).state_dict(), part, sub)
 
     on_ranks(RANKS, run, build=build)
@@ -44,7 +55,11 @@ def test_whole_on_the_bare_model_and_submodules(stage, name):
 def test_it_is_a_copy_that_survives_training(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        state = model.state_dict() if stage == 3 else {k: v.clone() for k, v in model.state_dict().items()}
+        state = (
+            model.state_dict()
+            if stage == 3
+            else {k: v.clone() for k, v in model.state_dict().items()}
+        )
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
         same(state, plain_state())
@@ -116,16 +131,25 @@ def test_loading_into_the_bare_model_is_trained_on(stage, precision):
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want, tolerance=1e-5 if precision == "fp32" else 1e-2)
+        oracle.compare_tensors(
+            "weights", weights, want, tolerance=1e-5 if precision == "fp32" else 1e-2
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_loading_into_a_submodule(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        model.blocks[2].load_state_dict({name: torch.full_like(value, 0.5) for name, value in stack().blocks[2].state_dict().items()})
+        model.blocks[2].load_state_dict(
+            {
+                name: torch.full_like(value, 0.5)
+                for name, value in stack().blocks[2].state_dict().items()
+            }
+        )
         for name, value in full_weights(engine).items():
-            want = torch.full_like(value, 0.5) if name.startswith("blocks.2.") else plain_state()[name]
+            want = (
+                torch.full_like(value, 0.5) if name.startswith("blocks.2.") else plain_state()[name]
+            )
             assert torch.equal(value, want), name
 
     on_ranks(RANKS, run)
@@ -137,7 +161,9 @@ def test_bad_states_are_refused_and_leave_the_engine_sound(stage):
         engine = start(model, adamw(model), config_of(stage))
         state = plain_state()
         with pytest.raises(RuntimeError, match=r"head\.bias"):
-            model.load_state_dict({name: value for name, value in state.items() if name != "head.bias"})
+            model.load_state_dict(
+                {name: value for name, value in state.items() if name != "head.bias"}
+            )
         with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
             model.load_state_dict(state | {"blocks.0.up.weight": torch.zeros(3, 3)})
         with pytest.raises(RuntimeError, match="surplus"):

@@ -1,4 +1,6 @@
-"""A job that is told to end: all ranks stop after the same step, whoever was told and when, and no other step pays for it."""
+"""A job that is told to end: all ranks stop after the same step, whoever was told and when, and
+no other step pays for it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def train(engine, rank, number, told=()):
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
-    """One rank is told in its third step; others may be in the next by then. The weights are those of that many steps."""
+    """One rank is told in its third step; others may be in the next by then.
+
+    The weights are those of that many steps.
+    """
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
@@ -70,7 +75,9 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
         oracle.compare_tensors("weights", weights, want)
 
 
-@pytest.mark.parametrize("told", [(0, 0, 0, 0), (3, 0, 2, 1), (0, 1, 1, LIMIT), (2, 2, LIMIT, LIMIT)])
+@pytest.mark.parametrize(
+    "told", [(0, 0, 0, 0), (3, 0, 2, 1), (0, 1, 1, LIMIT), (2, 2, LIMIT, LIMIT)]
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_many_are_told_at_different_times_and_again(quick, stage, told):
     def run(rank, model):
@@ -89,7 +96,9 @@ def test_many_are_told_at_different_times_and_again(quick, stage, told):
     answers = on_ranks(4, run)
     assert answers[1:] == answers[:-1]
     first = answers[0].index(True)
-    assert first in (2 * min(told) + 1, 2 * min(told) + 3), "at the end of the accumulation window in which somebody was told, or the next"
+    assert first in (2 * min(told) + 1, 2 * min(told) + 3), (
+        "at the end of the accumulation window in which somebody was told, or the next"
+    )
     assert all(answers[0][first:])
 
 
@@ -110,7 +119,9 @@ def test_steps_in_which_nobody_is_told_cost_nothing(quick):
 
 
 def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
-    """Without sharded parameters nothing keeps hosts together between steps but the sums; the latest step counts."""
+    """Without sharded parameters nothing keeps hosts together between steps but the sums; the
+    latest step counts.
+    """
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
@@ -135,21 +146,31 @@ def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
             engine.request_stop()
         train(engine, rank, 0)
 
-    with pytest.raises(RankFailed, match=r"rank 0 has waited .* for ranks 1 to hear that the job is to stop; they never came") as caught:
+    with pytest.raises(
+        RankFailed,
+        match=r"rank 0 has waited .* for ranks 1 to hear that the job is to stop; they never came",
+    ) as caught:
         on_ranks(2, run)
     assert isinstance(caught.value.__cause__, RankMismatchError)
 
 
 def test_who_does_not_listen_cannot_ask(one_process):
     engine = start(stack(), None, config_of(1))
-    with pytest.raises(PartitionError, match=r"request_stop\(\) reaches only ranks that listen; call engine\.stop_on\(\) on every rank"):
+    with pytest.raises(
+        PartitionError,
+        match=r"request_stop\(\) reaches only ranks that listen; call "
+        r"engine\.stop_on\(\) on every rank",
+    ):
         engine.request_stop()
 
 
 def test_signals_need_the_main_thread():
     def run(rank, model):
         engine = start(model, None, config_of(1))
-        with pytest.raises(PartitionError, match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler"):
+        with pytest.raises(
+            PartitionError,
+            match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler",
+        ):
             engine.stop_on(signal.SIGTERM)
 
     on_ranks(2, run)

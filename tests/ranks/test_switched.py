@@ -1,4 +1,6 @@
-"""requires_grad that changes after initialize: for a while it may, as where adapters are off for a reference; a backward refuses."""
+"""requires_grad that changes after initialize: for a while it may, as where adapters are off for
+a reference; a backward refuses.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def partly_frozen():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_off_for_a_reference_and_on_again(stage):
-    """The trained are off and the frozen are on while a forward without gradients runs; training goes on as if nothing had been."""
+    """The trained are off and the frozen are on while a forward without gradients runs; training
+    goes on as if nothing had been.
+    """
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=partly_frozen)
 
     def run(rank, model):
@@ -60,7 +64,10 @@ def test_a_backward_refuses_what_is_still_switched(stage, on):
         engine = start(model, plain_sgd(model), config_of(stage))
         weight = model.blocks[0].up.weight
         weight.requires_grad_(on)
-        with pytest.raises(PartitionError, match=rf"requires_grad of {NAME} is {on} in this backward and was {not on}.*destroy"):
+        with pytest.raises(
+            PartitionError,
+            match=rf"requires_grad of {NAME} is {on} in this backward and was {not on}.*destroy",
+        ):
             engine.backward(squared(engine, At(0, 0, rank)))
         with pytest.raises(PartitionError, match=NAME):
             squared(engine, At(0, 0, rank)).backward()
@@ -84,6 +91,9 @@ def test_it_may_change_between_engines(stage):
         engine = start(model, plain_sgd(model.head), config_of(stage))
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
-        assert {name for flat in engine.flats if flat.trainable for name in flat.parameters} == {"head.weight", "head.bias"}
+        assert {name for flat in engine.flats if flat.trainable for name in flat.parameters} == {
+            "head.weight",
+            "head.bias",
+        }
 
     on_ranks(RANKS, run)

@@ -1,4 +1,6 @@
-"""torch.func through the model: as in plain torch at stages 0 to 2, refused at stage 3; nothing is left behind either way."""
+"""torch.func through the model: as in plain torch at stages 0 to 2, refused at stage 3; nothing
+is left behind either way.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _loss(model: nn.Module) -> Callable[..., torch.Tensor]:
 WAYS: dict[str, Way] = {
     "grad of the input": lambda net, model: grad(lambda x: net(x).pow(2).sum())(X),
     "grad of the weights": lambda net, model: grad(_loss(model))(_parameters(model), X),
-    "each sample": lambda net, model: vmap(grad(_loss(model)), in_dims=(None, 0))(_parameters(model), X[:, None]),
+    "each sample": lambda net, model: vmap(grad(_loss(model)), in_dims=(None, 0))(
+        _parameters(model), X[:, None]
+    ),
     "jacrev": lambda net, model: jacrev(net)(X[:1]),
 }
 ALONE: dict[str, Way] = {  # torch keeps the levels of forward-mode derivatives for all threads
@@ -64,7 +68,8 @@ def test_a_transform_gives_what_it_gives_in_plain_torch(way: str, stage: int) ->
         net = engine if rank else model
         torch.testing.assert_close(WAYS[way](net, model), want)
         loss = squared(engine, At(0, 0, rank))
-        torch.testing.assert_close(WAYS[way](net, model), want)  # between a forward and its backward
+        # between a forward and its backward
+        torch.testing.assert_close(WAYS[way](net, model), want)
         engine.backward(loss)
         engine.zero_grad()
         return _trains(engine, rank)
@@ -85,7 +90,12 @@ def test_forward_mode(way: str) -> None:
     on_ranks(1, run)
 
 
-AROUND = [(more, way) for more in MORE for way in ("grad of the input", "each sample") if (more, way) != ("fp16", "each sample")]
+AROUND = [
+    (more, way)
+    for more in MORE
+    for way in ("grad of the input", "each sample")
+    if (more, way) != ("fp16", "each sample")
+]
 
 
 @pytest.mark.parametrize(("more", "way"), AROUND)
@@ -105,7 +115,9 @@ def test_a_transform_of_a_model_with_more_around_its_blocks(more: str, way: str)
 
 
 def test_a_loss_over_a_gradient_trains_the_weights() -> None:
-    """A penalty on the gradient of the output: the backward goes through what the transform has recorded."""
+    """A penalty on the gradient of the output: the backward goes through what the transform has
+    recorded.
+    """
 
     def penalty(net: Any) -> torch.Tensor:
         return grad(lambda x: net(x).pow(2).sum())(X).pow(2).mean()
@@ -131,7 +143,9 @@ def test_stage_3_refuses_a_transform_before_it_does_anything(way: str) -> None:
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
         engine = start(model, plain_sgd(model), config_of(3))
-        with pytest.raises(PartitionError, match=r"torch\.func goes through \(root\).*\(stage 3\).*; use stage 2"):
+        with pytest.raises(
+            PartitionError, match=r"torch\.func goes through \(root\).*\(stage 3\).*; use stage 2"
+        ):
             WAYS[way](engine, model)
         engine.schedule.check_all_released()
         return _trains(engine, rank)
@@ -151,6 +165,8 @@ def test_vmap_alone_trains_at_every_stage(stage: int) -> None:
         engine.step()
         for name, p in want.named_parameters():
             assert p.grad is not None
-            torch.testing.assert_close(full_weights(engine)[name], p.detach() - 0.05 * p.grad, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                full_weights(engine)[name], p.detach() - 0.05 * p.grad, rtol=1e-5, atol=1e-6
+            )
 
     on_ranks(2, run)

@@ -1,4 +1,7 @@
-"""What goes wrong in a script: forwards and backwards that raise, ranks that part ways. Named, never silent, and survived."""
+"""What goes wrong in a script: forwards and backwards that raise, ranks that part ways.
+
+Named, never silent, and survived.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_work_that_fails_on_one_rank_is_given_up_by_all():
     def run(rank, model):
-        error, told = (OSError, "disk") if rank == 1 else (RankMismatchError, "rank 1 could not read: OSError: disk")
+        error, told = (
+            (OSError, "disk")
+            if rank == 1
+            else (RankMismatchError, "rank 1 could not read: OSError: disk")
+        )
         with pytest.raises(error, match=told), agreed("read"):
             if rank == 1:
                 raise OSError("disk")
@@ -147,7 +154,9 @@ def test_an_optimizer_of_another_model():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stage):
-    """requires_grad without a group: gradients flow through, nothing is trained, nothing piles up."""
+    """requires_grad without a group: gradients flow through, nothing is trained, nothing piles
+    up.
+    """
 
     def half(model):
         return torch.optim.SGD([*model.blocks[0].parameters(), *model.head.parameters()], lr=0.05)
@@ -170,7 +179,9 @@ def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stag
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_autocast_around_the_engine(stage):
-    """fp32 weights under torch.autocast: one step, since rounding to bf16 amplifies any difference afterwards."""
+    """fp32 weights under torch.autocast: one step, since rounding to bf16 amplifies any
+    difference afterwards.
+    """
 
     def plain():
         model = stack()
@@ -225,7 +236,9 @@ def test_a_parameter_that_was_replaced_is_named(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_gradients(stage):
-    """A penalty on the gradient of the input: right where weights stay whole, refused where they do not."""
+    """A penalty on the gradient of the input: right where weights stay whole, refused where they
+    do not.
+    """
 
     def penalised(net, rank):
         x = features(0, 0, rank).requires_grad_()
@@ -236,7 +249,10 @@ def test_gradients_of_gradients(stage):
     model = stack()
     for rank in range(RANKS):
         (penalised(model, rank) / RANKS).backward()
-    want = {name: p.detach() - 0.05 * (p.grad if p.grad is not None else 0.0) for name, p in model.named_parameters()}
+    want = {
+        name: p.detach() - 0.05 * (p.grad if p.grad is not None else 0.0)
+        for name, p in model.named_parameters()
+    }
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
@@ -253,7 +269,9 @@ def test_gradients_of_gradients(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("options", [{"fused": True}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}], ids=str
+)
 def test_options_of_the_users_adamw(stage, options):
     def made(model):
         return torch.optim.AdamW(trainable(model), lr=1e-3, eps=1e-6, **options)
@@ -272,21 +290,34 @@ def test_options_of_the_users_adamw(stage, options):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("how", ["two forwards", "a part beside the model", "a part before the model"])
+@pytest.mark.parametrize(
+    "how", ["two forwards", "a part beside the model", "a part before the model"]
+)
 def test_a_plain_fp16_backward_that_cannot_be_scaled_once(stage, how):
-    """The loss scale is put in where the model gives its outputs away: twice would square it, and a part has no such place."""
+    """The loss scale is put in where the model gives its outputs away: twice would square it,
+    and a part has no such place.
+    """
 
     def loss_of(model, rank):
         x = features(0, 0, rank).half()
         if how == "two forwards":
-            return squared(model, At(0, 0, rank), torch.float16) + squared(model, At(1, 0, rank), torch.float16)
-        inner = model.blocks[0](torch.ones(3, 32, dtype=torch.float16, requires_grad=True)).float().pow(2).mean()
+            return squared(model, At(0, 0, rank), torch.float16) + squared(
+                model, At(1, 0, rank), torch.float16
+            )
+        inner = (
+            model.blocks[0](torch.ones(3, 32, dtype=torch.float16, requires_grad=True))
+            .float()
+            .pow(2)
+            .mean()
+        )
         outer = model(x).float().pow(2).mean()
         return outer + inner if how == "a part beside the model" else inner + outer
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="fp16")))
-        with pytest.raises(PartitionError, match=r"more than one fp16 forward.*call engine\.backward\(loss\)"):
+        with pytest.raises(
+            PartitionError, match=r"more than one fp16 forward.*call engine\.backward\(loss\)"
+        ):
             loss_of(model, rank).backward()
         engine.zero_grad()
         loss = squared(model, At(0, 0, rank), torch.float16)
@@ -310,7 +341,10 @@ def test_a_parameter_added_after_initialize_is_told(stage):
         engine = start(model, plain_sgd(model), config_of(stage))
         model.blocks[1].late = torch.nn.Linear(2, 3)
         engine.backward(squared(engine, At(0, 0, rank)))
-        with pytest.raises(PartitionError, match=r"Linear\.weight, of shape \(3, 2\), was added .* after hf_zero\.initialize"):
+        with pytest.raises(
+            PartitionError,
+            match=r"Linear\.weight, of shape \(3, 2\), was added .* after hf_zero\.initialize",
+        ):
             engine.step()
         model.blocks[1].late.requires_grad_(False)
         engine.step()

@@ -1,4 +1,6 @@
-"""A plain ``.backward()`` that goes through weights alone, where no hook of a module can tell the engine of it."""
+"""A plain ``.backward()`` that goes through weights alone, where no hook of a module can tell
+the engine of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
 RANKS, STEPS, WINDOW = 2, 2, 2
-PLACES = ("before the forward", "between forward and backward", "after the backward", "in a window of no_sync")
+PLACES = (
+    "before the forward",
+    "between forward and backward",
+    "after the backward",
+    "in a window of no_sync",
+)
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -30,7 +37,9 @@ def by_hand() -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         for micro in range(WINDOW):
             for rank in range(RANKS):
-                ((squared(model, At(step, micro, rank)) + penalty(model)) / (RANKS * WINDOW)).backward()
+                (
+                    (squared(model, At(step, micro, rank)) + penalty(model)) / (RANKS * WINDOW)
+                ).backward()
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -43,7 +52,9 @@ def _penalise(engine: Any, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "engine.backward"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (0, "fp16"), (2, "fp16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (0, "fp16"), (2, "fp16")]
+)
 def test_it_counts_wherever_it_stands(stage: int, precision: str, place: str, plain: bool) -> None:
     plan = Plan(ranks=RANKS, accumulation=WINDOW, precision=precision, scale=64.0)
 
@@ -68,7 +79,9 @@ def test_it_counts_wherever_it_stands(stage: int, precision: str, place: str, pl
         return weights
 
     for got in on_ranks(RANKS, run):
-        compare_tensors(f"weights, {place}", got, by_hand(), 1e-5 if precision == "fp32" else 5e-3, 5e-6)
+        compare_tensors(
+            f"weights, {place}", got, by_hand(), 1e-5 if precision == "fp32" else 5e-3, 5e-6
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -82,7 +95,11 @@ def test_what_asks_for_gradients_finds_it(stage: int) -> None:
         _penalise(engine, model)
         assert engine.gradient_norm() == pytest.approx(float(want.norm()), rel=1e-6)
         _penalise(engine, model)
-        compare_tensors("gradient", {"head.weight": full_grads(engine)["head.weight"]}, {"head.weight": 2 * want})
+        compare_tensors(
+            "gradient",
+            {"head.weight": full_grads(engine)["head.weight"]},
+            {"head.weight": 2 * want},
+        )
         _penalise(engine, model)
         with pytest.raises(PartitionError, match=r"the gradient of head\.weight has been taken in"):
             _ = model.head.weight.grad  # the last backward's would be a third of it
@@ -102,7 +119,9 @@ def test_a_gradient_runs_no_python_of_its_own_unless_a_loss_may_be_scaled() -> N
         engine = start(model, adamw(model), config_of(2))
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         scaling = start(other, adamw(other), config_of(2, Plan(precision="fp16")))
-        assert all(p._post_accumulate_grad_hooks for each in (model, other) for p in each.parameters())
+        assert all(
+            p._post_accumulate_grad_hooks for each in (model, other) for p in each.parameters()
+        )
         engine.destroy()
         scaling.destroy()
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -1,4 +1,6 @@
-"""Parameters that no rank has used in a step: weight and state stay as they are, as where plain PyTorch finds no gradient."""
+"""Parameters that no rank has used in a step: weight and state stay as they are, as where plain
+PyTorch finds no gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from hf_zero.optim import CPUAdam, Lion
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.engines import STAGES, OnEngine, config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    OnEngine,
+    config_of,
+    engine_opener,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
@@ -26,7 +35,9 @@ HEADS = 4
 
 
 class Heads(nn.Module):
-    """A block that is always used, and heads of which a call uses those it names; [rows, 7] -> [rows, 5]."""
+    """A block that is always used, and heads of which a call uses those it names; [rows, 7] ->
+    [rows, 5].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +56,22 @@ class Heads(nn.Module):
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
-    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, weight_decay=0.1, amsgrad=True),
-    "unfused": lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-6, weight_decay=0.1, foreach=True),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "amsgrad": lambda groups: torch.optim.AdamW(
+        groups, lr=1e-2, eps=1e-6, weight_decay=0.1, amsgrad=True
+    ),
+    "unfused": lambda groups: torch.optim.Adam(
+        groups, lr=1e-2, eps=1e-6, weight_decay=0.1, foreach=True
+    ),
+    "sgd": lambda groups: torch.optim.SGD(
+        groups, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.1
+    ),
     "lion": lambda groups: Lion(groups, lr=1e-3, weight_decay=0.1),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, weight_decay=0.1, momentum=0.5, eps=1e-4),
+    "adagrad": lambda groups: torch.optim.Adagrad(
+        groups, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1
+    ),
+    "rmsprop": lambda groups: torch.optim.RMSprop(
+        groups, lr=1e-3, weight_decay=0.1, momentum=0.5, eps=1e-4
+    ),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
     "cpu adam": lambda groups: CPUAdam(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
 }
@@ -58,7 +79,9 @@ OPTIMIZERS = {
 
 @dataclass
 class HeadsJob(Job):
-    """In each step another pair of heads: one that all ranks use in all micro-batches, one that the last rank uses in the last."""
+    """In each step another pair of heads: one that all ranks use in all micro-batches, one that
+    the last rank uses in the last.
+    """
 
     kind: str = "adamw"
     ranks: int = 2
@@ -73,7 +96,9 @@ class HeadsJob(Job):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Two groups, so that units have several segments."""
         thick = [p for p in trainable(model) if p.ndim > 1]
-        return OPTIMIZERS[self.kind]([{"params": thick}, {"params": [p for p in trainable(model) if p.ndim < 2], "lr": 2e-3}])
+        return OPTIMIZERS[self.kind](
+            [{"params": thick}, {"params": [p for p in trainable(model) if p.ndim < 2], "lr": 2e-3}]
+        )
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         heads = [at.step % HEADS]
@@ -90,7 +115,17 @@ def check(kind: str, plan: Plan, opener, stage: int) -> None:
     if plan.precision == "fp32":
         oracle.compare(got, exact)
     else:
-        mixed = oracle.run(job, Plan(plan.ranks, plan.steps, plan.accumulation, plan.precision, plan.clip, each_backward=stage >= 2))
+        mixed = oracle.run(
+            job,
+            Plan(
+                plan.ranks,
+                plan.steps,
+                plan.accumulation,
+                plan.precision,
+                plan.clip,
+                each_backward=stage >= 2,
+            ),
+        )
         oracle.compare_mixed(got, mixed, exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
 
 
@@ -101,7 +136,10 @@ def test_an_unused_parameter_is_left_as_it_is(stage, ranks, accumulation):
     check("adamw", plan, engine_opener(stage), stage)
 
 
-@pytest.mark.parametrize("kind, stage", fast(itertools.product(OPTIMIZERS, STAGES), lambda kind, stage: stage == 3 and kind != "adamw"))
+@pytest.mark.parametrize(
+    "kind, stage",
+    fast(itertools.product(OPTIMIZERS, STAGES), lambda kind, stage: stage == 3 and kind != "adamw"),
+)
 def test_by_every_optimizer(kind, stage):
     check(kind, Plan(2, 5, clip=1.0), engine_opener(stage), stage)
 
@@ -116,7 +154,9 @@ def test_across_replicas():
     check("adamw", Plan(4, 5), engine_opener(3, **more), 3)
 
 
-@pytest.mark.parametrize("kind, precision, stage", [("adamw", "fp32", 3), ("adamw", "bf16", 1), ("lion", "bf16", 2)])
+@pytest.mark.parametrize(
+    "kind, precision, stage", [("adamw", "fp32", 3), ("adamw", "bf16", 1), ("lion", "bf16", 2)]
+)
 def test_in_one_launch(kind, precision, stage, monkeypatch):
     """The kernels that update all segments, in the checked interpreter."""
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
@@ -145,28 +185,40 @@ def test_offloaded(way, kind, stage, more, tmp_path):
 
 
 def test_moments_in_8_bits(tmp_path):
-    """Blocks of 8-bit moments are shared by used and unused parameters: weights stay as they are, moments within their rounding."""
+    """Blocks of 8-bit moments are shared by used and unused parameters: weights stay as they
+    are, moments within their rounding.
+    """
     job = HeadsJob("adamw", 1)
     section = offload("optimizer on cpu", 2, tmp_path, moments="int8", buffer_size=512)
 
     def run(rank, model):
-        engine = start(model, job.optimizer(model), config_of(2, Plan(1), zero_optimization=section))
+        engine = start(
+            model, job.optimizer(model), config_of(2, Plan(1), zero_optimization=section)
+        )
         net = OnEngine(engine, Plan(1))
 
         def step(number):
             net.backward(job.loss(net, At(number, 0, 0)))
             engine.step()
-            return {flat.key: {name: t.clone() for name, t in engine.bound.tensors(flat).items()} for flat in engine.flats}
+            return {
+                flat.key: {name: t.clone() for name, t in engine.bound.tensors(flat).items()}
+                for flat in engine.flats
+            }
 
         step(0)
         before, after = step(1), step(2)  # with heads 2 and 3, and not 0 and 1
         for flat in engine.flats:
             for slot in flat.layout.slots:
-                was, now = ({n: t[slot.offset : slot.end] for n, t in states[flat.key].items()} for states in (before, after))
+                was, now = (
+                    {n: t[slot.offset : slot.end] for n, t in states[flat.key].items()}
+                    for states in (before, after)
+                )
                 unused = slot.name.startswith(("heads.0", "heads.1", "late.1"))
                 assert torch.equal(now["master"], was["master"]) == unused, slot.name
                 if unused:
-                    assert (now["exp_avg"] - was["exp_avg"]).abs().max() <= after[flat.key]["exp_avg"].abs().max() / 10
+                    assert (now["exp_avg"] - was["exp_avg"]).abs().max() <= after[flat.key][
+                        "exp_avg"
+                    ].abs().max() / 10
         engine.destroy()
 
     model = job.build()
@@ -177,7 +229,11 @@ def test_a_rank_that_has_used_everything_reads_nothing(monkeypatch):
     """On a GPU that would wait for the device in every step."""
     job = HeadsJob()
     monkeypatch.setattr(Usage, "_read", None)
-    monkeypatch.setattr(job, "loss", lambda net, at: net(features(at.step, 0, at.rank), tuple(range(HEADS)), True).pow(2).mean())
+    monkeypatch.setattr(
+        job,
+        "loss",
+        lambda net, at: net(features(at.step, 0, at.rank), tuple(range(HEADS)), True).pow(2).mean(),
+    )
 
     def run(rank, model):
         for block in list(model.late)[1:]:
@@ -203,8 +259,18 @@ def test_step_counts_that_differ_are_saved_and_loaded(kind, stages, ranks, ways,
     want = oracle.run(job, Plan(1, 6, 6))
 
     def opened(model, which):
-        more = {} if ways[which] is None else {"zero_optimization": offload(ways[which], stages[which], tmp_path, buffer_size=512)}
-        return start(model, job.optimizer(model), config_of(stages[which], Plan(ranks[which], accumulation=6 // ranks[which]), **more))
+        more = (
+            {}
+            if ways[which] is None
+            else {
+                "zero_optimization": offload(ways[which], stages[which], tmp_path, buffer_size=512)
+            }
+        )
+        return start(
+            model,
+            job.optimizer(model),
+            config_of(stages[which], Plan(ranks[which], accumulation=6 // ranks[which]), **more),
+        )
 
     def steps(engine, rank, which, numbers):
         net, each = OnEngine(engine, Plan()), 6 // ranks[which]
@@ -229,5 +295,8 @@ def test_step_counts_that_differ_are_saved_and_loaded(kind, stages, ranks, ways,
 
     for which, each in enumerate((first, second)):
         models = [job.build() for _ in range(ranks[which])]
-        got = run_ranks(ranks[which], functools.partial(lambda each, models, rank: each(rank, models[rank]), each, models))
+        got = run_ranks(
+            ranks[which],
+            functools.partial(lambda each, models, rank: each(rank, models[rank]), each, models),
+        )
     oracle.compare_tensors("weights", got[0], want.weights, floor=oracle.ADAM_ROUNDING)

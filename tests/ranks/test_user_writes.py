@@ -1,6 +1,8 @@
-"""What a script writes to weights past the engine counts as in a plain loop: in place, through ``.data``, into ``.data``.
+"""What a script writes to weights past the engine counts as in a plain loop: in place, through
+``.data``, into ``.data``.
 
-The plain loop keeps master weights by hand, whose changed elements are taken from the working weights after each write.
+The plain loop keeps master weights by hand, whose changed elements are taken from the working
+weights after each write.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def _transpose(model: nn.Module, memory: dict[str, Any]) -> None:
 
 
 def _vector(model: nn.Module, memory: dict[str, Any]) -> None:
-    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.7, model.parameters())
+    vector_to_parameters(
+        parameters_to_vector(model.parameters()).detach() * 0.7, model.parameters()
+    )
 
 
 def _add(model: nn.Module, memory: dict[str, Any]) -> None:
@@ -85,7 +89,19 @@ def _set(model: nn.Module, memory: dict[str, Any]) -> None:
 
 
 WRITES: dict[str, Write] = {
-    each.__name__.strip("_"): each for each in (_zero, _clip, _initialise, _assign, _transpose, _vector, _add, _average, _kept_alias, _set)
+    each.__name__.strip("_"): each
+    for each in (
+        _zero,
+        _clip,
+        _initialise,
+        _assign,
+        _transpose,
+        _vector,
+        _add,
+        _average,
+        _kept_alias,
+        _set,
+    )
 }
 CPU = {"device": "cpu"}
 SETTINGS = [
@@ -140,7 +156,9 @@ CELLS = fast(
 
 
 @pytest.mark.parametrize(("write", "stage", "precision", "more"), CELLS)
-def test_what_is_written_after_a_step_is_what_the_next_one_updates(write: str, stage: int, precision: str, more: Any) -> None:
+def test_what_is_written_after_a_step_is_what_the_next_one_updates(
+    write: str, stage: int, precision: str, more: Any
+) -> None:
     plan = Plan(ranks=RANKS, precision=precision)
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -153,7 +171,9 @@ def test_what_is_written_after_a_step_is_what_the_next_one_updates(write: str, s
             WRITES[write](model, memory)
         weights = full_weights(engine)
         for name, p in model.named_parameters():
-            assert torch.equal(p.float(), weights[name].to(p.dtype).float()), f"{name} is not its master weights"
+            assert torch.equal(p.float(), weights[name].to(p.dtype).float()), (
+                f"{name} is not its master weights"
+            )
             assert p.data_ptr() == p.__dict__["_hf_zero_flat"].views[name].data_ptr()
         engine.destroy()
         return weights
@@ -199,7 +219,9 @@ class ForwardWrites(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(9, 8, max_norm=0.5)
-        self.blocks = nn.ModuleList([Normalised(True), Codebook(), Normalised(False), nn.Linear(8, 8)])
+        self.blocks = nn.ModuleList(
+            [Normalised(True), Codebook(), Normalised(False), nn.Linear(8, 8)]
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids)
@@ -216,9 +238,12 @@ def _forward_loss(net: Any, step: int) -> torch.Tensor:
     return net(_ids(step)).float().pow(2).sum()
 
 
-@pytest.mark.parametrize(("stage", "more"), [*((s, {}) for s in STAGES), (2, {"offload_optimizer": CPU}), (3, {"offload_optimizer": CPU, "offload_param": CPU})])  # fmt: skip
+@pytest.mark.parametrize(("stage", "more"), [*((s, {}) for s in STAGES), (2,
+{"offload_optimizer": CPU}), (3, {"offload_optimizer": CPU, "offload_param": CPU})])  # fmt: skip
 def test_weights_that_a_forward_changes_stay_changed(stage: int, more: Any) -> None:
-    """``nn.Embedding(max_norm=)``, a forced weight norm, a codebook: also after an evaluation without a step."""
+    """``nn.Embedding(max_norm=)``, a forced weight norm, a codebook: also after an evaluation
+    without a step.
+    """
     want = seeded(ForwardWrites)
     optimizer = plain_sgd(want)
     for step in range(STEPS):
@@ -266,9 +291,13 @@ def test_what_is_written_is_saved_and_read_before_the_next_step(stage: int, tmp_
             model.head.bias.data = torch.full_like(model.head.bias, 3.0)
             assert hf_zero.safe_get_full_fp32_param(model.head.bias).eq(3).all()
             model.head.bias.data.fill_(4.0)
-            hf_zero.safe_set_full_fp32_param(model.head.weight, torch.full((5, 32), 2.0))  # of the same buffer
+            # of the same buffer
+            hf_zero.safe_set_full_fp32_param(model.head.weight, torch.full((5, 32), 2.0))
         saved = engine.save_checkpoint(str(tmp_path), "now")
-        with torch.no_grad(), hf_zero.GatheredParameters([model.head.bias, model.head.weight], modifier_rank=0):
+        with (
+            torch.no_grad(),
+            hf_zero.GatheredParameters([model.head.bias, model.head.weight], modifier_rank=0),
+        ):
             model.head.weight.zero_(), model.head.bias.zero_()
         engine.load_checkpoint(str(tmp_path), "now")
         assert saved and hf_zero.safe_get_full_fp32_param(model.head.weight).eq(2).all()
@@ -278,7 +307,9 @@ def test_what_is_written_is_saved_and_read_before_the_next_step(stage: int, tmp_
     on_ranks(RANKS, run)
 
 
-def test_what_is_written_inside_gathered_parameters_without_a_modifier_is_dropped_at_stage_3() -> None:
+def test_what_is_written_inside_gathered_parameters_without_a_modifier_is_dropped_at_stage_3() -> (
+    None
+):
     def run(rank: int, model: nn.Module) -> None:
         engine = start(model, plain_sgd(model), config_of(3))
         before = hf_zero.safe_get_full_fp32_param(model.head.weight).clone()
@@ -297,9 +328,15 @@ def test_data_of_another_kind_is_refused(stage: int) -> None:
     engine = start(model, plain_sgd(model), config_of(stage))
     bias = model.head.bias
     engine.backward(squared(engine, At(0, 0, 0)))
-    for wrong in (torch.zeros(6), torch.zeros(5, dtype=torch.float64), torch.zeros(5, device="meta")):
+    for wrong in (
+        torch.zeros(6),
+        torch.zeros(5, dtype=torch.float64),
+        torch.zeros(5, device="meta"),
+    ):
         with pytest.raises(
-            PartitionError, match=r"head\.bias\.data of shape \(5,\).* was given a tensor of shape .*; assign values of the same kind"
+            PartitionError,
+            match=r"head\.bias\.data of shape \(5,\).* was given a tensor of shape .*; assign "
+            r"values of the same kind",
         ):
             bias.data = wrong
     engine.step()
@@ -317,12 +354,16 @@ def test_a_frozen_parameter_may_still_be_cast() -> None:
     comm.destroy_process_group()
 
 
-def test_a_step_looks_closer_only_where_something_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_looks_closer_only_where_something_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from hf_zero.core.flat import Flat
 
     looked: list[str] = []
     take = Flat._take_written
-    monkeypatch.setattr(Flat, "_take_written", lambda self, name: (looked.append(name), take(self, name)))
+    monkeypatch.setattr(
+        Flat, "_take_written", lambda self, name: (looked.append(name), take(self, name))
+    )
     model = stack()
     engine = start(model, plain_sgd(model), config_of(2, Plan(precision="bf16")))
     for step in range(2):

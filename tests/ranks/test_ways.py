@@ -1,6 +1,7 @@
 """The ways people call a model, on four threaded ranks against the oracle in fp32.
 
-The fast suite runs each at stage 3 and at one of the others, which take turns; the long one runs the product.
+The fast suite runs each at stage 3 and at one of the others, which take turns; the long one runs
+the product.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from tests.helpers.training import Plan
 from tests.helpers.ways import WAYS
 
 PLAN = Plan(ranks=4, steps=3, accumulation=2)
-TURN = {name: index % 3 for index, name in enumerate(WAYS)}  # the stage below 3 that a way meets in the fast suite
+# the stage below 3 that a way meets in the fast suite
+TURN = {name: index % 3 for index, name in enumerate(WAYS)}
 
 
-@pytest.mark.parametrize("name, stage", fast(itertools.product(WAYS, STAGES), lambda name, stage: stage in (TURN[name], 3)))
+@pytest.mark.parametrize(
+    "name, stage",
+    fast(itertools.product(WAYS, STAGES), lambda name, stage: stage in (TURN[name], 3)),
+)
 def test_way(name, stage):
     way = WAYS[name]
     oracle.compare(train_on_threads(way, PLAN, engine_opener(stage)), oracle.kept(way, PLAN))

@@ -1,4 +1,6 @@
-"""The commands: what they print for people and as JSON, and that bad input ends with code 2, one line and no traceback."""
+"""The commands: what they print for people and as JSON, and that bad input ends with code 2, one
+line and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ def invoke(*arguments: str) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)
     return str(tmp_path)
@@ -46,7 +54,9 @@ def model(tmp_path: Path) -> str:
 
 def test_the_installed_command_is_this_app() -> None:
     command = Path(sys.executable).with_name("hf-zero")
-    result = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(
+        [command, "--help"], capture_output=True, text=True, timeout=120, check=True
+    )
     assert all(name in result.stdout for name in COMMANDS)
 
 
@@ -59,27 +69,39 @@ def test_help_has_an_example(command: str) -> None:
 
 def test_estimate_prints_the_library_s_figures(model: str) -> None:
     expected = hf_zero.estimate(model, ranks=4, precision="bf16", optimizer="SGD")
-    assert json.loads(invoke("estimate", model, "--ranks", "4", "--optimizer", "SGD", "--json")) == json.loads(
-        json.dumps(expected.to_dict())
-    )
+    assert json.loads(
+        invoke("estimate", model, "--ranks", "4", "--optimizer", "SGD", "--json")
+    ) == json.loads(json.dumps(expected.to_dict()))
     table = invoke("estimate", model, "--ranks", "4", "--optimizer", "SGD")
     assert f"{expected.total_parameters:,} parameters" in table
     assert all(in_units(row.state) in table for row in expected.stages)
 
 
 def test_estimate_takes_precision_from_a_config(model: str) -> None:
-    assert json.loads(invoke("estimate", model, "--ranks", "2", "--config", ZERO3, "--stage", "3", "--json"))["precision"] == "fp32"
+    assert (
+        json.loads(
+            invoke("estimate", model, "--ranks", "2", "--config", ZERO3, "--stage", "3", "--json")
+        )["precision"]
+        == "fp32"
+    )
 
 
 def test_estimate_shows_where_bytes_lie(model: str) -> None:
     options = ["--offload-optimizer", "nvme", "--moments", "int8", "--offload-param", "cpu"]
     expected = hf_zero.estimate(
-        model, ranks=2, offload_optimizer={"device": "nvme", "nvme_path": ".", "moments": "int8"}, offload_param={"device": "cpu"}
+        model,
+        ranks=2,
+        offload_optimizer={"device": "nvme", "nvme_path": ".", "moments": "int8"},
+        offload_param={"device": "cpu"},
     )
-    assert json.loads(invoke("estimate", model, "--ranks", "2", *options, "--json")) == json.loads(json.dumps(expected.to_dict()))
+    assert json.loads(invoke("estimate", model, "--ranks", "2", *options, "--json")) == json.loads(
+        json.dumps(expected.to_dict())
+    )
     shown = " ".join(invoke("estimate", model, "--ranks", "2", *options).split())
     assert "with offload: optimizer on nvme, int8 moments, parameters on cpu" in shown
-    assert all(in_units(nbytes) in shown for row in expected.stages for nbytes in vars(row.tiers).values())
+    assert all(
+        in_units(nbytes) in shown for row in expected.stages for nbytes in vars(row.tiers).values()
+    )
     assert "pinned" not in invoke("estimate", model, "--ranks", "2")
 
 
@@ -89,7 +111,11 @@ def test_fit_prints_a_configuration_that_can_be_saved(model: str, tmp_path: Path
     shown = invoke("estimate", model, "--ranks", "1", "--fit", *small)
     written = json.loads(shown[shown.index("\n{") :])
     assert written["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert "stage 1, all on the device" in shown and "needed" in shown and "Activations are not known: 20% of the device" in shown
+    assert (
+        "stage 1, all on the device" in shown
+        and "needed" in shown
+        and "Activations are not known: 20% of the device" in shown
+    )
     found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", *small, "--json"))
     assert found["config"] == written and found["free"]["ram"] == 1 << 30
     (tmp_path / "saved.json").write_text(json.dumps(written))
@@ -97,36 +123,79 @@ def test_fit_prints_a_configuration_that_can_be_saved(model: str, tmp_path: Path
 
 
 def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
-    options = ["--fit", "--device-memory", "80GB", "--ram", "1GiB", "--disk", str(tmp_path), "--json"]
-    four = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "4", *options))["free"]
-    two = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "2", *options))["free"]
+    options = [
+        "--fit",
+        "--device-memory",
+        "80GB",
+        "--ram",
+        "1GiB",
+        "--disk",
+        str(tmp_path),
+        "--json",
+    ]
+    four = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "4", *options))[
+        "free"
+    ]
+    two = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "2", *options))[
+        "free"
+    ]
     assert (four["ram"], two["ram"]) == ((1 << 30) // 4, (1 << 30) // 2)
-    assert four["disks"][0]["path"] == str(tmp_path) and 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
+    assert (
+        four["disks"][0]["path"] == str(tmp_path)
+        and 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
+    )
     assert not four["host_device"] and four["device"] == 80_000_000_000
 
 
 @pytest.mark.parametrize(("gpus", "share"), [(0, 8), (4, 4)])
-def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int) -> None:
+def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(
+    model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int
+) -> None:
     play_accelerator(monkeypatch, count=gpus)
     monkeypatch.setattr("hf_zero.memory.free.free_bytes", lambda device: 1 << 30)
-    found = json.loads(invoke("estimate", model, "--ranks", "8", "--fit", "--ram", "8GiB", "--json"))["free"]
+    found = json.loads(
+        invoke("estimate", model, "--ranks", "8", "--fit", "--ram", "8GiB", "--json")
+    )["free"]
     assert found["ram"] == (8 << 30) // share and found["host_device"] is (gpus == 0)
 
 
 def test_fit_takes_this_machine_as_it_is(model: str) -> None:
     found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", "--json"))
-    assert found["config"]["zero_optimization"] == {"stage": 1} and found["free"]["host_device"] is not torch.cuda.is_available()
+    assert (
+        found["config"]["zero_optimization"] == {"stage": 1}
+        and found["free"]["host_device"] is not torch.cuda.is_available()
+    )
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_fit_where_nothing_fits_is_code_1(model: str, as_json: list[str]) -> None:
-    result = CliRunner().invoke(app, ["estimate", model, "--ranks", "1", "--fit", "--device-memory", "1kB", "--ram", "1kB", *as_json])
+    result = CliRunner().invoke(
+        app,
+        [
+            "estimate",
+            model,
+            "--ranks",
+            "1",
+            "--fit",
+            "--device-memory",
+            "1kB",
+            "--ram",
+            "1kB",
+            *as_json,
+        ],
+    )
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["config"] is None if as_json else "nothing that was tried fits; use more ranks" in result.stdout
+    assert (
+        json.loads(result.stdout)["config"] is None
+        if as_json
+        else "nothing that was tried fits; use more ranks" in result.stdout
+    )
 
 
 def test_explain_shows_every_value_with_its_source() -> None:
-    rows = {row["key"]: row for row in json.loads(invoke("explain", ZERO3, "--ranks", "2", "--json"))}
+    rows = {
+        row["key"]: row for row in json.loads(invoke("explain", ZERO3, "--ranks", "2", "--json"))
+    }
     assert rows["zero_optimization.stage"]["value"] == 3
     assert "zero3.yaml" in rows["zero_optimization.stage"]["source"]
     assert rows["train_batch_size"]["value"] == 2
@@ -143,14 +212,38 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
         return Conversion(Path("to"), ("model.safetensors",), ("config.json",), 3, 1000, 4000)
 
     monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
-    table = invoke("convert-checkpoint", "from", "to", "--dtype", "bfloat16", "--max-shard-size", "1GB", "--tag", "t", "--verify")
+    table = invoke(
+        "convert-checkpoint",
+        "from",
+        "to",
+        "--dtype",
+        "bfloat16",
+        "--max-shard-size",
+        "1GB",
+        "--tag",
+        "t",
+        "--verify",
+    )
     assert asked[0] == (
         ("from", "to", "bfloat16", "1GB", "t", None),
         {"verify": True, "only": None, "adapters": None, "workers": 2},
     )
     assert "1,000 parameters, 4.00 kB: model.safetensors" in table and "config.json" in table
-    assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == ["model.safetensors"]
-    invoke("convert-checkpoint", "from", "to", "--only", "a.*", "--only", "b", "--whole", "--workers", "5")
+    assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == [
+        "model.safetensors"
+    ]
+    invoke(
+        "convert-checkpoint",
+        "from",
+        "to",
+        "--only",
+        "a.*",
+        "--only",
+        "b",
+        "--whole",
+        "--workers",
+        "5",
+    )
     assert asked[-1][1] == {"verify": False, "only": ["a.*", "b"], "adapters": False, "workers": 5}
     invoke("convert-checkpoint", "from", "to", "--adapters")
     assert asked[-1][1]["adapters"] is True
@@ -159,7 +252,20 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("preset", PRESETS)
 def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     command = json.loads(
-        invoke("launch", "--preset", preset, "--ranks", "3", "--precision", "bf16", "--json", "--", "train.py", "--lr", "1")
+        invoke(
+            "launch",
+            "--preset",
+            preset,
+            "--ranks",
+            "3",
+            "--precision",
+            "bf16",
+            "--json",
+            "--",
+            "train.py",
+            "--lr",
+            "1",
+        )
     )["command"]
     assert command[:4] == [sys.executable, "-m", LAUNCHER, "accelerate.commands.launch"]
     assert command[-3:] == ["train.py", "--lr", "1"]
@@ -167,13 +273,20 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     args = launch_command_parser().parse_args(command[4:])
-    assert (args.use_deepspeed, int(args.zero_stage), args.num_processes, args.mixed_precision) == (True, PRESETS[preset], 3, "bf16")
+    assert (args.use_deepspeed, int(args.zero_stage), args.num_processes, args.mixed_precision) == (
+        True,
+        PRESETS[preset],
+        3,
+        "bf16",
+    )
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
 
 def test_launch_takes_a_file_and_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append((program, arguments)))
+    monkeypatch.setattr(
+        os, "execv", lambda program, arguments: started.append((program, arguments))
+    )
     invoke("launch", "--config", ZERO3, "--", "train.py")
     ((program, arguments),) = started
     assert program == sys.executable
@@ -182,18 +295,35 @@ def test_launch_takes_a_file_and_starts_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_its_own() -> None:
     plain = ["launch", "--num-procs", "3", "--json"]
-    for arguments in (["train.py", "--json", "--ranks", "9"], ["--", "train.py", "--json", "--ranks", "9"]):
+    for arguments in (
+        ["train.py", "--json", "--ranks", "9"],
+        ["--", "train.py", "--json", "--ranks", "9"],
+    ):
         command = json.loads(invoke(*plain, *arguments))["command"]
         assert command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"]
-        assert command[-4:] == ["train.py", "--json", "--ranks", "9"] and command[command.index("--nproc-per-node") + 1] == "3"
+        assert (
+            command[-4:] == ["train.py", "--json", "--ranks", "9"]
+            and command[command.index("--nproc-per-node") + 1] == "3"
+        )
 
 
 @pytest.mark.parametrize("chosen", [[], ["--preset", "zero2"]])
-def test_launch_shows_what_each_host_would_run(chosen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_shows_what_each_host_would_run(
+    chosen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hush-hush")
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
-    options = ["--hostfile", str(file), "-i", "10.9.9.1:2,3@10.9.9.2:0,1", "--master-port", "77", "--export", "A=1"]
+    options = [
+        "--hostfile",
+        str(file),
+        "-i",
+        "10.9.9.1:2,3@10.9.9.2:0,1",
+        "--master-port",
+        "77",
+        "--export",
+        "A=1",
+    ]
     said = invoke("launch", *options, *chosen, "--json", "train.py")
     shown = json.loads(said)
     assert shown["meeting"] == "10.9.9.1:77" and "hush-hush" not in said
@@ -201,10 +331,15 @@ def test_launch_shows_what_each_host_would_run(chosen: list[str], tmp_path: Path
     assert [host["slots"] for host in shown["hosts"]] == [[2, 3], [0, 1]]
     module = "accelerate.commands.launch" if chosen else "torch.distributed.run"
     assert all(
-        host["command"][3] == module and {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]} for host in shown["hosts"]
+        host["command"][3] == module
+        and {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]}
+        for host in shown["hosts"]
     )
     if chosen:
-        assert all("--num_machines" in host["command"] and host["command"].count("--num_processes") == 1 for host in shown["hosts"])
+        assert all(
+            "--num_machines" in host["command"] and host["command"].count("--num_processes") == 1
+            for host in shown["hosts"]
+        )
 
 
 def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +354,30 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
     [
         (["estimate", "/no/such/model", "--ranks", "2"], "/no/such/model"),
         (["estimate", ZERO3, "--ranks", "0"], "ranks = 0"),
-        (["estimate", "m", "--ranks", "2", "--ram", "80GB"], "--ram = '80GB': it describes a machine for --fit; add --fit"),
-        (["estimate", "m", "--ranks", "2", "--disk", "/a"], "--disk = ['/a']: it describes a machine"),
-        (["estimate", "m", "--ranks", "2", "--fit", "--offload-optimizer", "cpu"], "--offload-optimizer = 'cpu': --fit chooses it"),
-        (["estimate", "m", "--ranks", "2", "--fit", "--ram", "much"], "'much' is no number of bytes; write 80GB"),
-        (["estimate", "m", "--ranks", "2", "--moments", "bf16"], "--moments = 'bf16': it goes with --offload-optimizer cpu or nvme"),
-        (["estimate", "m", "--ranks", "2", "--offload-param", "disk"], "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'"),
+        (
+            ["estimate", "m", "--ranks", "2", "--ram", "80GB"],
+            "--ram = '80GB': it describes a machine for --fit; add --fit",
+        ),
+        (
+            ["estimate", "m", "--ranks", "2", "--disk", "/a"],
+            "--disk = ['/a']: it describes a machine",
+        ),
+        (
+            ["estimate", "m", "--ranks", "2", "--fit", "--offload-optimizer", "cpu"],
+            "--offload-optimizer = 'cpu': --fit chooses it",
+        ),
+        (
+            ["estimate", "m", "--ranks", "2", "--fit", "--ram", "much"],
+            "'much' is no number of bytes; write 80GB",
+        ),
+        (
+            ["estimate", "m", "--ranks", "2", "--moments", "bf16"],
+            "--moments = 'bf16': it goes with --offload-optimizer cpu or nvme",
+        ),
+        (
+            ["estimate", "m", "--ranks", "2", "--offload-param", "disk"],
+            "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'",
+        ),
         (["explain", "/no/such.yaml"], "/no/such.yaml"),
         (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
         (["verify", "/no/such/run"], "no checkpoint at /no/such/run"),
@@ -237,15 +390,24 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
             ["launch", "--ranks", "2", "--num-procs", "2", "x.py"],
             "--ranks counts the ranks of this machine alone; beside it use --num-procs",
         ),
-        (["launch", "--ranks", "2", "--hostfile", "/no/such/hosts", "x.py"], "with --hostfile use --num-procs"),
-        (["launch", "--hostfile", "/no/such/hosts", "x.py"], "the hostfile /no/such/hosts cannot be read"),
+        (
+            ["launch", "--ranks", "2", "--hostfile", "/no/such/hosts", "x.py"],
+            "with --hostfile use --num-procs",
+        ),
+        (
+            ["launch", "--hostfile", "/no/such/hosts", "x.py"],
+            "the hostfile /no/such/hosts cannot be read",
+        ),
         (["launch", "--include", "worker-1", "x.py"], "no host 'worker-1'"),
         (["launch", "--ranks", "0", "--", "x.py"], "--ranks 0"),
         (["launch", "--config", "/no/such.yaml", "--", "x.py"], "/no/such.yaml"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hf-zero", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -256,7 +418,10 @@ def test_bad_input_is_one_line_and_code_2(
     assert says in err
 
 
-@pytest.mark.parametrize("arguments", [["estimate"], ["nonsense"], ["explain", "a", "b"], ["estimate", "m", "--ranks", "two"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["estimate"], ["nonsense"], ["explain", "a", "b"], ["estimate", "m", "--ranks", "two"]],
+)
 def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
 
@@ -276,18 +441,29 @@ def test_doctor_knows_the_slot_and_the_devices() -> None:
 def test_doctor_sees_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     monkeypatch.setenv("HF_ZERO_AUTOLOAD", "off")
-    status = {finding.name: finding.status for finding in doctor.examine() if finding.part == "slot"}
+    status = {
+        finding.name: finding.status for finding in doctor.examine() if finding.part == "slot"
+    }
     assert (status["TORCH_DEVICE_BACKEND_AUTOLOAD"], status["HF_ZERO_AUTOLOAD"]) == ("off", "off")
 
 
 def test_doctor_shows_the_native_core_its_set_and_its_threads() -> None:
-    found = {row["name"]: row for row in json.loads(invoke("doctor", "--json")) if row["part"] == "kernels"}
+    found = {
+        row["name"]: row
+        for row in json.loads(invoke("doctor", "--json"))
+        if row["part"] == "kernels"
+    }
     if native.available():
         assert found["native core"]["status"] == "ok"
-        assert found["instruction set"]["detail"].startswith(f"{native.instruction_set()}; this machine has ")
+        assert found["instruction set"]["detail"].startswith(
+            f"{native.instruction_set()}; this machine has "
+        )
         assert found["threads"]["detail"] == f"{native.threads()}: {native.default_share().source}"
     else:
-        assert found["native core"]["status"] == "off" and native.why_not() in found["native core"]["detail"]
+        assert (
+            found["native core"]["status"] == "off"
+            and native.why_not() in found["native core"]["detail"]
+        )
 
 
 def test_doctor_tells_what_moves_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,15 +483,26 @@ def test_doctor_says_why_the_native_core_does_not_run(monkeypatch: pytest.Monkey
     try:
         monkeypatch.setenv("HF_ZERO_NATIVE", "0")
         assert found()["native core"].status == "off"
-        assert found()["native core"].detail == "HF_ZERO_NATIVE=0 switches it off; the torch reference runs in its place"
+        assert (
+            found()["native core"].detail
+            == "HF_ZERO_NATIVE=0 switches it off; the torch reference runs in its place"
+        )
         monkeypatch.setenv("HF_ZERO_NATIVE", "1")
         monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
-        assert "install hf-zero again where a C++17 compiler is on PATH" in found()["native core"].detail
-        monkeypatch.setattr(native, "share_of_this_rank", lambda: pytest.fail("not needed without a core"))
+        assert (
+            "install hf-zero again where a C++17 compiler is on PATH"
+            in found()["native core"].detail
+        )
+        monkeypatch.setattr(
+            native, "share_of_this_rank", lambda: pytest.fail("not needed without a core")
+        )
         core = SimpleNamespace(instruction_sets=lambda: ["plain"])
         monkeypatch.setitem(sys.modules, "hf_zero._cpu", core)
         monkeypatch.setenv("HF_ZERO_ISA", "mmx")
-        assert found()["native core"].status == "broken" and "this machine has plain" in found()["native core"].detail
+        assert (
+            found()["native core"].status == "broken"
+            and "this machine has plain" in found()["native core"].detail
+        )
     finally:
         monkeypatch.undo()
         native._loaded.cache_clear()
@@ -332,9 +519,14 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     play_accelerator(monkeypatch, count=0)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     count = len(trial.declared())
-    assert count and found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
+    assert (
+        count and found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
+    )
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    assert found()["GPU kernels"].detail.endswith("HF_ZERO_TRITON=0; unset it") and found()["GPU kernels"].status == "off"
+    assert (
+        found()["GPU kernels"].detail.endswith("HF_ZERO_TRITON=0; unset it")
+        and found()["GPU kernels"].status == "off"
+    )
     monkeypatch.delenv("HF_ZERO_TRITON")
     stand_in = ModuleType("triton")
     stand_in.__version__ = "3.99"
@@ -347,7 +539,10 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert doctor._triton().detail == "3.99"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert found()["triton"].status == "broken" and "cannot be imported: ModuleNotFoundError" in found()["triton"].detail
+    assert (
+        found()["triton"].status == "broken"
+        and "cannot be imported: ModuleNotFoundError" in found()["triton"].detail
+    )
     monkeypatch.setattr(dispatch, "installed", lambda: False)
     assert found()["triton"].status == "off" and "pip install triton" in found()["triton"].detail
 
@@ -360,13 +555,23 @@ def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
     monkeypatch.setattr(trial, "declared", lambda: {"b": "b", "a": "a"})
-    monkeypatch.setattr(trial, "try_out", lambda kernel, device: "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else "")
+    monkeypatch.setattr(
+        trial,
+        "try_out",
+        lambda kernel, device: "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else "",
+    )
     found = list(doctor._gpu_kernels())
     assert [(each.name, each.status) for each in found] == [("a", "ok"), ("b", "broken")]
     assert found[1].detail.startswith("PTXASError: no; its reference runs in its place")
-    monkeypatch.setattr(dispatch, "missing_driver", lambda: "AssertionError: libcuda.so cannot found!")
+    monkeypatch.setattr(
+        dispatch, "missing_driver", lambda: "AssertionError: libcuda.so cannot found!"
+    )
     (only,) = doctor._gpu_kernels()
-    assert only.status == "off" and "Triton finds no driver (AssertionError: libcuda.so cannot found!); it needs" in only.detail
+    assert (
+        only.status == "off"
+        and "Triton finds no driver (AssertionError: libcuda.so cannot found!); it needs"
+        in only.detail
+    )
 
 
 def test_doctor_goes_on_where_a_part_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,12 +582,18 @@ def test_doctor_goes_on_where_a_part_cannot_be_looked_at(monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1
     found = {(row["part"], row["name"]): row for row in json.loads(result.stdout)}
-    assert found["kernels", "examination"]["detail"] == "ended early: RuntimeError: the driver is gone"
-    assert found["slot", "entry point"] and found["kernels", "C++ compiler"]  # before it, and of other parts
+    assert (
+        found["kernels", "examination"]["detail"] == "ended early: RuntimeError: the driver is gone"
+    )
+    # before it, and of other parts
+    assert found["slot", "entry point"] and found["kernels", "C++ compiler"]
 
 
 def test_doctor_ends_with_1_where_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["no-such-package>=1", "torch>=99", "peft>=99; extra == 'test'"])
+    monkeypatch.setattr(
+        "importlib.metadata.requires",
+        lambda name: ["no-such-package>=1", "torch>=99", "peft>=99; extra == 'test'"],
+    )
     findings = {finding.name: finding for finding in doctor.examine()}
     assert findings["no-such-package"].detail == "not installed; pip install 'no-such-package>=1'"
     assert findings["torch"].status == "broken" and ">=99" in findings["torch"].detail
@@ -402,4 +613,6 @@ def test_doctor_in_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatc
 
 def test_doctor_shows_why_the_autoload_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_zero._autoload.failure", ImportError("half an installation"))
-    assert [finding.detail for finding in doctor.examine() if finding.name == "autoload"] == ["ImportError: half an installation"]
+    assert [finding.detail for finding in doctor.examine() if finding.name == "autoload"] == [
+        "ImportError: half an installation"
+    ]

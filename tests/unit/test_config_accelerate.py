@@ -1,4 +1,6 @@
-"""Accelerate's YAML: its keys, its section, the file it names; and the dicts that Accelerate and transformers build."""
+"""Accelerate's YAML: its keys, its section, the file it names; and the dicts that Accelerate and
+transformers build.
+"""
 
 from __future__ import annotations
 
@@ -45,24 +47,40 @@ use_cpu: true
 
 
 def accelerate(section: dict[str, Any] | None = None, **top: Any) -> ZeroConfig:
-    return ZeroConfig.from_dict({"distributed_type": "DEEPSPEED", "deepspeed_config": section or {}, **top}, source="config file a.yaml")
+    return ZeroConfig.from_dict(
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": section or {}, **top},
+        source="config file a.yaml",
+    )
 
 
 def test_a_standard_yaml(tmp_path: Path) -> None:
     path = tmp_path / "zero3.yaml"
     path.write_text(YAML)
     config = ZeroConfig.from_file(path)
-    assert (config.stage, config.gradient_accumulation_steps, config.gradient_clipping, config.precision) == (3, 2, 1.0, "bf16")
+    assert (
+        config.stage,
+        config.gradient_accumulation_steps,
+        config.gradient_clipping,
+        config.precision,
+    ) == (3, 2, 1.0, "bf16")
     assert config.zero.gather_16bit_weights_on_model_save
     assert config.launch == LaunchSection(num_processes=8, use_cpu=True, mixed_precision="bf16")
-    assert config.sources["zero_optimization.stage"] == f"config file {path}: deepspeed_config.zero_stage"
+    assert (
+        config.sources["zero_optimization.stage"]
+        == f"config file {path}: deepspeed_config.zero_stage"
+    )
     assert config.sources["bf16.enabled"] == f"config file {path}: mixed_precision"
     assert config.sources["num_processes"] == f"config file {path}: num_processes"
     rows = {row.key: row for row in config.explain()}
     assert rows["use_cpu"].value is True
     assert "zero3_init_flag" in "".join(rows) and "accelerate launch" in rows["rdzv_backend"].note
     # the engine's own view has nothing of the launcher in it
-    assert set(config.to_dict()) == {"zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "bf16"}
+    assert set(config.to_dict()) == {
+        "zero_optimization",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "bf16",
+    }
     assert ZeroConfig.from_dict(config.to_dict()) == config
 
 
@@ -70,9 +88,15 @@ def test_precisions() -> None:
     assert accelerate(mixed_precision="no").precision == "fp32"
     assert accelerate(mixed_precision=False).precision == "fp32"  # a bare no in YAML
     assert accelerate(mixed_precision="fp16").precision == "fp16"
-    with pytest.raises(NotBuiltError, match=r"mixed_precision = 'fp8' asks for fp8 training, .*write bf16, fp16 or no"):
+    with pytest.raises(
+        NotBuiltError,
+        match=r"mixed_precision = 'fp8' asks for fp8 training, .*write bf16, fp16 or no",
+    ):
         accelerate(mixed_precision="fp8")
-    with pytest.raises(ConfigError, match=r"mixed_precision = 'bf32' \(str\) is not one of 'no', 'fp16', 'bf16', 'fp8'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mixed_precision = 'bf32' \(str\) is not one of 'no', 'fp16', 'bf16', 'fp8'",
+    ):
         accelerate(mixed_precision="bf32")
 
 
@@ -80,14 +104,19 @@ def test_a_stage_that_is_not_written_is_accelerates() -> None:
     config = accelerate()
     assert config.stage == 2
     assert (
-        config.sources["zero_optimization.stage"] == "config file a.yaml: zero_stage, which Accelerate takes to be 2 when it is not written"
+        config.sources["zero_optimization.stage"]
+        == "config file a.yaml: zero_stage, which Accelerate takes to be 2 when it is not written"
     )
 
 
 def test_every_key_of_accelerates_dataclasses_is_known() -> None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 
-    theirs = {item.name for config in (ClusterConfig, SageMakerConfig) for item in dataclasses.fields(config)}
+    theirs = {
+        item.name
+        for config in (ClusterConfig, SageMakerConfig)
+        for item in dataclasses.fields(config)
+    }
     assert theirs <= set(ACCELERATE_KEYS)
     own = {key for key in ACCELERATE_KEYS if "." not in key}
     # what the installed release no longer has, and older ones wrote
@@ -100,18 +129,32 @@ def test_every_deepspeed_option_of_accelerate_launch_is_known() -> None:
     groups = {group.title: group for group in launch_command_parser()._action_groups}
     options = {action.dest for action in groups["DeepSpeed Arguments"]._group_actions}
     assert "zero_stage" in options
-    assert options == {*TRANSLATED, *(key.partition(".")[2] for key in ACCELERATE_KEYS if "." in key)}
+    assert options == {
+        *TRANSLATED,
+        *(key.partition(".")[2] for key in ACCELERATE_KEYS if "." in key),
+    }
     assert set(TRANSLATED.values()) <= set(KEYS)
 
 
 def test_unknown_keys() -> None:
-    with pytest.raises(ConfigError, match=r"config file a\.yaml: unknown key 'num_proceses'; did you mean 'num_processes'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config file a\.yaml: unknown key 'num_proceses'; did you mean 'num_processes'",
+    ):
         accelerate(num_proceses=2)
-    with pytest.raises(ConfigError, match=r"unknown key 'deepspeed_config\.zero_stag'; did you mean 'zero_stage'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'deepspeed_config\.zero_stag'; did you mean 'zero_stage'"
+    ):
         accelerate({"zero_stag": 3})
-    with pytest.raises(ConfigError, match=r"unknown key 'zero_stage' beside Accelerate's own; put 'zero_stage' under deepspeed_config"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key 'zero_stage' beside Accelerate's own; put 'zero_stage' "
+        r"under deepspeed_config",
+    ):
         accelerate(zero_stage=3)
-    with pytest.raises(ConfigError, match=r"unknown key 'zero_optimization' beside Accelerate's own"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'zero_optimization' beside Accelerate's own"
+    ):
         accelerate(zero_optimization={"stage": 3})
 
 
@@ -121,14 +164,20 @@ def test_unknown_keys() -> None:
         (
             {"distributed_type": "MULTI_GPU"},
             ConfigError,
-            "distributed_type = 'MULTI_GPU' does not train with ZeRO; write distributed_type: DEEPSPEED",
+            "distributed_type = 'MULTI_GPU' does not train with ZeRO; write "
+            "distributed_type: DEEPSPEED",
         ),
         (
             {"deepspeed_config": 3},
             ConfigError,
-            "deepspeed_config = 3 is not a section of keys and values; write deepspeed_config: {zero_stage: 3}",
+            "deepspeed_config = 3 is not a section of keys and values; write "
+            "deepspeed_config: {zero_stage: 3}",
         ),
-        ({"deepspeed_config": {"zero_stage": "3"}}, ConfigError, "deepspeed_config.zero_stage = '3' (str) is not an integer from 0 to 3"),
+        (
+            {"deepspeed_config": {"zero_stage": "3"}},
+            ConfigError,
+            "deepspeed_config.zero_stage = '3' (str) is not an integer from 0 to 3",
+        ),
         (
             {"deepspeed_config": {"zero3_init_flag": "yes"}},
             ConfigError,
@@ -142,18 +191,39 @@ def test_unknown_keys() -> None:
         (
             {"deepspeed_config": {"offload_param_device": "cpu"}},
             ConfigError,
-            "offload_param.device = 'cpu' (config dict: deepspeed_config.offload_param_device) needs zero_optimization.stage = 3, not 2",
+            "offload_param.device = 'cpu' (config dict: deepspeed_config.offload_param_device) "
+            "needs zero_optimization.stage = 3, not 2",
         ),
-        ({"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}}, NotBuiltError, "fsdp_config asks for FSDP"),
-        ({"deepspeed_config": {}, "megatron_lm_config": {"x": 2}}, NotBuiltError, "megatron_lm_config asks for Megatron-LM"),
-        ({"deepspeed_config": {}, "fp8_config": {"backend": "TE"}}, NotBuiltError, "remove the section fp8_config"),
+        (
+            {"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}},
+            NotBuiltError,
+            "fsdp_config asks for FSDP",
+        ),
+        (
+            {"deepspeed_config": {}, "megatron_lm_config": {"x": 2}},
+            NotBuiltError,
+            "megatron_lm_config asks for Megatron-LM",
+        ),
+        (
+            {"deepspeed_config": {}, "fp8_config": {"backend": "TE"}},
+            NotBuiltError,
+            "remove the section fp8_config",
+        ),
         (
             {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_sp_size": 2}},
             NotBuiltError,
             "parallelism_config.parallelism_config_sp_size = 2",
         ),
-        ({"deepspeed_config": {"deepspeed_config_file": 3}}, ConfigError, "deepspeed_config.deepspeed_config_file = 3 (int) is not a path"),
-        ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, ConfigError, "config file no.json does not exist"),
+        (
+            {"deepspeed_config": {"deepspeed_config_file": 3}},
+            ConfigError,
+            "deepspeed_config.deepspeed_config_file = 3 (int) is not a path",
+        ),
+        (
+            {"deepspeed_config": {"deepspeed_config_file": "no.json"}},
+            ConfigError,
+            "config file no.json does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_meant(config: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -163,17 +233,34 @@ def test_what_cannot_be_meant(config: dict[str, Any], error: type[Exception], sa
 
 
 def test_what_is_switched_off_is_accepted() -> None:
-    assert accelerate(None, fsdp_config={}, fp8_config=None, parallelism_config={"parallelism_config_sp_size": 1}, gpu_ids="all").stage == 2
+    assert (
+        accelerate(
+            None,
+            fsdp_config={},
+            fp8_config=None,
+            parallelism_config={"parallelism_config_sp_size": 1},
+            gpu_ids="all",
+        ).stage
+        == 2
+    )
 
 
 def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
-    config = accelerate({"deepspeed_config_file": "ds.json", "zero3_init_flag": False}, num_processes=2)
+    Path("ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
+    )
+    config = accelerate(
+        {"deepspeed_config_file": "ds.json", "zero3_init_flag": False}, num_processes=2
+    )
     assert (config.stage, config.precision, config.launch.num_processes) == (1, "bf16", 2)
-    assert config.sources["zero_optimization.stage"] == "config file ds.json: zero_optimization.stage"
+    assert (
+        config.sources["zero_optimization.stage"] == "config file ds.json: zero_optimization.stage"
+    )
     with pytest.raises(
-        ConfigError, match=r"gradient_clipping stands beside deepspeed_config\.deepspeed_config_file = 'ds\.json', .*move it into ds\.json"
+        ConfigError,
+        match=r"gradient_clipping stands beside deepspeed_config\.deepspeed_config_file = "
+        r"'ds\.json', .*move it into ds\.json",
     ):
         accelerate({"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0})
     with pytest.raises(ConfigError, match="mixed_precision stands beside"):
@@ -181,28 +268,50 @@ def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_of_ours_stand_in_the_section_as_they_are() -> None:
-    config = accelerate({"zero_stage": 3, "kernels": ["loss"], "compile": "blocks", "activation_offload": True})
-    assert (config.stage, config.kernels, config.compile.blocks, config.activation_offload.enabled) == (3, ("loss",), True, True)
+    config = accelerate(
+        {"zero_stage": 3, "kernels": ["loss"], "compile": "blocks", "activation_offload": True}
+    )
+    assert (
+        config.stage,
+        config.kernels,
+        config.compile.blocks,
+        config.activation_offload.enabled,
+    ) == (3, ("loss",), True, True)
     assert config.sources["kernels"].endswith("deepspeed_config: kernels")
-    with pytest.raises(ConfigError, match=r"unknown key 'deepspeed_config\.kernel'; did you mean 'kernels'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'deepspeed_config\.kernel'; did you mean 'kernels'"
+    ):
         accelerate({"kernel": "auto"})
     with pytest.raises(ConfigError, match=r"deepspeed_config: attention_backend = 'fast'"):
         accelerate({"attention_backend": "fast"})
-    with pytest.raises(ConfigError, match=r"kernels stands beside deepspeed_config\.deepspeed_config_file"):
+    with pytest.raises(
+        ConfigError, match=r"kernels stands beside deepspeed_config\.deepspeed_config_file"
+    ):
         accelerate({"deepspeed_config_file": "ds.json", "kernels": "auto"})
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_dict_that_accelerates_plugin_builds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dict_that_accelerates_plugin_builds(
+    stage: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate.utils import DeepSpeedPlugin
 
     monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
-    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=4, gradient_clipping="auto", zero3_init_flag=False)
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage,
+        gradient_accumulation_steps=4,
+        gradient_clipping="auto",
+        zero3_init_flag=False,
+    )
     plugin.set_mixed_precision(precision)
     built = plugin.deepspeed_config
     early = ZeroConfig.from_dict(built, allow_auto=True)
-    assert early.autos == {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"}
+    assert early.autos == {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_clipping",
+    }
     assert early.precision == ("fp32" if precision == "no" else precision)
     filled = {"train_micro_batch_size_per_gpu": 8, "train_batch_size": 64, "gradient_clipping": 1.0}
     plugin.deepspeed_config_process(must_match=False, **filled)
@@ -233,5 +342,12 @@ def test_all_mistakes_of_a_file_are_reported_at_once() -> None:
         ZeroConfig.from_dict(file, source="zero3.yaml")
     said = str(caught.value)
     assert said.startswith("6 mistakes in the configuration:")
-    parts = ("'num_procs'", "use_cpu = 'maybe'", "fsdp_config", "'deepspeed_config.zero_stge'", "offload_param_device = 'gpu'", "fp8")
+    parts = (
+        "'num_procs'",
+        "use_cpu = 'maybe'",
+        "fsdp_config",
+        "'deepspeed_config.zero_stge'",
+        "offload_param_device = 'gpu'",
+        "fp8",
+    )
     assert all(part in said for part in parts)

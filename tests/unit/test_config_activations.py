@@ -1,4 +1,6 @@
-"""The keys of activation checkpointing and offload: what they mean together, and what contradicts."""
+"""The keys of activation checkpointing and offload: what they mean together, and what
+contradicts.
+"""
 
 from __future__ import annotations
 
@@ -37,41 +39,73 @@ def test_how_many_blocks(section: dict[str, Any], number: int | None, selective:
     assert (found.number, found.selective) == (number, selective)
 
 
-@pytest.mark.parametrize("given", [True, {"enabled": True}, {"min_bytes": 1 << 20}, ActivationOffload(enabled=True)])
+@pytest.mark.parametrize(
+    "given", [True, {"enabled": True}, {"min_bytes": 1 << 20}, ActivationOffload(enabled=True)]
+)
 def test_offload_is_on_by_a_word_or_by_its_section(given: Any) -> None:
-    assert ZeroConfig(2, activation_offload=given).activation_offload == ActivationOffload(enabled=True)
+    assert ZeroConfig(2, activation_offload=given).activation_offload == ActivationOffload(
+        enabled=True
+    )
 
 
-@pytest.mark.parametrize("given", [False, {"enabled": False}, {"enabled": False, "min_bytes": 1}, None])
+@pytest.mark.parametrize(
+    "given", [False, {"enabled": False}, {"enabled": False, "min_bytes": 1}, None]
+)
 def test_offload_is_off(given: Any) -> None:
     assert not ZeroConfig(2, activation_offload=given).activation_offload.enabled
 
 
 def test_offload_that_is_computed_is_computed_anew() -> None:
     config = ZeroConfig.from_dict({"activation_offload": {"min_bytes": 5}})
-    assert config.sources["activation_offload.enabled"] == "computed: activation_offload.min_bytes is written"
+    assert (
+        config.sources["activation_offload.enabled"]
+        == "computed: activation_offload.min_bytes is written"
+    )
     assert ZeroConfig.from_dict(config.to_dict()).activation_offload == config.activation_offload
-    assert not config.override({"activation_offload": {"enabled": False}}, "script").activation_offload.enabled
+    assert not config.override(
+        {"activation_offload": {"enabled": False}}, "script"
+    ).activation_offload.enabled
 
 
 def test_sections_as_objects() -> None:
-    config = ZeroConfig(3, activation_checkpointing=ActivationCheckpointing(blocks=2, cpu_checkpointing=True, profile=True))
-    assert config.activation_checkpointing.number == 2 and config.activation_checkpointing.cpu_checkpointing
-    assert config.to_dict()["activation_checkpointing"] == {"blocks": 2, "cpu_checkpointing": True, "profile": True}
+    config = ZeroConfig(
+        3,
+        activation_checkpointing=ActivationCheckpointing(
+            blocks=2, cpu_checkpointing=True, profile=True
+        ),
+    )
+    assert (
+        config.activation_checkpointing.number == 2
+        and config.activation_checkpointing.cpu_checkpointing
+    )
+    assert config.to_dict()["activation_checkpointing"] == {
+        "blocks": 2,
+        "cpu_checkpointing": True,
+        "profile": True,
+    }
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"activation_checkpointing": {"blocks": 0}}, "blocks = 0 .*true, false, a number of blocks, or 'selective'"),
+        (
+            {"activation_checkpointing": {"blocks": 0}},
+            "blocks = 0 .*true, false, a number of blocks, or 'selective'",
+        ),
         ({"activation_checkpointing": {"blocks": -2}}, "blocks = -2"),
         ({"activation_checkpointing": {"blocks": "some"}}, "blocks = 'some'"),
-        ({"activation_checkpointing": {"number_checkpoints": -1}}, "number_checkpoints = -1 .*integer of at least 0"),
+        (
+            {"activation_checkpointing": {"number_checkpoints": -1}},
+            "number_checkpoints = -1 .*integer of at least 0",
+        ),
         (
             {"activation_checkpointing": {"blocks": 2, "number_checkpoints": 3}},
             "blocks = 2 .*contradicts .*number_checkpoints = 3.*remove one",
         ),
-        ({"activation_checkpointing": {"block": True}}, "did you mean 'activation_checkpointing.blocks'"),
+        (
+            {"activation_checkpointing": {"block": True}},
+            "did you mean 'activation_checkpointing.blocks'",
+        ),
         ({"activation_offload": {"in_flight_bytes": 0}}, "in_flight_bytes = 0 .*at least 1"),
         ({"activation_offload": {"min_bytes": "1MB"}}, "min_bytes = '1MB'"),
         ({"activation_offload": "cpu"}, "activation_offload = 'cpu' .*not a section"),
@@ -94,13 +128,22 @@ def test_explain_says_what_has_no_effect() -> None:
             "activation_offload": {"enabled": False, "min_bytes": 7},
         }
     )
-    assert found["activation_checkpointing.number_checkpoints"] == "no effect: activation_checkpointing.blocks is false"
+    assert (
+        found["activation_checkpointing.number_checkpoints"]
+        == "no effect: activation_checkpointing.blocks is false"
+    )
     assert found["activation_offload.min_bytes"] == "no effect: activation_offload is off"
-    assert "tensor-parallel ranks, of which there is one" in found["activation_checkpointing.partition_activations"]
+    assert (
+        "tensor-parallel ranks, of which there is one"
+        in found["activation_checkpointing.partition_activations"]
+    )
     assert "expandable_segments" in found["activation_checkpointing.contiguous_memory_optimization"]
     assert (
         "no effect"
-        not in notes({"activation_checkpointing": {"cpu_checkpointing": True}, "activation_offload": {"min_bytes": 7}})[
-            "activation_offload.min_bytes"
-        ]
+        not in notes(
+            {
+                "activation_checkpointing": {"cpu_checkpointing": True},
+                "activation_offload": {"min_bytes": 7},
+            }
+        )["activation_offload.min_bytes"]
     )

@@ -1,4 +1,6 @@
-"""Configurations as the documentation of DeepSpeed, transformers, Accelerate, TRL and Lightning has people write them."""
+"""Configurations as the documentation of DeepSpeed, transformers, Accelerate, TRL and Lightning
+has people write them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,27 @@ import pytest
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 
-FP16 = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
-BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+FP16 = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
 
 ZERO2 = {
     "stage": 2,
@@ -45,8 +64,14 @@ FILLED: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "fp16": {**FP16, "enabled": False},
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10},
+    },
     "zero_optimization": {
         "reduce_bucket_size": 768 * 768,
         "stage3_prefetch_bucket_size": int(0.9 * 768 * 768),
@@ -77,9 +102,18 @@ def test_a_trainer_configuration_before_and_after_it_is_filled(zero: dict[str, A
     assert early.to_dict() == ZeroConfig.from_dict(early.to_dict(), allow_auto=True).to_dict()
     with pytest.raises(ConfigError, match="still 'auto'"):
         early.resolve(2)
-    filled = {**written, **FILLED, "zero_optimization": {**zero, **FILLED["zero_optimization"]}, "steps_per_print": float("inf")}
+    filled = {
+        **written,
+        **FILLED,
+        "zero_optimization": {**zero, **FILLED["zero_optimization"]},
+        "steps_per_print": float("inf"),
+    }
     config = ZeroConfig.from_dict({**filled, "zero_allow_untested_optimizer": True}).resolve(2)
-    assert (config.precision, config.gradient_clipping, config.train_batch_size) == ("bf16", 1.0, 32)
+    assert (config.precision, config.gradient_clipping, config.train_batch_size) == (
+        "bf16",
+        1.0,
+        32,
+    )
     assert config.optimizer is not None and config.optimizer.params["lr"] == 5e-5
     assert config.scheduler is not None and config.scheduler.type == "WarmupLR"
 
@@ -87,7 +121,11 @@ def test_a_trainer_configuration_before_and_after_it_is_filled(zero: dict[str, A
 ACCEPTED: dict[str, dict[str, Any]] = {
     "no mixed precision": {"fp16": {"enabled": False}},
     "apex off": {"amp": {"enabled": False, "opt_level": "O1"}},
-    "communication": {"communication_data_type": "fp32", "prescale_gradients": False, "gradient_predivide_factor": 1.0},
+    "communication": {
+        "communication_data_type": "fp32",
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+    },
     "accumulation dtype": {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}},
     "every feature off": {
         **{
@@ -117,7 +155,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         },
         "tensor_parallel": {"autotp_size": 1},
         "sequence_parallel_size": 1,
-        "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}}},
+        "compression_training": {
+            "weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}}
+        },
     },
     "activation checkpointing": {
         "activation_checkpointing": {
@@ -143,9 +183,16 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             },
         }
     },
-    "zero-2 with offload": {"zero_optimization": {**ZERO2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+    "zero-2 with offload": {
+        "zero_optimization": {**ZERO2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    },
     "offload of the first tutorials": {
-        "zero_optimization": {"stage": 2, "cpu_offload": True, "contiguous_gradients": True, "overlap_comm": True},
+        "zero_optimization": {
+            "stage": 2,
+            "cpu_offload": True,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        },
     },
     "infinity": {
         "zero_optimization": {
@@ -165,7 +212,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
                 "buffer_size": 1e8,
                 "max_in_cpu": 1e9,
             },
-            "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True},
+            "aio": {
+                "block_size": 262144,
+                "queue_depth": 32,
+                "thread_count": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            },
         },
     },
     "zero++ that is off": {
@@ -178,7 +231,15 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "mics_hierarchical_params_gather": False,
         }
     },
-    "aio": {"aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}},
+    "aio": {
+        "aio": {
+            "block_size": 262144,
+            "queue_depth": 32,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    },
     "checkpoint": {
         "checkpoint": {
             "tag_validation": "Warn",
@@ -205,7 +266,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "contiguous_memory_optimization": False,
             "synchronize_checkpoint_boundary": False,
         },
-        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
@@ -214,7 +281,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 3,
         "steps_per_print": 10,
-        "optimizer": {"type": "Adam", "params": {"lr": 4e-5, "weight_decay": 0.0, "bias_correction": False}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 4e-5, "weight_decay": 0.0, "bias_correction": False},
+        },
         "gradient_clipping": 1.0,
         "disable_allgather": False,
         "fp32_allreduce": False,
@@ -235,7 +305,13 @@ def test_accepted(name: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero++": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_quantized_weights": True,
+                "zero_hpz_partition_size": 8,
+            }
+        },
         "zero_optimization.zero_quantized_weights",
     ),
     "autotp": ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
@@ -267,4 +343,9 @@ def test_a_reference_model_of_trl_shares_an_unfinished_configuration() -> None:
         "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 4097,
     }
     config = ZeroConfig.from_dict(written, allow_auto=True).resolve(2, training=False)
-    assert (config.stage, config.precision, config.optimizer, config.zero.prefetch_bucket_size) == (3, "bf16", None, 3687)
+    assert (config.stage, config.precision, config.optimizer, config.zero.prefetch_bucket_size) == (
+        3,
+        "bf16",
+        None,
+        3687,
+    )

@@ -1,4 +1,6 @@
-"""The table of keys: each status does what it says, and every key of a ZeroConfig field has a row."""
+"""The table of keys: each status does what it says, and every key of a ZeroConfig field has a
+row.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def complete(key: Key, value: Any) -> dict[str, Any]:
-    """A dict that holds one key, and what that cannot do without: a type, a folder, a stage, another device."""
+    """A dict that holds one key, and what that cannot do without: a type, a folder, a stage,
+    another device.
+    """
     config = nested(key.path, value)
     zero = config.get("zero_optimization", {})
     if key.path.endswith(("offload_optimizer.device", "offload_param.device")):
@@ -116,7 +120,9 @@ def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> Non
     assert config.sources[key.path] == f"config dict: {key.path}"
     row = next(row for row in config.explain() if row.key == key.path)
     assert row.source == f"config dict: {key.path}"
-    assert row.note.startswith("no effect: ") == (key.status is Status.INERT or bool(key.idle(nested_values(config))))
+    assert row.note.startswith("no effect: ") == (
+        key.status is Status.INERT or bool(key.idle(nested_values(config)))
+    )
 
 
 @pytest.mark.parametrize("key", rows(Status.INERT))
@@ -126,7 +132,9 @@ def test_an_inert_key_says_why(key: Key) -> None:
 
 @pytest.mark.parametrize("key", rows(Status.NOT_BUILT))
 def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key: Key) -> None:
-    asking = ASKING.get(key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True)
+    asking = ASKING.get(
+        key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True
+    )
     with pytest.raises(NotBuiltError, match="config dict: ") as caught:
         ZeroConfig.from_dict(nested(key.path, asking))
     message = str(caught.value)
@@ -153,7 +161,9 @@ def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
 
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict(complete(key, Odd()))
-    assert f"{key.path} = <odd> (Odd) is not {key.kind.expected}; write {key.kind.expected}" in str(caught.value)
+    assert f"{key.path} = <odd> (Odd) is not {key.kind.expected}; write {key.kind.expected}" in str(
+        caught.value
+    )
 
 
 def test_aliases_lead_to_the_table() -> None:
@@ -166,7 +176,9 @@ def test_every_field_of_the_zero_section_can_be_written() -> None:
         ZeroConfig.from_dict({"zero_optimization": {item.name: None}})
 
 
-@pytest.mark.parametrize(("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 0)])
+@pytest.mark.parametrize(
+    ("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 0)]
+)
 def test_other_off_values(path: str, value: Any) -> None:
     ZeroConfig.from_dict(nested(path, value))
 
@@ -183,7 +195,9 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
 
 
 def test_a_writer_that_is_decoupled_saves_beside_the_training() -> None:
-    assert ZeroConfig.from_dict({"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}).checkpoint.async_save
+    assert ZeroConfig.from_dict(
+        {"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}
+    ).checkpoint.async_save
     assert not ZeroConfig.from_dict({"checkpoint": {"writer": None}}).checkpoint.async_save
     with pytest.raises(ConfigError, match="contradicts"):
         ZeroConfig.from_dict({"checkpoint": {"writer": {"decoupled": True}, "async_save": False}})

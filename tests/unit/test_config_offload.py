@@ -1,4 +1,6 @@
-"""The keys of offload: every spelling means the same, what they need of one another, and where "auto" is a value."""
+"""The keys of offload: every spelling means the same, what they need of one another, and where
+"auto" is a value.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,29 @@ def zero(**keys: Any) -> ZeroConfig:
         ZeroConfig(3, offload_optimizer="cpu", offload_param="cpu"),
         ZeroConfig(3, offload_optimizer=OffloadOptimizer("cpu"), offload_param=OffloadParam("cpu")),
         ZeroConfig(3, offload_optimizer={"device": "CPU"}, offload_param={"device": "cpu"}),
-        ZeroConfig.from_dict({"stage": 3, "offload_optimizer": "cpu", "offload_param": {"device": "cpu"}}),
+        ZeroConfig.from_dict(
+            {"stage": 3, "offload_optimizer": "cpu", "offload_param": {"device": "cpu"}}
+        ),
         zero(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
         zero(cpu_offload=True, cpu_offload_params=True),
         zero(cpu_offload=True, cpu_offload_param=True),
         ZeroConfig.from_dict(
-            {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}, "use_cpu": True}
+            {
+                "deepspeed_config": {
+                    "zero_stage": 3,
+                    "offload_optimizer_device": "cpu",
+                    "offload_param_device": "cpu",
+                },
+                "use_cpu": True,
+            }
         ),
     ],
 )
 def test_every_spelling_of_offload_to_the_cpu(config: ZeroConfig) -> None:
-    assert (config.offload_optimizer, config.offload_param) == (OffloadOptimizer("cpu"), OffloadParam("cpu"))
+    assert (config.offload_optimizer, config.offload_param) == (
+        OffloadOptimizer("cpu"),
+        OffloadParam("cpu"),
+    )
     assert config.offload_optimizer.on and config.offload_param.on
     assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -49,7 +63,9 @@ def test_the_optimizer_is_offloaded_at_every_stage(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"offload_param\.device = 'cpu' \(keyword\) needs zero_optimization\.stage = 3, not {stage} .*alone"
+        ConfigError,
+        match=rf"offload_param\.device = 'cpu' \(keyword\) needs zero_optimization\.stage = "
+        rf"3, not {stage} .*alone",
     ):
         ZeroConfig(stage, offload_param="cpu")
     assert not ZeroConfig(stage, offload_param="none").offload_param.on
@@ -80,19 +96,42 @@ def test_everything_that_deepspeed_writes_for_infinity() -> None:
                     "max_in_cpu": 0,
                 },
             },
-            "aio": {"block_size": 262144, "queue_depth": 16, "intra_op_parallelism": 2, "single_submit": True, "use_gds": False},
+            "aio": {
+                "block_size": 262144,
+                "queue_depth": 16,
+                "intra_op_parallelism": 2,
+                "single_submit": True,
+                "use_gds": False,
+            },
         }
     )
     assert config.offload_optimizer == OffloadOptimizer(
-        "nvme", ("/nvme",), True, buffer_count=8, pipeline_read=False, pipeline_write=False, ratio=0.9, cores=0.8
+        "nvme",
+        ("/nvme",),
+        True,
+        buffer_count=8,
+        pipeline_read=False,
+        pipeline_write=False,
+        ratio=0.9,
+        cores=0.8,
     )
-    assert config.offload_param == OffloadParam("nvme", ("/nvme0", "/nvme1"), False, 7, 10_000_000, 0)
+    assert config.offload_param == OffloadParam(
+        "nvme", ("/nvme0", "/nvme1"), False, 7, 10_000_000, 0
+    )
     assert config.aio == AioSection(262144, 16, 2)
     assert ZeroConfig.from_dict(config.to_dict()) == config
 
 
 def test_objects_write_what_they_hold_beside_their_defaults() -> None:
-    section = OffloadOptimizer("nvme", ("/a", "/b"), moments="int8", ratio="auto", update_in_backward=True, cores=0.5, buffer_size=4096)
+    section = OffloadOptimizer(
+        "nvme",
+        ("/a", "/b"),
+        moments="int8",
+        ratio="auto",
+        update_in_backward=True,
+        cores=0.5,
+        buffer_size=4096,
+    )
     config = ZeroConfig(1, offload_optimizer=section, aio=AioSection(threads=4))
     assert config.offload_optimizer == section and config.aio == AioSection(1 << 20, 32, 4)
     assert config.to_dict()["aio"] == {"thread_count": 4}
@@ -108,17 +147,21 @@ def test_the_number_of_threads_by_its_names(section: str, name: str) -> None:
     assert ZeroConfig.from_dict(keys).aio.threads == 3
 
 
-# -- paths -------------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
-def test_relative_paths_are_resolved_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     config = zero(offload_optimizer={"device": "nvme", "nvme_path": "local_scratch"})
     assert config.offload_optimizer.nvme_path == (str(tmp_path / "local_scratch"),)
     row = next(row for row in config.explain() if row.key.endswith("nvme_path"))
     assert row.value == os.path.join(tmp_path, "local_scratch")
-    assert zero(offload_optimizer={"device": "nvme", "nvme_path": ["~/a", Path("/b")]}).offload_optimizer.nvme_path == (
+    assert zero(
+        offload_optimizer={"device": "nvme", "nvme_path": ["~/a", Path("/b")]}
+    ).offload_optimizer.nvme_path == (
         "/home/somebody/a",
         "/b",
     )
@@ -128,31 +171,54 @@ def test_relative_paths_are_resolved_and_shown(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("path", [None, "none", []])
 def test_nvme_needs_a_folder(section: str, path: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"zero_optimization\.{section}\.device = 'nvme' .* names no folder .*write zero_optim.*nvme_path"
+        ConfigError,
+        match=rf"zero_optimization\.{section}\.device = 'nvme' .* names no folder .*write "
+        rf"zero_optim.*nvme_path",
     ):
         zero(**{section: {"device": "nvme", "nvme_path": path}})
 
 
 @pytest.mark.parametrize("path", ["/a,/b", "", 3, ["/a", "/a"], ["/a", ""]])
 def test_a_path_that_cannot_be_meant(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path = .* is not a path, or a list of different paths"):
+    with pytest.raises(
+        ConfigError,
+        match=r"offload_param\.nvme_path = .* is not a path, or a list of different paths",
+    ):
         zero(offload_param={"device": "nvme", "nvme_path": path})
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"offload_optimizer": {"ratio": 1.5}}, r"ratio = 1\.5 \(float\) is not a number from 0 to 1, or 'auto'"),
-        ({"offload_optimizer": {"moments": "fp8"}}, "moments = 'fp8' .* one of 'fp32', 'bf16', 'int8'"),
+        (
+            {"offload_optimizer": {"ratio": 1.5}},
+            r"ratio = 1\.5 \(float\) is not a number from 0 to 1, or 'auto'",
+        ),
+        (
+            {"offload_optimizer": {"moments": "fp8"}},
+            "moments = 'fp8' .* one of 'fp32', 'bf16', 'int8'",
+        ),
         ({"offload_optimizer": {"buffer_size": 0}}, "buffer_size = 0 .* at least 1"),
         ({"offload_optimizer": {"buffer_count": 0}}, "buffer_count = 0 .* at least 1"),
-        ({"offload_optimizer": {"cpuadam_cores_perc": 0}}, "cpuadam_cores_perc = 0 .* above 0 and at most 1"),
+        (
+            {"offload_optimizer": {"cpuadam_cores_perc": 0}},
+            "cpuadam_cores_perc = 0 .* above 0 and at most 1",
+        ),
         ({"offload_optimizer": {"cores": 1.5}}, r"cores = 1\.5 .* above 0 and at most 1"),
-        ({"offload_optimizer": {"device": "disk"}}, "device = 'disk' .* one of 'none', 'cpu', 'nvme'"),
+        (
+            {"offload_optimizer": {"device": "disk"}},
+            "device = 'disk' .* one of 'none', 'cpu', 'nvme'",
+        ),
         ({"aio": {"block_size": 1000}}, "block_size = 1000 .* a multiple of 4096 bytes"),
         ({"aio": {"block_size": 5000}}, "block_size = 5000 .* a multiple of 4096 bytes"),
-        ({"aio": {"thread_count": 2, "intra_op_parallelism": 3}}, "intra_op_parallelism = 3 contradicts .*thread_count = 2"),
-        ({"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}, "cpu_offload = True contradicts .*= 'nvme'"),
+        (
+            {"aio": {"thread_count": 2, "intra_op_parallelism": 3}},
+            "intra_op_parallelism = 3 contradicts .*thread_count = 2",
+        ),
+        (
+            {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
+            "cpu_offload = True contradicts .*= 'nvme'",
+        ),
     ],
 )
 def test_values_that_cannot_be_meant(keys: dict[str, Any], says: str) -> None:
@@ -161,11 +227,13 @@ def test_values_that_cannot_be_meant(keys: dict[str, Any], says: str) -> None:
 
 
 def test_reading_into_gpu_memory_is_not_built() -> None:
-    with pytest.raises(NotBuiltError, match="use_gds = True asks for reads from NVMe into GPU memory"):
+    with pytest.raises(
+        NotBuiltError, match="use_gds = True asks for reads from NVMe into GPU memory"
+    ):
         ZeroConfig.from_dict({"aio": {"use_gds": True}})
 
 
-# -- former names and 16-bit states ------------------------------------------------------------------------------------
+# -- former names and 16-bit states ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -186,25 +254,39 @@ def test_optimizer_states_in_bf16() -> None:
     config = zero(offload_optimizer={"device": "cpu"})
     states = config.override({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "cli")
     assert (config.offload_optimizer.moments, states.offload_optimizer.moments) == ("fp32", "bf16")
-    assert states.sources["zero_optimization.offload_optimizer.moments"] == "computed: bf16.bf16_optimizer_states"
+    assert (
+        states.sources["zero_optimization.offload_optimizer.moments"]
+        == "computed: bf16.bf16_optimizer_states"
+    )
     assert ZeroConfig.from_dict(states.to_dict()) == states
     assert states.resolve(2).resolve(4).offload_optimizer.moments == "bf16"
-    assert states.override({"bf16": {"bf16_optimizer_states": False}}, "cli").offload_optimizer.moments == "fp32"
+    assert (
+        states.override({"bf16": {"bf16_optimizer_states": False}}, "cli").offload_optimizer.moments
+        == "fp32"
+    )
     with pytest.raises(
-        ConfigError, match=r"moments = 'int8' \(cli: offload_optimizer\.moments\) contradicts bf16\.bf16_optimizer_states = True"
+        ConfigError,
+        match=r"moments = 'int8' \(cli: offload_optimizer\.moments\) contradicts "
+        r"bf16\.bf16_optimizer_states = True",
     ):
         states.override({"offload_optimizer": {"moments": "int8"}}, "cli")
-    with pytest.raises(NotBuiltError, match=r"asks for optimizer states in bf16 on the device.* or offload the optimizer"):
+    with pytest.raises(
+        NotBuiltError,
+        match=r"asks for optimizer states in bf16 on the device.* or offload the optimizer",
+    ):
         ZeroConfig.from_dict({"bf16": {"bf16_optimizer_states": True}})
 
 
-# -- "auto" ------------------------------------------------------------------------------------------------------------
+# -- "auto" ----------------------------------------------------------------------------------------
 
 
 def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     config = ZeroConfig(2, offload_optimizer={"device": "cpu", "ratio": "auto"})
     assert config.offload_optimizer.ratio == config.resolve(8).offload_optimizer.ratio == "auto"
-    assert not config.autos and config.to_dict()["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
+    assert (
+        not config.autos
+        and config.to_dict()["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
+    )
     with pytest.raises(ConfigError, match=r"still 'auto'.*\n.*offload_optimizer\.buffer_count"):
         zero(offload_optimizer={"device": "cpu", "buffer_count": "auto"})
 
@@ -212,36 +294,75 @@ def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
 def test_what_accelerate_fills_in() -> None:
     """It writes "none" where its own arguments are silent, also for a path."""
     holes = {"device": "auto", "nvme_path": "auto"}
-    early = ZeroConfig.from_dict({"zero_optimization": {"stage": 2, "offload_optimizer": holes, "offload_param": holes}}, allow_auto=True)
+    early = ZeroConfig.from_dict(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": holes, "offload_param": holes}},
+        allow_auto=True,
+    )
     assert not early.offload_optimizer.on and len(early.autos) == 4
-    filled = {"offload_optimizer": {"device": "none", "nvme_path": "none"}, "offload_param": {"device": "none", "nvme_path": "none"}}
+    filled = {
+        "offload_optimizer": {"device": "none", "nvme_path": "none"},
+        "offload_param": {"device": "none", "nvme_path": "none"},
+    }
     config = early.override(filled, "Accelerate").resolve(2)
     assert (config.offload_optimizer, config.offload_param) == (OffloadOptimizer(), OffloadParam())
 
 
-# -- what has no effect is said ----------------------------------------------------------------------------------------
+# -- what has no effect is said --------------------------------------------------------------------
 
 
 def notes(config: ZeroConfig) -> dict[str, str]:
-    return {row.key.rpartition(".")[2]: row.note for row in config.explain() if "offload_optimizer" in row.key or row.key.startswith("aio")}
+    return {
+        row.key.rpartition(".")[2]: row.note
+        for row in config.explain()
+        if "offload_optimizer" in row.key or row.key.startswith("aio")
+    }
 
 
 def test_without_offload_only_the_device_is_shown() -> None:
     assert set(notes(ZeroConfig(2))) == {"device"}
-    assert "ratio" in notes(ZeroConfig(2, offload_optimizer="cpu")) and "nvme_path" not in notes(ZeroConfig(2, offload_optimizer="cpu"))
-    assert {"nvme_path", "queue_depth"} <= set(notes(ZeroConfig(2, offload_optimizer={"device": "nvme", "nvme_path": "/a"})))
-    assert "moments" not in ZeroConfig(2).to_dict("default")["zero_optimization"]["offload_optimizer"]
+    assert "ratio" in notes(ZeroConfig(2, offload_optimizer="cpu")) and "nvme_path" not in notes(
+        ZeroConfig(2, offload_optimizer="cpu")
+    )
+    assert {"nvme_path", "queue_depth"} <= set(
+        notes(ZeroConfig(2, offload_optimizer={"device": "nvme", "nvme_path": "/a"}))
+    )
+    assert (
+        "moments" not in ZeroConfig(2).to_dict("default")["zero_optimization"]["offload_optimizer"]
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "name", "why"),
     [
-        ({"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}, "nvme_path", "zero_optimization.offload_optimizer.device is cpu"),
-        ({"offload_optimizer": {"ratio": 0.5}}, "ratio", "zero_optimization.offload_optimizer.device is none"),
+        (
+            {"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}},
+            "nvme_path",
+            "zero_optimization.offload_optimizer.device is cpu",
+        ),
+        (
+            {"offload_optimizer": {"ratio": 0.5}},
+            "ratio",
+            "zero_optimization.offload_optimizer.device is none",
+        ),
         ({"aio": {"queue_depth": 4}}, "queue_depth", "nothing is offloaded to nvme"),
-        ({"gradient_clipping": 1.0, "offload_optimizer": {"device": "cpu", "update_in_backward": True}}, "update_in_backward", "the norm"),
-        ({"fp16": True, "offload_optimizer": {"device": "cpu", "update_in_backward": True}}, "update_in_backward", "whether fp16"),
-        ({"offload_optimizer": {"update_in_backward": True}}, "update_in_backward", "zero_optimization.offload_optimizer.device is none"),
+        (
+            {
+                "gradient_clipping": 1.0,
+                "offload_optimizer": {"device": "cpu", "update_in_backward": True},
+            },
+            "update_in_backward",
+            "the norm",
+        ),
+        (
+            {"fp16": True, "offload_optimizer": {"device": "cpu", "update_in_backward": True}},
+            "update_in_backward",
+            "whether fp16",
+        ),
+        (
+            {"offload_optimizer": {"update_in_backward": True}},
+            "update_in_backward",
+            "zero_optimization.offload_optimizer.device is none",
+        ),
     ],
 )
 def test_a_key_without_effect_says_why(keys: dict[str, Any], name: str, why: str) -> None:

@@ -1,4 +1,6 @@
-"""Reading: dialects, spellings, files and strings; what cannot be meant is refused with the key, the file and a remedy."""
+"""Reading: dialects, spellings, files and strings; what cannot be meant is refused with the key,
+the file and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,20 @@ def test_defaults() -> None:
     assert config.elementwise_optimizers == ()
     assert config.replicate_size == 1
     assert config.zero == ZeroSection(prefetch_bucket_size=50_000_000)
-    assert config.fp16 == Fp16Section(loss_scale=0.0, initial_scale_power=16, loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0)
+    assert config.fp16 == Fp16Section(
+        loss_scale=0.0,
+        initial_scale_power=16,
+        loss_scale_window=1000,
+        hysteresis=2,
+        min_loss_scale=1.0,
+    )
     assert config.precision == "fp32"
     assert config.kernels == "off"
-    assert (config.offload_optimizer, config.offload_param, config.aio) == (OffloadOptimizer(), OffloadParam(), AioSection())
+    assert (config.offload_optimizer, config.offload_param, config.aio) == (
+        OffloadOptimizer(),
+        OffloadParam(),
+        AioSection(),
+    )
     assert ZeroConfig.from_dict({}).stage == 0
 
 
@@ -79,7 +91,8 @@ def test_sections_may_be_objects() -> None:
     assert config.zero.gather_16bit_weights_on_model_save
     assert config.fp16.loss_scale == 8.0
     assert dataclasses.replace(config, stage=1) == ZeroConfig.from_dict(
-        config.to_dict() | {"stage": 1, "zero_optimization": {**config.to_dict()["zero_optimization"], "stage": 1}}
+        config.to_dict()
+        | {"stage": 1, "zero_optimization": {**config.to_dict()["zero_optimization"], "stage": 1}}
     )
 
 
@@ -87,7 +100,11 @@ def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
     config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"lr": 1.0}})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.stage = 1  # type: ignore[misc]
-    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), ZeroConfig.coerce(config)):
+    for twin in (
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        ZeroConfig.coerce(config),
+    ):
         assert twin == config
         assert hash(twin) == hash(config)
         assert twin.sources == config.sources
@@ -95,9 +112,16 @@ def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
 
 
 def test_an_unknown_keyword_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="keyword: unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"):
+    with pytest.raises(
+        ConfigError,
+        match="keyword: unknown key 'gradient_cliping'; did you mean 'gradient_clipping'",
+    ):
         ZeroConfig(stage=3, gradient_cliping=1.0)
-    with pytest.raises(ConfigError, match=r"unknown key 'steps_per_print'; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key 'steps_per_print'; it is a key of DeepSpeed's dialect: use "
+        r"ZeroConfig.from_dict",
+    ):
         ZeroConfig(stage=3, steps_per_print=10)
 
 
@@ -106,26 +130,48 @@ def test_an_unknown_keyword_is_a_config_error() -> None:
     [
         ({"zero": {}}, "zero", "zero_optimization"),
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "zero_optimization"),
-        ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
-        ({"zero_optimization": {"stages": 3}}, "zero_optimization.stages", "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "zero_optimization.overlap_com",
+            "zero_optimization.overlap_comm",
+        ),
+        (
+            {"zero_optimization": {"stages": 3}},
+            "zero_optimization.stages",
+            "zero_optimization.stage",
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
             "zero_optimization.offload_optimizer.devise",
             "zero_optimization.offload_optimizer.device",
         ),
         ({"overlap_comm": True}, "overlap_comm", "zero_optimization.overlap_comm"),
-        ({"stage3_prefetch_bucket_size": 1}, "stage3_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
+        (
+            {"stage3_prefetch_bucket_size": 1},
+            "stage3_prefetch_bucket_size",
+            "zero_optimization.stage3_prefetch_bucket_size",
+        ),
         ({"train_batchsize": 4}, "train_batchsize", "train_batch_size"),
         ({"grad_clipping": 1.0}, "grad_clipping", "gradient_clipping"),
         ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
         ({"bf_16": {"enabled": True}}, "bf_16", "bf16"),
         ({"flops_profiler": {"enable": True}}, "flops_profiler.enable", "flops_profiler.enabled"),
-        ({"curriculum_learning": {"Enabled": True}}, "curriculum_learning.Enabled", "curriculum_learning.enabled"),
+        (
+            {"curriculum_learning": {"Enabled": True}},
+            "curriculum_learning.Enabled",
+            "curriculum_learning.enabled",
+        ),
         ({"optimiser": {"type": "Adam"}}, "optimiser", "optimizer"),
-        ({"zero_optimization.reduce_bucketsize": 1}, "zero_optimization.reduce_bucketsize", "zero_optimization.reduce_bucket_size"),
+        (
+            {"zero_optimization.reduce_bucketsize": 1},
+            "zero_optimization.reduce_bucketsize",
+            "zero_optimization.reduce_bucket_size",
+        ),
     ],
 )
-def test_an_unknown_key_names_the_one_that_was_meant(config: dict[str, Any], written: str, meant: str) -> None:
+def test_an_unknown_key_names_the_one_that_was_meant(
+    config: dict[str, Any], written: str, meant: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict(config, source="config file ds.json")
     message = str(caught.value)
@@ -150,7 +196,9 @@ def test_numbers_of_numpy_and_paths_become_plain() -> None:
 
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'fp16.xyzzy'; known here: .*fp16\.loss_scale"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'fp16.xyzzy'; known here: .*fp16\.loss_scale"
+    ):
         ZeroConfig.from_dict({"fp16": {"xyzzy": 1}})
     with pytest.raises(ConfigError, match="config dict: 3 is not a name; keys are strings"):
         ZeroConfig.from_dict({3: 1})  # type: ignore[dict-item]
@@ -161,29 +209,81 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
     [
         (
             {"zero_optimization": True},
-            "zero_optimization = True is not a section of keys and values; write {'zero_optimization': {'stage': …}}",
+            "zero_optimization = True is not a section of keys and values; write "
+            "{'zero_optimization': {'stage': …}}",
         ),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "write {'zero_optimization.offload_param': {'device': …}}"),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            "write {'zero_optimization.offload_param': {'device': …}}",
+        ),
         ({"fp16": True}, "write {'fp16': {'enabled': …}}"),
-        ({"zero_optimization": {"stage": None}}, "zero_optimization.stage = None (NoneType) is not an integer from 0 to 3"),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto' (str) is not an integer from 0 to 3"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 (int) is not an integer from 0 to 3"),
-        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = True (bool) is not an integer from 0 to 3"),
-        ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage = 2.5 (float) is not an integer from 0 to 3"),
-        ({"gradient_clipping": -1.0}, "gradient_clipping = -1.0 (float) is not a number of at least 0"),
-        ({"gradient_clipping": math.inf}, "gradient_clipping = inf (float) is not a number of at least 0"),
-        ({"gradient_clipping": "1.0"}, "gradient_clipping = '1.0' (str) is not a number of at least 0"),
+        (
+            {"zero_optimization": {"stage": None}},
+            "zero_optimization.stage = None (NoneType) is not an integer from 0 to 3",
+        ),
+        (
+            {"zero_optimization": {"stage": "auto"}},
+            "zero_optimization.stage = 'auto' (str) is not an integer from 0 to 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 4}},
+            "zero_optimization.stage = 4 (int) is not an integer from 0 to 3",
+        ),
+        (
+            {"zero_optimization": {"stage": True}},
+            "zero_optimization.stage = True (bool) is not an integer from 0 to 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 2.5}},
+            "zero_optimization.stage = 2.5 (float) is not an integer from 0 to 3",
+        ),
+        (
+            {"gradient_clipping": -1.0},
+            "gradient_clipping = -1.0 (float) is not a number of at least 0",
+        ),
+        (
+            {"gradient_clipping": math.inf},
+            "gradient_clipping = inf (float) is not a number of at least 0",
+        ),
+        (
+            {"gradient_clipping": "1.0"},
+            "gradient_clipping = '1.0' (str) is not a number of at least 0",
+        ),
         ({"train_batch_size": 0}, "train_batch_size = 0 (int) is not an integer of at least 1"),
         ({"fp16": {"enabled": "true"}}, "fp16.enabled = 'true' (str) is not true or false"),
-        ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0 (int) is not a number greater than 0"),
-        ({"communication_data_type": "int8"}, "communication_data_type = 'int8' (str) is not one of 'fp32', 'bf16', 'fp16'"),
-        ({"elementwise_optimizers": "Sophia"}, "elementwise_optimizers = 'Sophia' (str) is not a list of names"),
-        ({"steps_per_print": 0}, "steps_per_print = 0 (int) is not a positive number of steps or infinity"),
+        (
+            {"fp16": {"min_loss_scale": 0}},
+            "fp16.min_loss_scale = 0 (int) is not a number greater than 0",
+        ),
+        (
+            {"communication_data_type": "int8"},
+            "communication_data_type = 'int8' (str) is not one of 'fp32', 'bf16', 'fp16'",
+        ),
+        (
+            {"elementwise_optimizers": "Sophia"},
+            "elementwise_optimizers = 'Sophia' (str) is not a list of names",
+        ),
+        (
+            {"steps_per_print": 0},
+            "steps_per_print = 0 (int) is not a positive number of steps or infinity",
+        ),
         ({"optimizer": {"type": ""}}, "optimizer.type = '' (str) is not a non-empty string"),
-        ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer names no type; write optimizer: {type: …, params: {…}}"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": object}}}, "is not a section of keys and plain values"),
-        ({"optimizer": {"type": "Adam", "params": {1: 0.1}}}, "is not a section of keys and plain values"),
-        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping: 1.0"),
+        (
+            {"optimizer": {"params": {"lr": 0.1}}},
+            "optimizer names no type; write optimizer: {type: …, params: {…}}",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": object}}},
+            "is not a section of keys and plain values",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {1: 0.1}}},
+            "is not a section of keys and plain values",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+            "write gradient_clipping: 1.0",
+        ),
     ],
 )
 def test_wrong_values(config: dict[str, Any], says: str) -> None:
@@ -195,8 +295,16 @@ def test_wrong_values(config: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("config", "first", "second"),
     [
-        ({"stage": 2, "zero_optimization": {"stage": 3}}, "stage = 2", "zero_optimization.stage = 3"),
-        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, "bfloat16.enabled = True", "bf16.enabled = False"),
+        (
+            {"stage": 2, "zero_optimization": {"stage": 3}},
+            "stage = 2",
+            "zero_optimization.stage = 3",
+        ),
+        (
+            {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}},
+            "bfloat16.enabled = True",
+            "bf16.enabled = False",
+        ),
         (
             {"gradient_accumulation_dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
             "gradient_accumulation_dtype = 'bf16'",
@@ -211,7 +319,11 @@ def test_two_names_of_one_key_must_agree(config: dict[str, Any], first: str, sec
 
 
 def test_two_precisions_contradict() -> None:
-    with pytest.raises(ConfigError, match=r"fp16.enabled \(keyword\) and bf16.enabled \(keyword\) are both true.*set one of them to false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fp16.enabled \(keyword\) and bf16.enabled \(keyword\) are both true.*set "
+        r"one of them to false",
+    ):
         ZeroConfig(stage=0, fp16=True, bf16=True)
 
 
@@ -219,15 +331,24 @@ def test_former_spellings() -> None:
     assert ZeroConfig.from_dict({"bfloat16": {"enabled": True}}).precision == "bf16"
     assert ZeroConfig.from_dict({"fp16": {"enabled": True, "type": "bfloat16"}}).precision == "bf16"
     assert ZeroConfig.from_dict({"fp16": {"enabled": True, "type": "fp16"}}).precision == "fp16"
-    assert ZeroConfig.from_dict({"fp16": {"enabled": "auto", "type": "bfloat16"}}, allow_auto=True).autos == {"bf16.enabled"}
+    assert ZeroConfig.from_dict(
+        {"fp16": {"enabled": "auto", "type": "bfloat16"}}, allow_auto=True
+    ).autos == {"bf16.enabled"}
     assert ZeroConfig.from_dict(
         {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}
     ).zero.gather_16bit_weights_on_model_save
-    assert ZeroConfig.from_dict({"zero_optimization": {"cpu_offload": False, "cpu_offload_params": False}}).stage == 0
+    assert (
+        ZeroConfig.from_dict(
+            {"zero_optimization": {"cpu_offload": False, "cpu_offload_params": False}}
+        ).stage
+        == 0
+    )
 
 
 def test_advice_of_a_feature_that_is_not_built() -> None:
-    with pytest.raises(NotBuiltError, match="use the Trainer's report_to, and remove the key or write"):
+    with pytest.raises(
+        NotBuiltError, match="use the Trainer's report_to, and remove the key or write"
+    ):
         ZeroConfig.from_dict({"wandb": {"enabled": True, "project": "x"}})
 
 
@@ -236,8 +357,14 @@ def test_advice_of_a_feature_that_is_not_built() -> None:
     [
         ("blocks", CompileSection(blocks=True)),
         (False, CompileSection()),
-        ({"blocks": True, "dynamic": False, "backend": "eager"}, CompileSection(True, "default", False, "eager")),
-        ({"deepcompile": False, "offload_parameters": True, "sync_before_reduce": True}, CompileSection()),
+        (
+            {"blocks": True, "dynamic": False, "backend": "eager"},
+            CompileSection(True, "default", False, "eager"),
+        ),
+        (
+            {"deepcompile": False, "offload_parameters": True, "sync_before_reduce": True},
+            CompileSection(),
+        ),
     ],
 )
 def test_compile_is_a_word_or_a_section(written: Any, meant: CompileSection) -> None:
@@ -250,7 +377,9 @@ def test_compile_is_a_word_or_a_section(written: Any, meant: CompileSection) -> 
 @pytest.mark.parametrize("written", ["block", True, 1])
 def test_another_word_than_blocks_is_refused(written: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"compile = {written!r} is not a section of keys and values; write {{'compile': {{'blocks': …}}}}"
+        ConfigError,
+        match=rf"compile = {written!r} is not a section of keys and values; write "
+        rf"{{'compile': {{'blocks': …}}}}",
     ):
         ZeroConfig.from_dict({"compile": written})
 
@@ -258,7 +387,11 @@ def test_another_word_than_blocks_is_refused(written: Any) -> None:
 def test_dotted_keys_replace_what_the_section_says() -> None:
     config = ZeroConfig.from_dict(
         {
-            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 100},
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": 100,
+            },
             "zero_optimization.reduce_bucket_size": 64 * 64,
             "zero_optimization.stage3_param_persistence_threshold": 640,
             "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64,
@@ -275,16 +408,23 @@ def test_dotted_keys_replace_what_the_section_says() -> None:
 
 def test_files(tmp_path: Path) -> None:
     as_json, as_yaml, bare = tmp_path / "zero3.json", tmp_path / "zero3.yaml", tmp_path / "zero3"
-    as_json.write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "steps_per_print": Infinity}')
+    as_json.write_text(
+        '{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, '
+        '"steps_per_print": Infinity}'
+    )
     as_yaml.write_text(
-        "zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\noptimizer:\n  type: AdamW\n  params: {lr: 1e-5}\nkernels: off\n"
+        "zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\noptimizer:\n  type: AdamW\n  "
+        "params: {lr: 1e-5}\nkernels: off\n"
     )
     bare.write_text(as_json.read_text())
     for path in (as_json, as_yaml, bare):
         config = ZeroConfig.from_file(path)
         assert config.stage == 3
         assert config.zero.reduce_bucket_size == 500_000_000
-        assert config.sources["zero_optimization.stage"] == f"config file {path}: zero_optimization.stage"
+        assert (
+            config.sources["zero_optimization.stage"]
+            == f"config file {path}: zero_optimization.stage"
+        )
         assert ZeroConfig.coerce(str(path)) == ZeroConfig.coerce(path) == config
     optimizer = ZeroConfig.from_file(as_yaml).optimizer
     assert optimizer is not None and optimizer.params == {"lr": 1e-5}
@@ -293,8 +433,16 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", '{"stage": 3,\n "timeout": }', r"a\.json is not valid JSON: Expecting value in line 2, column 13"),
-        ("a.json", '{"stage": 3, "stage": 2}', "the key 'stage' stands twice in one section; remove one of them"),
+        (
+            "a.json",
+            '{"stage": 3,\n "timeout": }',
+            r"a\.json is not valid JSON: Expecting value in line 2, column 13",
+        ),
+        (
+            "a.json",
+            '{"stage": 3, "stage": 2}',
+            "the key 'stage' stands twice in one section; remove one of them",
+        ),
         ("a.json", "[1]", "holds a list, not keys and values"),
         ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
         ("a.yaml", "stage: 3\nstage: 2\n", "the key 'stage' stands twice in one section"),
@@ -310,7 +458,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, says: s
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"config file zero9\.yaml does not exist \(looked in /.*zero9\.yaml\); pass the path of a JSON or YAML file"
+        ConfigError,
+        match=r"config file zero9\.yaml does not exist \(looked in /.*zero9\.yaml\); pass the path "
+        r"of a JSON or YAML file",
     ):
         ZeroConfig.coerce("zero9.yaml")
     with pytest.raises(ConfigError, match="is a directory, not a file"):
@@ -332,12 +482,16 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="gradient_clipping"):
             ZeroConfig.coerce(form)
     with pytest.raises(
-        ConfigError, match="'zero4' is no file, no JSON and no preset; pass a path, or one of the presets zero0, zero1, zero2, zero3"
+        ConfigError,
+        match="'zero4' is no file, no JSON and no preset; pass a path, or one of the presets "
+        "zero0, zero1, zero2, zero3",
     ):
         ZeroConfig.coerce("zero4")
     with pytest.raises(ConfigError, match="config string is not valid JSON"):
         ZeroConfig.coerce('{"stage": 3')
-    with pytest.raises(ConfigError, match="a configuration cannot be a int; pass a ZeroConfig, a dict"):
+    with pytest.raises(
+        ConfigError, match="a configuration cannot be a int; pass a ZeroConfig, a dict"
+    ):
         ZeroConfig.coerce(3)
     with pytest.raises(ConfigError, match="config dict is list, not keys and values; pass a dict"):
         ZeroConfig.from_dict([])  # type: ignore[arg-type]
@@ -367,32 +521,52 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "optimizer names no type",
         "are both true, but a model trains in one precision",
     ]
-    assert len(listed) == len(expected) and all(part in line for part, line in zip(expected, listed, strict=True)), listed
+    assert len(listed) == len(expected) and all(
+        part in line for part, line in zip(expected, listed, strict=True)
+    ), listed
 
 
 def test_what_may_follow_from_another_mistake_is_not_reported() -> None:
-    """The stage may have been meant by the misspelt key: that parameters are offloaded below stage 3 is not known."""
+    """The stage may have been meant by the misspelt key: that parameters are offloaded below
+    stage 3 is not known.
+    """
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict({"zero_optimization": {"stge": 3, "offload_param": {"device": "cpu"}}})
     assert str(caught.value).startswith("config dict: unknown key 'zero_optimization.stge'")
 
 
 def test_several_features_that_are_not_built() -> None:
-    with pytest.raises(NotBuiltError, match=r"2 mistakes in the configuration:\n- .*FLOPS.*\n- .*curriculum learning"):
-        ZeroConfig.from_dict({"flops_profiler": {"enabled": True}, "curriculum_learning": {"enabled": True}})
+    with pytest.raises(
+        NotBuiltError,
+        match=r"2 mistakes in the configuration:\n- .*FLOPS.*\n- .*curriculum learning",
+    ):
+        ZeroConfig.from_dict(
+            {"flops_profiler": {"enabled": True}, "curriculum_learning": {"enabled": True}}
+        )
 
 
 def test_several_unknown_keywords() -> None:
     with pytest.raises(ConfigError) as caught:
         ZeroConfig(stage=4, gradient_cliping=1.0, steps_per_print=10)
     said = str(caught.value)
-    assert said.startswith("3 mistakes") and "stage = 4" in said and "'gradient_cliping'" in said and "'steps_per_print'" in said
+    assert (
+        said.startswith("3 mistakes")
+        and "stage = 4" in said
+        and "'gradient_cliping'" in said
+        and "'steps_per_print'" in said
+    )
 
 
 def test_what_a_number_of_ranks_contradicts_is_reported_at_once() -> None:
-    config = ZeroConfig.from_dict({"train_batch_size": 7, "gradient_clipping": "auto", "replicate_size": 2}, allow_auto=True)
+    config = ZeroConfig.from_dict(
+        {"train_batch_size": 7, "gradient_clipping": "auto", "replicate_size": 2}, allow_auto=True
+    )
     with pytest.raises(ConfigError) as caught:
         config.resolve(3)
     said = str(caught.value)
     assert said.startswith("3 mistakes")
-    assert "still 'auto'" in said and "train_batch_size = 7" in said and "does not divide 3 ranks" in said
+    assert (
+        "still 'auto'" in said
+        and "train_batch_size = 7" in said
+        and "does not divide 3 ranks" in said
+    )

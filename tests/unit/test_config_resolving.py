@@ -12,12 +12,23 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.errors import ConfigError, NotBuiltError
 
-TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+TOTAL, MICRO, STEPS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 SMALL = st.integers(1, 64)
 
 
-@given(micro=SMALL, steps=SMALL, ranks=SMALL, written=st.sets(st.sampled_from([TOTAL, MICRO, STEPS]), min_size=2))
-def test_two_of_the_equation_give_the_third(micro: int, steps: int, ranks: int, written: set[str]) -> None:
+@given(
+    micro=SMALL,
+    steps=SMALL,
+    ranks=SMALL,
+    written=st.sets(st.sampled_from([TOTAL, MICRO, STEPS]), min_size=2),
+)
+def test_two_of_the_equation_give_the_third(
+    micro: int, steps: int, ranks: int, written: set[str]
+) -> None:
     whole = {TOTAL: micro * steps * ranks, MICRO: micro, STEPS: steps}
     config = ZeroConfig.from_dict({key: whole[key] for key in written}).resolve(ranks)
     assert {
@@ -31,13 +42,20 @@ def test_two_of_the_equation_give_the_third(micro: int, steps: int, ranks: int, 
 
 
 @given(micro=SMALL, steps=SMALL, ranks=SMALL, off=st.integers(-64, 64).filter(bool))
-def test_a_contradiction_shows_both_sides_and_the_equation(micro: int, steps: int, ranks: int, off: int) -> None:
+def test_a_contradiction_shows_both_sides_and_the_equation(
+    micro: int, steps: int, ranks: int, off: int
+) -> None:
     product = micro * steps * ranks
     total = max(product + off, 1)
     if total == product:
         return
     with pytest.raises(ConfigError) as caught:
-        ZeroConfig(stage=2, train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps).resolve(ranks)
+        ZeroConfig(
+            stage=2,
+            train_batch_size=total,
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=steps,
+        ).resolve(ranks)
     message = str(caught.value)
     assert f"train_batch_size = {total} (keyword) contradicts" in message
     assert f"{micro} × {steps} × {ranks} = {product}" in message
@@ -54,30 +72,53 @@ def test_a_contradiction_shows_both_sides_and_the_equation(micro: int, steps: in
         ({TOTAL: 8}, (8, 2, 1), ("config dict", "computed", "default")),
     ],
 )
-def test_what_is_not_written(written: dict[str, int], resolved: tuple[int, int, int], sources: tuple[str, str, str]) -> None:
+def test_what_is_not_written(
+    written: dict[str, int], resolved: tuple[int, int, int], sources: tuple[str, str, str]
+) -> None:
     config = ZeroConfig.from_dict(written).resolve(4)
-    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == resolved
+    assert (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    ) == resolved
     assert tuple(config.sources[key].split(":")[0] for key in (TOTAL, MICRO, STEPS)) == sources
 
 
-@pytest.mark.parametrize(("written", "other"), [({TOTAL: 10, MICRO: 2}, MICRO), ({TOTAL: 10, STEPS: 2}, STEPS), ({TOTAL: 10}, STEPS)])
+@pytest.mark.parametrize(
+    ("written", "other"),
+    [({TOTAL: 10, MICRO: 2}, MICRO), ({TOTAL: 10, STEPS: 2}, STEPS), ({TOTAL: 10}, STEPS)],
+)
 def test_a_total_that_does_not_divide(written: dict[str, int], other: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"train_batch_size = 10 \(config dict: train_batch_size\) is not a multiple of {other} × ranks = "
+        ConfigError,
+        match=rf"train_batch_size = 10 \(config dict: train_batch_size\) is not a multiple "
+        rf"of {other} × ranks = ",
     ) as caught:
         ZeroConfig.from_dict(written).resolve(4)
     assert f"{TOTAL} = {MICRO} × {STEPS} × ranks; change one of them" in str(caught.value)
 
 
 def test_a_data_loader_needs_a_batch_size() -> None:
-    with pytest.raises(ConfigError, match=f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write {MICRO}: 8"):
+    with pytest.raises(
+        ConfigError,
+        match=f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write {MICRO}: 8",
+    ):
         ZeroConfig(stage=1).resolve(2, require_batch_size=True)
-    assert ZeroConfig(stage=1, train_batch_size=8).resolve(2, require_batch_size=True).train_micro_batch_size_per_gpu == 4
+    assert (
+        ZeroConfig(stage=1, train_batch_size=8)
+        .resolve(2, require_batch_size=True)
+        .train_micro_batch_size_per_gpu
+        == 4
+    )
 
 
 def test_resolving_again_for_other_ranks_forgets_what_was_computed() -> None:
     first = ZeroConfig(stage=3, train_micro_batch_size_per_gpu=2).resolve(4)
-    assert (first.train_batch_size, first.resolve(4).train_batch_size, first.resolve(6).train_batch_size) == (8, 8, 12)
+    assert (
+        first.train_batch_size,
+        first.resolve(4).train_batch_size,
+        first.resolve(6).train_batch_size,
+    ) == (8, 8, 12)
     assert first.override({TOTAL: 24}, "a callback").resolve(4).gradient_accumulation_steps == 3
 
 
@@ -90,7 +131,9 @@ def test_a_resolved_configuration_read_back_is_checked() -> None:
 
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2", None])
 def test_a_number_of_ranks(ranks: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a number of ranks; pass an integer of at least 1"):
+    with pytest.raises(
+        ConfigError, match="is not a number of ranks; pass an integer of at least 1"
+    ):
         ZeroConfig(stage=0).resolve(ranks)
 
 
@@ -126,17 +169,28 @@ def test_no_auto_survives() -> None:
         config.resolve(2)
     for key in AUTO_KEYS:
         assert f"{key} (config file ds.json: {key}): write " in str(caught.value)
-    assert "gradient_clipping (config file ds.json: gradient_clipping): write a number of at least 0" in str(caught.value)
+    assert (
+        "gradient_clipping (config file ds.json: gradient_clipping): write a number of at least 0"
+        in str(caught.value)
+    )
     assert "or remove them to take the default" in str(caught.value)
 
 
 def test_override_fills_autos_and_says_who_did() -> None:
     config = ZeroConfig.from_dict(
-        {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
+        {
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+        },
         allow_auto=True,
     )
-    filled = config.override({"gradient_clipping": 1.0, "bf16": {"enabled": True}}, "TrainingArguments")
-    filled = filled.override({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "TrainingArguments").resolve(1)
+    filled = config.override(
+        {"gradient_clipping": 1.0, "bf16": {"enabled": True}}, "TrainingArguments"
+    )
+    filled = filled.override(
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "TrainingArguments"
+    ).resolve(1)
     assert filled.gradient_clipping == 1.0 and filled.precision == "bf16"
     assert filled.scheduler is not None and filled.scheduler.params == {"warmup_max_lr": 1e-3}
     assert filled.sources["gradient_clipping"] == "TrainingArguments: gradient_clipping"
@@ -144,10 +198,15 @@ def test_override_fills_autos_and_says_who_did() -> None:
 
 
 def test_an_engine_without_an_optimizer_may_leave_autos() -> None:
-    config = ZeroConfig.from_dict({key: value for key, value in AUTOS.items() if key != "bf16"}, allow_auto=True).resolve(2, training=False)
+    config = ZeroConfig.from_dict(
+        {key: value for key, value in AUTOS.items() if key != "bf16"}, allow_auto=True
+    ).resolve(2, training=False)
     assert not config.autos
     assert config.gradient_clipping == 0.0
-    assert config.sources["gradient_clipping"] == "default: 'auto', which nothing fills in for an engine that only evaluates"
+    assert (
+        config.sources["gradient_clipping"]
+        == "default: 'auto', which nothing fills in for an engine that only evaluates"
+    )
     with pytest.raises(ConfigError, match=r"bf16\.enabled .*: write true or false"):
         ZeroConfig.from_dict(AUTOS, allow_auto=True).resolve(2, training=False)
 
@@ -161,7 +220,11 @@ def test_kernels_auto_means_what_helps_on_the_device() -> None:
     assert on_cpu.resolve(2).kernels == on_cpu.kernels
     assert config.on_device("cuda").kernels == NAMES
     assert config.on_device("cuda without Triton").kernels == ("loss",)
-    assert config.on_device("cuda without Triton").sources["kernels"].endswith("on cuda without Triton")
+    assert (
+        config.on_device("cuda without Triton")
+        .sources["kernels"]
+        .endswith("on cuda without Triton")
+    )
     assert config.on_device("mps").kernels == "off"
 
 
@@ -174,7 +237,8 @@ def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("on", "auto"), (True, "auto"), (False, "off"), ([], "off"), ("off", "off"), ("auto", "auto")]
+    ("written", "meant"),
+    [("on", "auto"), (True, "auto"), (False, "off"), ([], "off"), ("off", "off"), ("auto", "auto")],
 )
 def test_words_for_kernels(written: object, meant: str) -> None:
     assert ZeroConfig.from_dict({"kernels": written}).kernels == meant
@@ -182,7 +246,9 @@ def test_words_for_kernels(written: object, meant: str) -> None:
 
 @pytest.mark.parametrize("written", ["norms", ["norm"], {"norms": True}, 1])
 def test_what_is_no_kernel_is_refused(written: object) -> None:
-    with pytest.raises(ConfigError, match="is not 'auto', 'off' or a list of names among norms, activations"):
+    with pytest.raises(
+        ConfigError, match="is not 'auto', 'off' or a list of names among norms, activations"
+    ):
         ZeroConfig.from_dict({"kernels": written})
 
 
@@ -192,11 +258,21 @@ def test_the_mesh() -> None:
     assert mics.resolve(8).replicate_size == 4
     assert mics.resolve(8).resolve(4).replicate_size == 2
     assert mics.resolve(8).sources["replicate_size"] == "computed: ranks / mics_shard_size"
-    with pytest.raises(ConfigError, match=r"replicate_size = 3 \(keyword\) does not divide 4 ranks: .*choose a divisor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"replicate_size = 3 \(keyword\) does not divide 4 ranks: .*choose a divisor",
+    ):
         ZeroConfig(stage=3, replicate_size=3).resolve(4)
-    with pytest.raises(ConfigError, match=r"mics_shard_size = 2 .* does not divide 3 ranks into equal groups; choose a divisor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mics_shard_size = 2 .* does not divide 3 ranks into equal groups; choose a divisor",
+    ):
         mics.resolve(3)
-    with pytest.raises(ConfigError, match=r"replicate_size = 2 .* contradicts .*ranks / mics_shard_size = 8 / 2 = 4; remove one of them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"replicate_size = 2 .* contradicts .*ranks / mics_shard_size = 8 / 2 = "
+        r"4; remove one of them",
+    ):
         mics.override({"replicate_size": 2}, "test").resolve(8)
 
 
@@ -204,5 +280,8 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ZeroConfig.from_dict({"checkpoint": {"use_node_local_storage": True}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert config.resolve(2).checkpoint.use_node_local_storage
-    with pytest.raises(NotBuiltError, match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system"):
+    with pytest.raises(
+        NotBuiltError,
+        match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system",
+    ):
         config.resolve(4)

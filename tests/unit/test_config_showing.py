@@ -1,4 +1,6 @@
-"""What a configuration shows: dicts that read back the same, rows with sources, text; and nothing slips through unread."""
+"""What a configuration shows: dicts that read back the same, rows with sources, text; and
+nothing slips through unread.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from hf_zero.errors import ConfigError, NotBuiltError
 
 NUMBERS = st.floats(0.125, 1e6, allow_nan=False)
 PARAMS = st.dictionaries(
-    st.sampled_from(["lr", "eps", "betas", "weight_decay"]), NUMBERS | st.lists(NUMBERS, max_size=2).map(tuple), max_size=3
+    st.sampled_from(["lr", "eps", "betas", "weight_decay"]),
+    NUMBERS | st.lists(NUMBERS, max_size=2).map(tuple),
+    max_size=3,
 )
 STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "true or false": st.booleans(),
@@ -31,18 +35,26 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "one of 'fp32', 'bf16', 'fp16'": st.sampled_from(["fp32", "bf16", "float16", "torch.bfloat16"]),
     "a list of names": st.lists(st.sampled_from(["A", "B"]), max_size=2),
     "a section of keys and plain values": PARAMS,
-    KERNELS.expected: st.sampled_from(["auto", "on", "off", True, ["norms"], ["loss", "norms"], []]),
+    KERNELS.expected: st.sampled_from(
+        ["auto", "on", "off", True, ["norms"], ["loss", "norms"], []]
+    ),
     "a positive number of steps or infinity": st.integers(1, 9) | st.just(float("inf")),
     "a number of elements of at least 0": st.floats(0, 1e12),
     "one of 'none', 'cpu', 'nvme'": st.sampled_from(["none", "CPU", "nvme"]),
     "one of 'fp32', 'bf16', 'int8'": st.sampled_from(["fp32", "bf16", "int8"]),
-    "a path, or a list of different paths": st.sampled_from(["/local_nvme", "none", "relative", ["/a"], ["/a", "/b"], []]),
+    "a path, or a list of different paths": st.sampled_from(
+        ["/local_nvme", "none", "relative", ["/a"], ["/a", "/b"], []]
+    ),
     "a multiple of 4096 bytes": st.sampled_from([4096, 1 << 20, 262144.0]),
     "a number above 0 and at most 1": st.floats(0.125, 1),
     "a number from 0 to 1, or 'auto'": st.floats(0, 1) | st.just("auto"),
     "a number of elements of at least 1": st.floats(1, 1e12),
-    "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(["default", "max-autotune-no-cudagraphs"]),
-    "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": st.sampled_from(["auto", "Flash", "cudnn"]),
+    "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(
+        ["default", "max-autotune-no-cudagraphs"]
+    ),
+    "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": st.sampled_from(
+        ["auto", "Flash", "cudnn"]
+    ),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
     "one of 'fast', 'python'": st.sampled_from(["FAST", "python"]),
     "one of 'replica', 'socket', 'machine'": st.sampled_from(["replica", "MACHINE"]),
@@ -59,7 +71,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
 DRAWN = {
     path: STRATEGIES[key.kind.expected]
     for path, key in KEYS.items()
-    if key.status is not Status.NOT_BUILT and path not in ("fp16.type", "bf16.enabled", *(key.path for key in FORMER))
+    if key.status is not Status.NOT_BUILT
+    and path not in ("fp16.type", "bf16.enabled", *(key.path for key in FORMER))
 }
 
 
@@ -78,7 +91,9 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def consistent(nested: dict[str, Any]) -> dict[str, Any]:
-    """What the values that were drawn cannot do without: folders for files, stage 3, moments that agree."""
+    """What the values that were drawn cannot do without: folders for files, stage 3, moments
+    that agree.
+    """
     zero = nested.get("zero_optimization", {})
     for name in ("offload_optimizer", "offload_param"):
         section = zero.get(name, {})
@@ -132,8 +147,18 @@ def test_every_written_key_has_a_source_and_a_row(mapping: dict[str, Any]) -> No
 @given(
     st.sampled_from(sorted(KEYS)),
     st.recursive(
-        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4) | st.just("auto"),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["enabled", "type", "params", "x"]), inner, max_size=2),
+        st.none()
+        | st.booleans()
+        | st.floats()
+        | st.integers()
+        | st.text(max_size=4)
+        | st.just("auto"),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(["enabled", "type", "params", "x"]), inner, max_size=2
+            )
+        ),
         max_leaves=4,
     ),
 )
@@ -148,7 +173,12 @@ def test_any_value_is_taken_or_refused_by_name(path: str, value: Any) -> None:
         assert config.describe()
 
 
-@given(st.sampled_from(sorted(path for path in {*KEYS, *SECTIONS} if len(path.rpartition(".")[2]) > 6)), st.data())
+@given(
+    st.sampled_from(
+        sorted(path for path in {*KEYS, *SECTIONS} if len(path.rpartition(".")[2]) > 6)
+    ),
+    st.data(),
+)
 def test_a_letter_left_out_is_noticed(path: str, data: st.DataObject) -> None:
     section, _, name = path.rpartition(".")
     position = data.draw(st.integers(0, len(name) - 1))
@@ -163,7 +193,11 @@ def test_a_letter_left_out_is_noticed(path: str, data: st.DataObject) -> None:
 def test_explain() -> None:
     config = ZeroConfig.from_dict(
         {
-            "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "none"}},
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "offload_param": {"device": "none"},
+            },
             "gradient_clipping": "auto",
             "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         },
@@ -171,10 +205,22 @@ def test_explain() -> None:
         allow_auto=True,
     )
     rows = {row.key: row for row in config.explain()}
-    assert rows["zero_optimization.stage"][:3] == ("zero_optimization.stage", 3, "config file zero3.yaml: zero_optimization.stage")
-    assert rows["timeout"] == ExplainRow("timeout", 1800.0, "default", "seconds until a silent wait is an error")
-    assert rows["zero_optimization.overlap_comm"].note == "no effect: gathers and reductions are always asynchronous"
-    assert rows["zero_optimization.offload_param.device"].note == "where the chunks of parameters live; needs stage 3"
+    assert rows["zero_optimization.stage"][:3] == (
+        "zero_optimization.stage",
+        3,
+        "config file zero3.yaml: zero_optimization.stage",
+    )
+    assert rows["timeout"] == ExplainRow(
+        "timeout", 1800.0, "default", "seconds until a silent wait is an error"
+    )
+    assert (
+        rows["zero_optimization.overlap_comm"].note
+        == "no effect: gathers and reductions are always asynchronous"
+    )
+    assert (
+        rows["zero_optimization.offload_param.device"].note
+        == "where the chunks of parameters live; needs stage 3"
+    )
     assert rows["gradient_clipping"].value == rows["optimizer.params.lr"].value == "auto"
     assert "zero_optimization.sub_group_size" not in rows
     lines = config.describe().splitlines()
@@ -183,7 +229,10 @@ def test_explain() -> None:
 
 
 def test_only_what_was_set_is_written_unless_asked() -> None:
-    assert ZeroConfig(stage=2, bf16=True).to_dict() == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert ZeroConfig(stage=2, bf16=True).to_dict() == {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+    }
     complete = ZeroConfig(stage=2).to_dict("default")
     assert complete["fp16"]["loss_scale_window"] == 1000 and complete["gradient_clipping"] == 0.0
     assert "optimizer" not in complete and "train_batch_size" not in complete
@@ -207,31 +256,51 @@ def test_what_is_shown_can_be_changed_without_changing_the_configuration() -> No
 def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:
     """Accelerate and the Trainer copy it, replace "auto" and add what they always add."""
     file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}, "gradient_clipping": "auto", "prescale_gradients": true}')
+    file.write_text(
+        '{"zero_optimization": {"stage": 2, "overlap_comm": true}, "gradient_clipping": "auto", '
+        '"prescale_gradients": true}'
+    )
     config = copy.deepcopy(ZeroConfig.from_file(file, allow_auto=True).to_dict())
     assert type(config)(json.loads(json.dumps(config))) == config  # a plain dict to all others
     config.filler = "the training arguments"
     config["gradient_clipping"] = 1.0
     config["zero_optimization"]["stage"] = 3
-    config |= {"steps_per_print": math.inf, "fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 4}
-    shown = {row.key: row.source for row in written(ZeroConfig.from_dict(config).resolve(2).explain())}
+    config |= {
+        "steps_per_print": math.inf,
+        "fp16": {"enabled": False},
+        "train_micro_batch_size_per_gpu": 4,
+    }
+    shown = {
+        row.key: row.source for row in written(ZeroConfig.from_dict(config).resolve(2).explain())
+    }
     assert shown == {
         "zero_optimization.stage": "the training arguments",
         "zero_optimization.overlap_comm": f"config file {file}: zero_optimization.overlap_comm",
         "gradient_clipping": "the training arguments",
         "prescale_gradients": f"config file {file}: prescale_gradients",
         "train_micro_batch_size_per_gpu": "the training arguments",
-        "train_batch_size": "computed: train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks",
+        "train_batch_size": "computed: train_micro_batch_size_per_gpu × "
+        "gradient_accumulation_steps × ranks",
     }
 
 
 def test_what_is_not_written_is_not_shown() -> None:
-    assert [row.key for row in written(ZeroConfig.coerce("zero2").resolve(2).explain())] == ["zero_optimization.stage"]
+    assert [row.key for row in written(ZeroConfig.coerce("zero2").resolve(2).explain())] == [
+        "zero_optimization.stage"
+    ]
     assert ZeroConfig.coerce("zero2").sources["zero_optimization.stage"] == "preset zero2"
-    assert ZeroConfig.from_dict(ZeroConfig.coerce("zero2").to_dict()).sources["zero_optimization.stage"] == "preset zero2"
+    assert (
+        ZeroConfig.from_dict(ZeroConfig.coerce("zero2").to_dict()).sources[
+            "zero_optimization.stage"
+        ]
+        == "preset zero2"
+    )
 
 
 def test_a_changed_dict_is_a_dict_of_its_user() -> None:
     config = ZeroConfig(stage=2).to_dict()
     config["zero_optimization"]["stage"] = 1
-    assert ZeroConfig.from_dict(config).sources["zero_optimization.stage"] == "config dict: zero_optimization.stage"
+    assert (
+        ZeroConfig.from_dict(config).sources["zero_optimization.stage"]
+        == "config dict: zero_optimization.stage"
+    )

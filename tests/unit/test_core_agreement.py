@@ -1,4 +1,6 @@
-"""Agreement through a store: ranks are threads that share one; they settle gathers, and fetch and serve chunks."""
+"""Agreement through a store: ranks are threads that share one; they settle gathers, and fetch
+and serve chunks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ def say(wish: tuple[int, int]) -> str:
     return f"gather of unit {wish[1]}"
 
 
-def together(world: int, fn: Callable[[Agreement, int], Any], timeout: float = 30.0, absent: tuple[int, ...] = ()) -> list[Any]:
+def together(
+    world: int,
+    fn: Callable[[Agreement, int], Any],
+    timeout: float = 30.0,
+    absent: tuple[int, ...] = (),
+) -> list[Any]:
     """``fn(agreement, rank)`` on a thread each, in rank order; what a rank raises is its answer."""
     store, answers = dist.HashStore(), [None] * world
 
@@ -30,7 +37,11 @@ def together(world: int, fn: Callable[[Agreement, int], Any], timeout: float = 3
         except RankMismatchError as error:
             answers[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world) if rank not in absent]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True)
+        for rank in range(world)
+        if rank not in absent
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -42,7 +53,9 @@ def together(world: int, fn: Callable[[Agreement, int], Any], timeout: float = 3
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
     def run(agreement: Agreement, rank: int) -> list[tuple[int, int]]:
-        return [agreement.settle("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]]
+        return [
+            agreement.settle("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
+        ]
 
     assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
 
@@ -56,7 +69,9 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
             agreement.settle("forward", (1, unit), say)
 
     together(3, run)
-    assert stores[0].check(["29/go"]) and not any(stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", 0, 1, 2))
+    assert stores[0].check(["29/go"]) and not any(
+        stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", 0, 1, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,13 +83,20 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
         ([(1, 10), (1, 9), (1, 2)], (1, 10)),
     ],
 )
-def test_of_differing_wishes_all_get_the_largest(wishes: list[tuple[int, int]], agreed: tuple[int, int]) -> None:
-    assert together(3, lambda agreement, rank: agreement.settle("backward", wishes[rank], say)) == [agreed] * 3
+def test_of_differing_wishes_all_get_the_largest(
+    wishes: list[tuple[int, int]], agreed: tuple[int, int]
+) -> None:
+    assert (
+        together(3, lambda agreement, rank: agreement.settle("backward", wishes[rank], say))
+        == [agreed] * 3
+    )
 
 
 def test_what_a_pass_is_called_may_hold_the_separator() -> None:
     where = "forward ('a|b', True)|x"
-    assert together(2, lambda agreement, rank: agreement.settle(where, (1, rank), say)) == [(1, 1)] * 2
+    assert (
+        together(2, lambda agreement, rank: agreement.settle(where, (1, rank), say)) == [(1, 1)] * 2
+    )
 
 
 @pytest.mark.parametrize("world, odd", [(2, 0), (4, 2)])
@@ -90,11 +112,19 @@ def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int)
 
 
 def test_ranks_that_never_come_are_named_at_the_timeout() -> None:
-    answers = together(4, lambda agreement, rank: agreement.settle("forward 'f'", (1, 6), say), timeout=0.2, absent=(1, 3))
+    answers = together(
+        4,
+        lambda agreement, rank: agreement.settle("forward 'f'", (1, 6), say),
+        timeout=0.2,
+        absent=(1, 3),
+    )
     for rank in (0, 2):
         assert isinstance(answers[rank], RankMismatchError)
         text = str(answers[rank])
-        assert text.startswith(f"rank {rank} has waited") and "for ranks 1, 3 to join the gather of unit 6 in forward 'f'" in text
+        assert (
+            text.startswith(f"rank {rank} has waited")
+            and "for ranks 1, 3 to join the gather of unit 6 in forward 'f'" in text
+        )
         assert "never came" in text and "Do all ranks call" in text
 
 
@@ -118,12 +148,21 @@ class SilentStore:
         self.now += 1.0
 
 
-def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = SilentStore({"0/1"})
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    with pytest.raises(RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"):
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
+    )
+    with pytest.raises(
+        RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
+    ):
         Agreement(store, 0, 3, 150.0).settle("forward", (1, 4), say)
-    assert heard == [f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward" for waited in (60, 120)]
+    assert heard == [
+        f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward"
+        for waited in (60, 120)
+    ]
 
 
 def stepped(agreement: Agreement) -> bool:
@@ -172,14 +211,21 @@ def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: A
     agreements, chunks, store = trio
     for chunk in chunks:
         chunk.size = size
-    assert agreements[1].fetch(5, "layer.5", [0, 2], size) == {0: chunks[0].of(5), 2: chunks[2].of(5)}
-    assert not any(store.check([f"fetch/1/{part}/{peer}"]) for part in range(4) for peer in (0, 2)), "values are left in the store"
+    assert agreements[1].fetch(5, "layer.5", [0, 2], size) == {
+        0: chunks[0].of(5),
+        2: chunks[2].of(5),
+    }
+    assert not any(
+        store.check([f"fetch/1/{part}/{peer}"]) for part in range(4) for peer in (0, 2)
+    ), "values are left in the store"
 
 
 def test_a_fetch_says_that_it_is_slow_and_what_it_is_for(trio: Any, heard: list[str]) -> None:
     agreements, _, _ = trio
     agreements[0].fetch(1, "layer.1", [1, 2], 37)
-    assert len(heard) == 1 and heard[0].startswith("layer.1 is needed here outside the recorded order")
+    assert len(heard) == 1 and heard[0].startswith(
+        "layer.1 is needed here outside the recorded order"
+    )
 
 
 def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
@@ -187,7 +233,10 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
     got: list[Any] = [None] * 3
 
     def run(rank: int) -> None:
-        got[rank] = [agreements[rank].fetch(unit, "unit", [peer for peer in range(3) if peer != rank], 37) for unit in (rank, 7)]
+        got[rank] = [
+            agreements[rank].fetch(unit, "unit", [peer for peer in range(3) if peer != rank], 37)
+            for unit in (rank, 7)
+        ]
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
@@ -195,7 +244,9 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
     for thread in threads:
         thread.join(timeout=30)
     for rank in range(3):
-        assert got[rank] == [{peer: chunks[peer].of(unit) for peer in range(3) if peer != rank} for unit in (rank, 7)]
+        assert got[rank] == [
+            {peer: chunks[peer].of(unit) for peer in range(3) if peer != rank} for unit in (rank, 7)
+        ]
 
 
 def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(trio: Any) -> None:
@@ -208,11 +259,15 @@ def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(tri
 
 
 def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -> None:
-    """Those of other replicas: would they learn of it after the next step, the ranks' plans would differ."""
+    """Those of other replicas: would they learn of it after the next step, the ranks' plans
+    would differ.
+    """
     agreements, chunks, store = trio
     for unit in range(20):
         assert agreements[0].fetch(unit, "unit", [1], 37) == {1: chunks[1].of(unit)}
-        assert not store.check([f"fetch/{unit + 1}/0/2"]), "a chunk that nobody takes is left in the store"
+        assert not store.check([f"fetch/{unit + 1}/0/2"]), (
+            "a chunk that nobody takes is left in the store"
+        )
         assert [agreement.departed() for agreement in agreements] == [True] * 3
 
 
@@ -221,7 +276,9 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     agreements, chunks, _ = trio
     assert not stepped(agreements[0])
     got: list[Any] = []
-    ahead = threading.Thread(target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True)
+    ahead = threading.Thread(
+        target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True
+    )
     ahead.start()
     ahead.join(timeout=0.1)
     assert got == [], "served before the step was over"
@@ -235,14 +292,18 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
 
 
 def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
-    """A GPU's host runs ahead of the device: the order may only change at a step that no rank is past."""
+    """A GPU's host runs ahead of the device: the order may only change at a step that no rank is
+    past.
+    """
     agreements, _, _ = trio
     ahead = [0, 3, 1]
     for agreement, steps in zip(agreements, ahead):
         assert [agreement.departed() for _ in range(steps)] == [False] * steps
     agreements[0].fetch(4, "layer.4", [1, 2], 37)
     for agreement, steps in zip(agreements, ahead):
-        assert [agreement.departed() for _ in range(5 - steps)] == [step == 3 for step in range(steps, 5)]
+        assert [agreement.departed() for _ in range(5 - steps)] == [
+            step == 3 for step in range(steps, 5)
+        ]
     del agreement
 
 
@@ -277,10 +338,14 @@ def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> 
 
 
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
-    """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there, asks second."""
+    """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there,
+    asks second.
+    """
     agreements, chunks, _ = trio
     assert not stepped(agreements[0])
-    ahead = threading.Thread(target=lambda: agreements[0].fetch(4, "layer.4", [1, 2], 37), daemon=True)
+    ahead = threading.Thread(
+        target=lambda: agreements[0].fetch(4, "layer.4", [1, 2], 37), daemon=True
+    )
     ahead.start()
     while not agreements[0]._store.check(["fetch/1"]):
         ahead.join(timeout=0.01)
@@ -292,7 +357,9 @@ def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     assert [agreement.departed() for agreement in agreements] == [True] * 3
 
 
-def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(quick: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
+    quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         def of(self, unit: int, step: int) -> bytes:
             raise ValueError("no such shard")
@@ -301,7 +368,10 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(quick: No
     serving, asking = Agreement(store, 1, 2, 20.0), Agreement(store, 0, 2, 20.0)
     serving.serve(broken.of)
     for _ in range(2):  # the thread lives on
-        with pytest.raises(RankMismatchError, match=r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where"):
+        with pytest.raises(
+            RankMismatchError,
+            match=r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where",
+        ):
             asking.fetch(3, "layer.3", [1], 4)
     serving.close()
     assert serving._thread is not None
@@ -310,12 +380,16 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(quick: No
 
 
 def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> None:
-    """Ranks set a weight one after the other; the first asks for the second's part while that one is still at it."""
+    """Ranks set a weight one after the other; the first asks for the second's part while that
+    one is still at it.
+    """
     agreements, chunks, _ = trio
     with agreements[0].writing():
         chunks[0].rank = 5
     got: list[Any] = []
-    asking = threading.Thread(target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True
+    )
     asking.start()
     for agreement, chunk in zip(agreements[1:], chunks[1:]):
         with agreement.writing():
@@ -330,14 +404,23 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
 def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
     agreements, _, _ = trio
     agreements[1].close()
-    with pytest.raises(RankMismatchError, match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has destroyed its engine or ended"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has "
+        r"destroyed its engine or ended",
+    ):
         agreements[0].fetch(2, "layer.2", [1, 2], 37)
-    with pytest.raises(RankMismatchError, match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has",
+    ):
         agreements[0]._store.set("0/0", "x|1|3")
         agreements[2].settle("x", (1, 3), say)
 
 
-def test_those_who_have_heard_of_a_fetch_that_failed_are_told(quick: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
+    quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         def of(self, unit: int, epoch: int) -> bytes:
             raise ValueError("no such shard")
@@ -350,7 +433,8 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(quick: None, caplo
         asking.fetch(3, "layer.3", [2, 1], 4)
     with pytest.raises(
         RankMismatchError,
-        match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: ValueError: no such shard",
+        match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: "
+        r"ValueError: no such shard",
     ):
         breaking.departed()
     for each in (breaking, listening):
@@ -369,7 +453,10 @@ def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None
     chunks = Chunks(1, 4)
     serving = Agreement(store, 1, 3, 20.0)
     serving.serve(chunks.of)
-    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
+    ):
         Agreement(store, 0, 3, 0.2).fetch(9, "layer.9", [1, 2], 4)
 
 
@@ -384,7 +471,9 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
     assert not thread.is_alive() and gone() is None
 
 
-def test_serving_ends_quietly_when_the_store_is_gone(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_ends_quietly_when_the_store_is_gone(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gone:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed")

@@ -1,4 +1,6 @@
-"""Groups and collectives where one process is all there is, and the arithmetic at the end of a reduction."""
+"""Groups and collectives where one process is all there is, and the arithmetic at the end of a
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ OFF = Watch(enabled=False)
 
 @pytest.fixture(autouse=True)
 def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ACCELERATE_USE_CPU",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
     yield
@@ -38,7 +48,12 @@ def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_group_this_is_the_only_rank() -> None:
-    assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (False, 0, 1, 0)
+    assert (
+        comm.is_initialized(),
+        comm.get_rank(),
+        comm.get_world_size(),
+        comm.get_local_rank(),
+    ) == (False, 0, 1, 0)
     comm.barrier()
     value = torch.ones(3)
     comm.broadcast(value, 0)
@@ -52,10 +67,16 @@ def test_the_local_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("limit, seconds", [(None, 1830), (7.0, 37), (timedelta(seconds=9), 39)])
-def test_without_a_launcher_a_group_of_one_is_made(limit: Any, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_a_group_of_one_is_made(
+    limit: Any, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     join = dist.init_process_group
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: (seen.append(kwargs["timeout"]), join(*args, **kwargs)))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *args, **kwargs: (seen.append(kwargs["timeout"]), join(*args, **kwargs)),
+    )
     comm.init_distributed(timeout=limit)
     assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size()) == (True, 0, 1)
     assert dist.get_backend() == "gloo"
@@ -65,19 +86,37 @@ def test_without_a_launcher_a_group_of_one_is_made(limit: Any, seconds: int, mon
 
 def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     comm.init_distributed(timeout=30)
-    assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore" and comm.get_world_size() == 1
+    assert (
+        type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
+        and comm.get_world_size() == 1
+    )
 
 
-def test_the_environment_as_a_meeting_place_is_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_as_a_meeting_place_is_the_launcher_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """``env://`` under srun, which sets none of torch's variables."""
-    for name, value in {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "5"}.items():
+    for name, value in {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "5",
+    }.items():
         monkeypatch.setenv(name, value)
     joined: list[Any] = []
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs))))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs)))
+    )
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
@@ -86,7 +125,9 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(monkeypatch: pytes
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
 
 
-def test_an_address_as_a_meeting_place_chooses_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_as_a_meeting_place_chooses_the_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
@@ -102,7 +143,15 @@ def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.Monk
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    comm.join(ZeroConfig(stage=0, timeout=30, distributed_backend="gloo", distributed_port=port, distributed_interface="lo"))
+    comm.join(
+        ZeroConfig(
+            stage=0,
+            timeout=30,
+            distributed_backend="gloo",
+            distributed_port=port,
+            distributed_interface="lo",
+        )
+    )
     assert os.environ["MASTER_PORT"] == str(port)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     for name in ("MASTER_PORT", "NCCL_SOCKET_IFNAME"):
@@ -115,12 +164,18 @@ def test_what_goes_wrong_on_this_rank_alone_stays_its_error() -> None:
 
 
 def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
-    comm.init_distributed("gloo", 30, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    comm.init_distributed(
+        "gloo", 30, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
     assert comm.get_world_size() == 1
 
 
-@pytest.mark.parametrize("forced, kind", [("true", "cpu"), ("1", "cpu"), ("false", "cuda"), ("0", "cuda")])
-def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(forced: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "forced, kind", [("true", "cpu"), ("1", "cpu"), ("false", "cuda"), ("0", "cuda")]
+)
+def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(
+    forced: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert comm.default_device() == CPU or torch.cuda.is_available()
     play_accelerator(monkeypatch, count=4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
@@ -128,8 +183,13 @@ def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(forced
     assert comm.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
 
 
-@pytest.mark.parametrize("config, backend", [("cpu:gloo,cuda:nccl", "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded", "threaded")])
-def test_the_backend_of_a_device(config: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "config, backend",
+    [("cpu:gloo,cuda:nccl", "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded", "threaded")],
+)
+def test_the_backend_of_a_device(
+    config: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     assert comm._backend_of(CPU) == backend
     assert comm._backend_of(torch.device("cuda", 1)) == ("nccl" if "nccl" in config else backend)
@@ -190,7 +250,9 @@ def test_a_handle_waits_once_and_says_for_what() -> None:
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_the_end_of_a_reduction(parts: int, wire: torch.dtype, scale: float, accumulate: bool) -> None:
+def test_the_end_of_a_reduction(
+    parts: int, wire: torch.dtype, scale: float, accumulate: bool
+) -> None:
     """``out = scale * sum`` or ``out += scale * sum``, and the receive buffers go back once."""
     received = [torch.randn(5).to(wire) for _ in range(parts)]
     out, freed = torch.full((5,), 100.0), []
@@ -220,7 +282,9 @@ def test_sums_of_16_bit_parts_have_the_precision_of_the_destination() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
-    """On the fake group: a logical collective a call, with the bytes of the whole, in the order of the calls."""
+    """On the fake group: a logical collective a call, with the bytes of the whole, in the order
+    of the calls.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
     mesh = Comm(4, CPU)
     assert mesh.agreement is None
@@ -243,15 +307,26 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
         ("all_reduce", "most", 4),
         ("broadcast", "", 12),
     ]
-    assert mesh.ledger.counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+    assert mesh.ledger.counts == {
+        "all_gather": 1,
+        "reduce_scatter": 1,
+        "all_reduce": 2,
+        "broadcast": 1,
+    }
     assert mesh.ledger.bytes["all_reduce"] == 8
 
 
-def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     made: list[list[int]] = []
     new_group = dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks) or new_group(ranks, **options))
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda ranks, **options: made.append(ranks) or new_group(ranks, **options),
+    )
     mesh = Comm(4, CPU)
     rows, columns = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert made == [*rows, *rows, *columns, *columns], "all ranks make all groups, in one order"
@@ -295,12 +370,18 @@ def test_an_accelerator_s_group_serves_host_memory_as_well() -> None:
     assert comm.backends_for(CPU) == "gloo"
 
 
-def test_values_in_host_memory_need_a_backend_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_in_host_memory_need_a_backend_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     comm.broadcast(torch.ones(2), 0)
     play_accelerator(monkeypatch, count=2)
     monkeypatch.setattr(dist, "get_backend_config", lambda *args: "cuda:nccl")
-    with pytest.raises(ConfigError, match=r"\(cuda:nccl\) has no backend for tensors on cpu.*init_process_group\('cpu:gloo,cuda:nccl'\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\(cuda:nccl\) has no backend for tensors on "
+        r"cpu.*init_process_group\('cpu:gloo,cuda:nccl'\)",
+    ):
         comm.broadcast(torch.ones(2), 0)
 
 
@@ -312,5 +393,7 @@ def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.Mon
     assert groups == []
     monkeypatch.setattr(comm.kinds, "is_host", lambda device: torch.device(device).type == "cpu")
     made = Comm(2, torch.device("meta"))
-    assert groups == [each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)]
+    assert groups == [
+        each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)
+    ]
     assert len(set(map(id, groups))) == 4

@@ -1,4 +1,6 @@
-"""FlatLayout: every element of every parameter has exactly one place, whatever the shapes and the number of shards."""
+"""FlatLayout: every element of every parameter has exactly one place, whatever the shapes and
+the number of shards.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 
 from hf_zero.core.layout import ALIGNMENT, FlatLayout, Slot
 
-# Zeros and no dimensions are common on purpose: empty parameters share their offset with a neighbour.
+# Zeros and no dimensions are common on purpose: empty parameters share their offset with a
+# neighbour.
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=9)
 SHARDS = st.one_of(st.integers(1, 9), st.sampled_from([64, 257, 1024]))
 few = settings(max_examples=60, deadline=None)
@@ -26,12 +29,16 @@ def laid_out(shapes: list[tuple[int, ...]], shards: int) -> FlatLayout:
 
 def elements(shapes: list[tuple[int, ...]]) -> list[tuple[str, int]]:
     """Every element as (name, index in the parameter), in flat order."""
-    return [(f"p{index}", at) for index, shape in enumerate(shapes) for at in range(math.prod(shape))]
+    return [
+        (f"p{index}", at) for index, shape in enumerate(shapes) for at in range(math.prod(shape))
+    ]
 
 
 @few
 @given(SHAPES, SHARDS)
-def test_the_shards_cover_every_element_once_and_in_order(shapes: list[tuple[int, ...]], shards: int) -> None:
+def test_the_shards_cover_every_element_once_and_in_order(
+    shapes: list[tuple[int, ...]], shards: int
+) -> None:
     layout = laid_out(shapes, shards)
     found = []
     for shard in range(shards):
@@ -46,29 +53,42 @@ def test_the_shards_cover_every_element_once_and_in_order(shapes: list[tuple[int
 
 @few
 @given(SHAPES, st.data())
-def test_pieces_of_any_range_are_that_range_without_padding(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_pieces_of_any_range_are_that_range_without_padding(
+    shapes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
     layout = laid_out(shapes, 3)
     start = data.draw(st.integers(0, layout.padded))
     stop = data.draw(st.integers(start, layout.padded))
-    found = [(piece.name, at) for piece in layout.pieces(start, stop) for at in range(piece.start, piece.stop)]
+    found = [
+        (piece.name, at)
+        for piece in layout.pieces(start, stop)
+        for at in range(piece.start, piece.stop)
+    ]
     assert found == elements(shapes)[start:stop]
 
 
 @few
 @given(SHAPES, SHARDS)
-def test_shards_are_equal_aligned_neighbours_with_little_padding(shapes: list[tuple[int, ...]], shards: int) -> None:
+def test_shards_are_equal_aligned_neighbours_with_little_padding(
+    shapes: list[tuple[int, ...]], shards: int
+) -> None:
     layout = laid_out(shapes, shards)
     ranges = [layout.rank_range(shard) for shard in range(shards)]
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert {stop - start for start, stop in ranges} == {layout.chunk}
     assert layout.chunk % ALIGNMENT == 0
-    assert ranges[-1][1] == layout.padded and layout.numel <= layout.padded < layout.numel + shards * ALIGNMENT
+    assert (
+        ranges[-1][1] == layout.padded
+        and layout.numel <= layout.padded < layout.numel + shards * ALIGNMENT
+    )
     assert layout.numel == len(elements(shapes))
 
 
 @few
 @given(SHAPES, SHARDS, SHARDS)
-def test_resharding_moves_no_parameter(shapes: list[tuple[int, ...]], before: int, after: int) -> None:
+def test_resharding_moves_no_parameter(
+    shapes: list[tuple[int, ...]], before: int, after: int
+) -> None:
     layout = laid_out(shapes, before)
     again = layout.reshard(after)
     assert again == laid_out(shapes, after)
@@ -85,7 +105,9 @@ def test_json_round_trip(shapes: list[tuple[int, ...]], shards: int) -> None:
 
 
 def test_parameters_of_no_dimension_and_of_no_element() -> None:
-    layout = FlatLayout.build([("none", (0, 4)), ("one", ()), ("also none", (3, 0)), ("four", (2, 2)), ("last", (0,))], 2)
+    layout = FlatLayout.build(
+        [("none", (0, 4)), ("one", ()), ("also none", (3, 0)), ("four", (2, 2)), ("last", (0,))], 2
+    )
     assert [(slot.name, slot.offset, slot.numel) for slot in layout.slots] == [
         ("none", 0, 0),
         ("one", 0, 1),
@@ -94,7 +116,10 @@ def test_parameters_of_no_dimension_and_of_no_element() -> None:
         ("last", 5, 0),
     ]
     assert (layout.numel, layout.padded, layout.chunk) == (5, 16, 8)
-    assert [(p.name, p.start, p.stop, p.offset) for p in layout.pieces(0, 3)] == [("one", 0, 1, 0), ("four", 0, 2, 1)]
+    assert [(p.name, p.start, p.stop, p.offset) for p in layout.pieces(0, 3)] == [
+        ("one", 0, 1, 0),
+        ("four", 0, 2, 1),
+    ]
     assert list(layout.pieces(8, 16)) == []
 
 

@@ -34,12 +34,18 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
         return "rank 1 has ended"
 
     assert Mailbox(store, 0, 10.0, gone).await_word("wrote", 1, 1) == "done"
-    with pytest.raises(RankMismatchError, match="rank 1 did not say what came of it: rank 1 has ended; its own output says more"):
+    with pytest.raises(
+        RankMismatchError,
+        match="rank 1 did not say what came of it: rank 1 has ended; its own output says more",
+    ):
         Mailbox(store, 0, 10.0, lambda rank: "rank 1 has ended").await_word("wrote", 2, 1)
 
 
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
-    with pytest.raises(RankMismatchError, match=r"rank 3 did not say .*nothing was heard of it for 0.05 s \(the timeout"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 3 did not say .*nothing was heard of it for 0.05 s \(the timeout",
+    ):
         Mailbox(dist.HashStore(), 0, 0.05, lambda rank: None).await_word("wrote", 1, 3)
 
 

@@ -1,4 +1,6 @@
-"""One rank's view of 64 to 1024: a 7B model on the meta device over the fake process group, its bytes against the table."""
+"""One rank's view of 64 to 1024: a 7B model on the meta device over the fake process group, its
+bytes against the table.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import cut
 
 META = torch.device("meta")
-VIEWS = [(64, 1, 0), (64, 1, 63), (256, 4, 130), (1024, 1, 511), (1024, 16, 1023)]  # ranks, replicas, this rank
+# ranks, replicas, this rank
+VIEWS = [(64, 1, 0), (64, 1, 63), (256, 4, 130), (1024, 1, 511), (1024, 16, 1023)]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,9 @@ def seven_billion() -> nn.Module:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
     for module in model.modules():  # buffers have values; they move to the device of the engine
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
+            module._buffers[name] = (
+                None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
+            )
     return model
 
 
@@ -47,33 +52,51 @@ def join(world: int, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
-def cut_up(model: nn.Module, stage: int, replicas: int, frozen: bool = False) -> tuple[list[Unit], Comm]:
+def cut_up(
+    model: nn.Module, stage: int, replicas: int, frozen: bool = False
+) -> tuple[list[Unit], Comm]:
     model = copy.deepcopy(model)
     comm = Comm(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
     groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
     placement = Placement(ZeroConfig(stage), META, comm.rank, comm.world)
-    return partition(model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16", placement), comm
+    return partition(
+        model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16", placement
+    ), comm
 
 
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_a_rank(stage: int, world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None) -> None:
+def test_bytes_of_a_rank(
+    stage: int, world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None
+) -> None:
     join(world, rank)
     units, comm = cut_up(seven_billion, stage, replicas)
     flats = [flat for unit in units for flat in unit.flats]
     numel = sum(p.numel() for p in seven_billion.parameters())
     want = POLICIES[stage].bytes_per_parameter(comm.shard.size, "bfloat16", moments=0)
     found = {
-        "parameters": sum(flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats),
-        "gradients": sum((flat.grad if flat.window is None else flat.window).nbytes for flat in flats),
+        "parameters": sum(
+            flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats
+        ),
+        "gradients": sum(
+            (flat.grad if flat.window is None else flat.window).nbytes for flat in flats
+        ),
         "optimizer": sum(flat.master.nbytes for flat in flats),
     }
     for kind, size in found.items():
         assert size / numel == pytest.approx(want[kind], rel=0.01), kind
     if stage == 3:
-        assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), "a unit is whole after partition"
-        stores = {id(flat._storage): flat._storage.nbytes()["device"] for flat in flats if flat._storage is not None}
-        assert sum(stores.values()) == found["parameters"], "storage holds more or less than the shards"
+        assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), (
+            "a unit is whole after partition"
+        )
+        stores = {
+            id(flat._storage): flat._storage.nbytes()["device"]
+            for flat in flats
+            if flat._storage is not None
+        }
+        assert sum(stores.values()) == found["parameters"], (
+            "storage holds more or less than the shards"
+        )
 
 
 @pytest.mark.parametrize("world, rank", [(64, 5), (1024, 1000)])
@@ -98,26 +121,38 @@ def test_gathering_a_unit_moves_its_bytes_and_releasing_gives_them_back(
 
 
 @pytest.mark.parametrize("rank", [0, 9])
-def test_frozen_parameters_are_sharded_at_stage_3_alone(rank: int, seven_billion: nn.Module, group: None) -> None:
+def test_frozen_parameters_are_sharded_at_stage_3_alone(
+    rank: int, seven_billion: nn.Module, group: None
+) -> None:
     join(64, rank)
     for stage, shards in ((2, 1), (3, 64)):
         units, _ = cut_up(seven_billion, stage, 1, frozen=True)
         flats: list[Flat] = [flat for unit in units for flat in unit.flats]
         assert {flat.layout.shards for flat in flats} == {shards}
-        assert {flat.writes for flat in flats} == {stage == 3 or rank == 0}, "what all ranks hold whole, one of them saves"
-        assert all(flat.master is None and flat.grad is None and not flat.trainable for flat in flats)
+        assert {flat.writes for flat in flats} == {stage == 3 or rank == 0}, (
+            "what all ranks hold whole, one of them saves"
+        )
+        assert all(
+            flat.master is None and flat.grad is None and not flat.trainable for flat in flats
+        )
         numel = sum(p.numel() for p in seven_billion.parameters())
-        assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(2 * numel / shards, rel=0.001)
+        assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(
+            2 * numel / shards, rel=0.001
+        )
 
 
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
-def test_one_replica_of_each_chunk_writes_it(world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None) -> None:
+def test_one_replica_of_each_chunk_writes_it(
+    world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None
+) -> None:
     join(world, rank)
     _, comm = cut_up(seven_billion, 3, replicas)
     shards = world // replicas
     assert (comm.shard.size, comm.replicate.size) == (shards, replicas)
     assert comm.shard.ranks[comm.shard.rank] == comm.replicate.ranks[comm.replicate.rank] == rank
-    assert comm.shard.ranks == list(range(rank // shards * shards, rank // shards * shards + shards))
+    assert comm.shard.ranks == list(
+        range(rank // shards * shards, rank // shards * shards + shards)
+    )
     assert comm.replicate.ranks == list(range(rank % shards, world, shards))
     units, _ = cut_up(seven_billion, 3, replicas)
     assert {flat.writes for unit in units for flat in unit.flats} == {rank < shards}
@@ -127,7 +162,9 @@ def test_one_replica_of_each_chunk_writes_it(world: int, replicas: int, rank: in
 
 @pytest.mark.parametrize("shards", [64, 257, 1024])
 def test_all_ranks_together_hold_each_element_once(shards: int, seven_billion: nn.Module) -> None:
-    """Every parameter of the 7B model, range by range, over all ranks: padding is below a thousandth."""
+    """Every parameter of the 7B model, range by range, over all ranks: padding is below a
+    thousandth.
+    """
     cuts, _ = cut(seven_billion)
     padded = numel = 0
     for piece in cuts:

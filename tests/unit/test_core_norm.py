@@ -19,7 +19,11 @@ class Crossings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.device.type == "meta" and getattr(args[0], "device", out.device).type == "cpu":
+        if (
+            isinstance(out, torch.Tensor)
+            and out.device.type == "meta"
+            and getattr(args[0], "device", out.device).type == "cpu"
+        ):
             self.shapes.append(tuple(out.shape))
         return out
 
@@ -29,7 +33,9 @@ def flat(grad: torch.Tensor, squares: torch.Tensor | None = None) -> Any:
 
 
 def test_sums_taken_in_host_memory_cross_to_the_device_together() -> None:
-    flats = [flat(torch.randn(100)) for _ in range(5)] + [flat(torch.empty(3), torch.empty((), dtype=torch.float64, device="meta"))]
+    flats = [flat(torch.randn(100)) for _ in range(5)] + [
+        flat(torch.empty(3), torch.empty((), dtype=torch.float64, device="meta"))
+    ]
     with Crossings() as crossings:
         total = squared_norm(flats, torch.device("meta"))
     assert crossings.shapes == [(5,)] and total.device.type == "meta" and total.shape == ()

@@ -22,8 +22,16 @@ from hf_zero.errors import RankMismatchError
 WORLD = range(3)
 
 
-def post(wait: tuple[Any, ...] | None = None, state: str = "waits", why: str = "", closed: str = "", **issued: list[str]) -> Post:
-    """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number, needs)."""
+def post(
+    wait: tuple[Any, ...] | None = None,
+    state: str = "waits",
+    why: str = "",
+    closed: str = "",
+    **issued: list[str],
+) -> Post:
+    """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number,
+    needs).
+    """
     lanes = {lane: [len(names), names, closed] for lane, names in issued.items()}
     made: Post = {"state": state, "why": why, "lanes": lanes}
     if wait is not None:
@@ -42,7 +50,10 @@ def test_silence_proves_nothing() -> None:
 
 def test_other_collectives_of_one_number_have_parted() -> None:
     verdict = judge(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
-    assert verdict is not None and "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
+    assert (
+        verdict is not None
+        and "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
+    )
 
 
 def test_the_same_collective_is_slow_and_no_proof() -> None:
@@ -52,7 +63,10 @@ def test_the_same_collective_is_slow_and_no_proof() -> None:
 def test_two_that_wait_for_each_other_are_stuck() -> None:
     verdict = judge(0, OWN, {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])})
     assert verdict is not None
-    assert "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for sum 2 (number 1 of b)" in verdict.text
+    assert (
+        "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for "
+        "sum 2 (number 1 of b)" in verdict.text
+    )
 
 
 def test_a_wait_that_has_ended_since_its_post_is_no_proof() -> None:
@@ -67,29 +81,49 @@ def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
     verdict = judge(0, own, {1: second, 2: third})
     assert verdict is not None and "which rank 1 has not issued: it waits for y" in verdict.text
     assert judge(0, own, {1: second}) is None, "rank 2 may still come"
-    assert judge(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, "what rank 2 waits for needs nobody else"
+    assert judge(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, (
+        "what rank 2 waits for needs nobody else"
+    )
 
 
 def test_a_rank_that_has_ended_will_not_come() -> None:
     verdict = judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
-    assert verdict is not None and "which rank 1 will never join: it has ended (its script is over)" in verdict.text
-    assert judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])}) is None, "its part is on the wire"
-    assert judge(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")}) is None, "it is not needed"
+    assert (
+        verdict is not None
+        and "which rank 1 will never join: it has ended (its script is over)" in verdict.text
+    )
+    assert (
+        judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])})
+        is None
+    ), "its part is on the wire"
+    assert (
+        judge(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")}) is None
+    ), "it is not needed"
 
 
 def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
     verdict = judge(0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
-    assert verdict is not None and "rank 1 will never join: it has destroyed its engine" in verdict.text
+    assert (
+        verdict is not None
+        and "rank 1 will never join: it has destroyed its engine" in verdict.text
+    )
     own = post(("a", 1), closed="destroyed its engine", a=["gather 1", "gather 2"])
-    assert judge(0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}) is None, "another engine takes it over"
+    assert (
+        judge(0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
+        is None
+    ), "another engine takes it over"
 
 
 @pytest.mark.parametrize("wait", [("a", 1), None])
 def test_a_rank_that_has_failed_ends_all_that_wait(wait: Any) -> None:
     own = post(wait, a=["gather 1", "gather 2"])
-    verdict = judge(0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")})
+    verdict = judge(
+        0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")}
+    )
     assert verdict is not None
-    assert verdict.text.startswith("rank 0 waits for") and verdict.text.endswith("rank 2 has failed: ValueError: bad batch")
+    assert verdict.text.startswith("rank 0 waits for") and verdict.text.endswith(
+        "rank 2 has failed: ValueError: bad batch"
+    )
     assert verdict.cause == "rank 2 has failed: ValueError: bad batch"
 
 
@@ -140,12 +174,17 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
             rank.wait(what)
         texts.append(str(caught.value))
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in zip(pair, ["gather of x", "gather of y"])]
+    threads = [
+        threading.Thread(target=run, args=each, daemon=True)
+        for each in zip(pair, ["gather of x", "gather of y"])
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(texts) == 2 and all("gather of x" in text and "gather of y" in text for text in texts)
+    assert len(texts) == 2 and all(
+        "gather of x" in text and "gather of y" in text for text in texts
+    )
     assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
     with pytest.raises(RankMismatchError, match="gather of"):
         pair[0].watch.check()
@@ -153,7 +192,10 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
 
 def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
     pair[0].lane.timeout = 0.1
-    with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs rank 1,"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs rank 1,",
+    ):
         pair[0].wait("gather of x")
 
 
@@ -163,14 +205,21 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
 
 
-def test_an_exception_that_ends_a_rank_ends_the_other_by_its_first_line(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_ends_a_rank_ends_the_other_by_its_first_line(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(monkeypatch, ValueError("bad batch\nof many lines"))
     assert pair[1].presence.leave() is None
-    with pytest.raises(RankMismatchError, match=r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$",
+    ):
         pair[0].wait("gather of x")
 
 
-def test_a_rank_that_fails_because_of_another_is_not_the_cause(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_because_of_another_is_not_the_cause(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own collective, not hf-zero's, has lost the connection to a rank that failed before."""
     failing(monkeypatch, ValueError("bad batch"))
     pair[1].presence.leave()
@@ -187,7 +236,9 @@ def test_a_rank_that_ends_well_says_so(pair: Any, monkeypatch: pytest.MonkeyPatc
         pair[0].wait("gather of x")
 
 
-def test_an_exception_in_the_last_forward_is_remembered(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_the_last_forward_is_remembered(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("last_exc", "last_value"):
         monkeypatch.delattr(sys, name, raising=False)
     pair[1].presence.trouble = "RuntimeError: shapes"
@@ -203,9 +254,13 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
         store.set("who/1", module._identity(child.pid))
         assert not here._dead(1)
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as long as nobody asks for its end
+        # a zombie, as long as nobody asks for its end
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert here._dead(1)
-        assert here.cause(0.0) == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
+        assert (
+            here.cause(0.0)
+            == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
+        )
         lane = here.lane(Lane("gathers", range(2), 60.0, native=False))
         wait = lane.issue("gather 1")
         for state in ("here", "waits", "follows"):  # what it posted last, perhaps long before
@@ -242,15 +297,23 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert store.calls == 1
     lane = Lane("agreements", (0, 1), 60.0, native=False)
     verdict = presence.verdict(Wait("agreement", lane, 0, (0, 1)))
-    assert verdict is not None and verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
-    assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, "the backend tells of that"
-    assert Presence(store, 1, 2).cause(0.0) == "the launcher, which hosts the ranks' store, is gone or cannot be reached"
+    assert verdict is not None and verdict.text.startswith(
+        "rank 0, which hosts the ranks' store, cannot be reached"
+    )
+    assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, (
+        "the backend tells of that"
+    )
+    assert (
+        Presence(store, 1, 2).cause(0.0)
+        == "the launcher, which hosts the ranks' store, is gone or cannot be reached"
+    )
 
 
 def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     store = dist.HashStore()
     here, there = Presence(store, 0, 2), Presence(store, 1, 2)
-    for state in ("here", "waits", "broken"):  # a thread of a rank that gives up may still say something
+    # a thread of a rank that gives up may still say something
+    for state in ("here", "waits", "broken"):
         there.say(state, "it lost a connection") if state != "waits" else there.say(state)
         assert here.gone(1) is None, state
     ended = Presence(dist.PrefixStore("other", store), 1, 2)
@@ -258,4 +321,6 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     assert other.gone(1) is None
     ended.say("ended", "its script is over")
     assert "rank 1 has ended (its script is over)" in str(other.gone(1))
-    assert str(Presence(Gone(), 1, 2, keeper=0).gone(0)).startswith("rank 0, which hosts the ranks' store, cannot be reached")
+    assert str(Presence(Gone(), 1, 2, keeper=0).gone(0)).startswith(
+        "rank 0, which hosts the ranks' store, cannot be reached"
+    )

@@ -1,4 +1,6 @@
-"""Checkpointed blocks of a model under an engine: same bits, forwards run again, and what is left alone."""
+"""Checkpointed blocks of a model under an engine: same bits, forwards run again, and what is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Block(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.ran = 0
 
-    def forward(self, x: torch.Tensor, *, skip: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, *, skip: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.ran += 1
         h = nn.functional.dropout(torch.tanh(self.a(x)), 0.2, self.training)
         return x + scale * self.b(h), skip + x
@@ -59,7 +63,11 @@ def net() -> nn.Module:
 
 
 def run(
-    section: dict[str, Any], build: Callable[[], nn.Module] = net, loss: Any = None, stage: int = 2, before: Any = None
+    section: dict[str, Any],
+    build: Callable[[], nn.Module] = net,
+    loss: Any = None,
+    stage: int = 2,
+    before: Any = None,
 ) -> tuple[list[Any], Counter[str]]:
     """Losses and gradients of three steps, bit for bit, and how often each block ran."""
     model = build()
@@ -74,12 +82,19 @@ def run(
         found.append((value.item(), full_grads(engine)))
         engine.step()
     engine.destroy()
-    assert not any("forward" in module.__dict__ for module in model.modules()), "what was put on the blocks is taken off"
-    return found, Counter({name: module.ran for name, module in model.named_modules() if isinstance(module, Block)})
+    assert not any("forward" in module.__dict__ for module in model.modules()), (
+        "what was put on the blocks is taken off"
+    )
+    return found, Counter(
+        {name: module.ran for name, module in model.named_modules() if isinstance(module, Block)}
+    )
 
 
 def same(got: list[Any], want: list[Any]) -> bool:
-    return all(a == b and all(torch.equal(g[name], h[name]) for name in h) for (a, g), (b, h) in zip(got, want, strict=True))
+    return all(
+        a == b and all(torch.equal(g[name], h[name]) for name in h)
+        for (a, g), (b, h) in zip(got, want, strict=True)
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -93,14 +108,20 @@ def same(got: list[Any], want: list[Any]) -> bool:
         ({"blocks": "selective"}, 3),
     ],
 )
-def test_blocks_run_again_and_nothing_else_changes(section: dict[str, Any], again: int, stage: int) -> None:
+def test_blocks_run_again_and_nothing_else_changes(
+    section: dict[str, Any], again: int, stage: int
+) -> None:
     want, once = run({}, stage=stage)
     got, ran = run(section, stage=stage)
     assert same(got, want)
-    assert ran == Counter({name: times * (2 if int(name[-1]) < again else 1) for name, times in once.items()}), "the first ones"
+    assert ran == Counter(
+        {name: times * (2 if int(name[-1]) < again else 1) for name, times in once.items()}
+    ), "the first ones"
 
 
-@pytest.mark.parametrize("section", [{}, {"blocks": False, "number_checkpoints": 2}, {"number_checkpoints": 0}])
+@pytest.mark.parametrize(
+    "section", [{}, {"blocks": False, "number_checkpoints": 2}, {"number_checkpoints": 0}]
+)
 def test_nobody_asks_and_nothing_runs_again(section: dict[str, Any]) -> None:
     assert set(run(section)[1].values()) == {3, 6}
 
@@ -113,7 +134,9 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     assert [block.ran for block in model.blocks] == [2, 1, 1]
     engine.eval()
     engine(torch.randn(4, WIDTH)).backward()
-    assert [block.ran for block in model.blocks] == [6, 3, 3], "evaluation with gradients is checkpointed too"
+    assert [block.ran for block in model.blocks] == [6, 3, 3], (
+        "evaluation with gradients is checkpointed too"
+    )
     engine.destroy()
 
 
@@ -175,7 +198,9 @@ def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
             return self.blocks[1](self.blocks[0](x)).square().mean()
 
     model = Two()
-    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": "selective"}))
+    engine = start(
+        model, sgd(model), config_of(2, activation_checkpointing={"blocks": "selective"})
+    )
     with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
         engine.backward(engine(torch.randn(4, WIDTH)))
     engine.destroy()
@@ -184,11 +209,15 @@ def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @pytest.mark.parametrize("blocks", [True, "selective"])
 def test_transformers_models_with_caches(architecture: str, blocks: Any) -> None:
-    """A decoder's cache must not be added to twice; without one, matrices lie otherwise in memory, and the last bits may differ."""
+    """A decoder's cache must not be added to twice; without one, matrices lie otherwise in
+    memory, and the last bits may differ.
+    """
     batch = ARCHITECTURES[architecture].batch(0, 0, 0)
 
     def loss(use_cache: bool) -> Callable[[Any], torch.Tensor]:
-        return lambda engine: engine(**batch, **({} if architecture == "bert" else {"use_cache": use_cache})).loss
+        return lambda engine: (
+            engine(**batch, **({} if architecture == "bert" else {"use_cache": use_cache})).loss
+        )
 
     def dropping() -> nn.Module:
         model = ARCHITECTURES[architecture].build()
@@ -214,12 +243,16 @@ def test_a_filled_cache_is_part_of_the_result() -> None:
     assert torch.equal(got, want)
     engine.backward(got.square().mean())
     engine.eval()
-    assert engine(ids, use_cache=True).past_key_values.get_seq_length() == 4, "evaluation with gradients keeps its cache"
+    assert engine(ids, use_cache=True).past_key_values.get_seq_length() == 4, (
+        "evaluation with gradients keeps its cache"
+    )
     engine.destroy()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_that_checkpoints_by_itself_goes_on_to(reentrant: bool, heard_in_full: list[str]) -> None:
+def test_a_model_that_checkpoints_by_itself_goes_on_to(
+    reentrant: bool, heard_in_full: list[str]
+) -> None:
     calls = []
 
     def enable(engine: Any) -> None:
@@ -233,11 +266,16 @@ def test_a_model_that_checkpoints_by_itself_goes_on_to(reentrant: bool, heard_in
     assert sum("the model checkpoints by itself" in line for line in heard_in_full) == 1
 
 
-@pytest.mark.parametrize("section, key", [({"blocks": True}, "blocks"), ({"number_checkpoints": 2}, "number_checkpoints")])
+@pytest.mark.parametrize(
+    "section, key",
+    [({"blocks": True}, "blocks"), ({"number_checkpoints": 2}, "number_checkpoints")],
+)
 def test_a_model_without_blocks_is_refused(section: dict[str, Any], key: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(
-        ConfigError, match=rf"activation_checkpointing\.{key} asks for checkpoints of blocks, and Sequential has no repeated ones"
+        ConfigError,
+        match=rf"activation_checkpointing\.{key} asks for checkpoints of blocks, and Sequential "
+        rf"has no repeated ones",
     ):
         start(model, sgd(model), config_of(2, activation_checkpointing=section))
     assert not model._forward_hooks and not model._forward_pre_hooks
@@ -248,7 +286,9 @@ def test_a_copy_of_the_model_is_plain() -> None:
     engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
     copied = copy.deepcopy(model)
     copied(torch.randn(4, WIDTH)).backward()
-    assert [block.ran for block in copied.blocks] == [2, 1, 1] and [block.ran for block in model.blocks] == [0, 0, 0]
+    assert [block.ran for block in copied.blocks] == [2, 1, 1] and [
+        block.ran for block in model.blocks
+    ] == [0, 0, 0]
     engine.destroy()
 
 
@@ -282,10 +322,17 @@ def test_who_has_wrapped_it_calls_through_afterwards() -> None:
 
 @pytest.mark.parametrize("blocks", [True, "selective"])
 def test_the_compiler_goes_around(blocks: Any) -> None:
-    """One graph for all like blocks, without a break, and without a further compilation in later steps."""
+    """One graph for all like blocks, without a break, and without a further compilation in later
+    steps.
+    """
     counter = CompileCounterWithBackend("aot_eager")
     config = transformers.LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
 
     def build() -> nn.Module:
@@ -322,7 +369,9 @@ def test_the_compiler_goes_around(blocks: Any) -> None:
 def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> None:
     run({"blocks": True, "profile": True})
     lines = [line for line in heard_in_full if "recomputations in" in line]
-    assert len(lines) == 3 and all("4 forwards in" in line and "4 recomputations" in line for line in lines)
+    assert len(lines) == 3 and all(
+        "4 forwards in" in line and "4 recomputations" in line for line in lines
+    )
     heard_in_full.clear()
     want, _ = run({})
     got, ran = run({"blocks": True, "synchronize_checkpoint_boundary": True})
@@ -332,12 +381,16 @@ def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> Non
 
 def test_profile_after_a_forward_without_backward(heard_in_full: list[str]) -> None:
     model = net()
-    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True, "profile": True}))
+    engine = start(
+        model, sgd(model), config_of(2, activation_checkpointing={"blocks": True, "profile": True})
+    )
     engine(torch.randn(4, WIDTH))
     for _ in range(2):
         engine.backward(engine(torch.randn(4, WIDTH)))
         engine.step()
     engine(torch.randn(4, WIDTH))
     lines = [line for line in heard_in_full if "recomputations in" in line]
-    assert ["8 forwards" in lines[0], "4 recomputations" in lines[0], "4 forwards" in lines[1]] == [True] * 3
+    assert ["8 forwards" in lines[0], "4 recomputations" in lines[0], "4 forwards" in lines[1]] == [
+        True
+    ] * 3
     engine.destroy()

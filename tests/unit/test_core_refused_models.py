@@ -1,4 +1,6 @@
-"""Models, and optimizers over them, that cannot be laid out: each is refused by name, before anything is changed."""
+"""Models, and optimizers over them, that cannot be laid out: each is refused by name, before
+anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,26 @@ def plain(model: nn.Module) -> bool:
 def test_a_parameter_without_values(stage: int) -> None:
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(torch.empty(64, 32, device="meta"))
-    with pytest.raises(PartitionError, match=rf"parameter {NAME} is on the meta device and has no values; load or initialise"):
+    with pytest.raises(
+        PartitionError,
+        match=rf"parameter {NAME} is on the meta device and has no values; load or initialise",
+    ):
         start(model, None, config_of(stage))
     assert plain(model)
 
 
-def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As those of PrivateUse1 backends; CUDA's it does."""
     cuts, _ = cut(stack())
     check_parameters(cuts, torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
     with pytest.raises(
-        PartitionError, match=r"is on cpu, and torch cannot .* on 'xpu' .*move the model there first \(model\.to\('xpu'\)\)"
+        PartitionError,
+        match=r"is on cpu, and torch cannot .* on 'xpu' .*move the model there first "
+        r"\(model\.to\('xpu'\)\)",
     ):
         check_parameters(cuts, torch.device("xpu"))
 
@@ -54,7 +63,10 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch:
 def test_a_buffer_without_values() -> None:
     model = stack()
     model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
-    with pytest.raises(PartitionError, match="buffer angles of LayerNorm is on the meta device; initialise the model's buffers"):
+    with pytest.raises(
+        PartitionError,
+        match="buffer angles of LayerNorm is on the meta device; initialise the model's buffers",
+    ):
         start(model, None, config_of(2))
     assert plain(model)
 
@@ -70,7 +82,9 @@ def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage: int) ->
     optimizer.state[model.head.weight]["step"] += 5
     with pytest.raises(UnsupportedOptimizerError, match=r"head\.weight.*step 6"):
         start(model, optimizer, config_of(stage))
-    assert plain(model) and len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    assert plain(model) and len(optimizer.param_groups[0]["params"]) == len(
+        list(model.parameters())
+    )
     optimizer.state.clear()
     start(model, optimizer, config_of(stage))
 
@@ -91,7 +105,9 @@ def test_a_parameter_of_a_special_class() -> None:
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(Special(torch.zeros(64, 32)))
     with pytest.raises(
-        PartitionError, match=rf"parameter {NAME} is a Special, whose memory cannot be laid out flat; pass a model of plain"
+        PartitionError,
+        match=rf"parameter {NAME} is a Special, whose memory cannot be laid out flat; "
+        rf"pass a model of plain",
     ):
         start(model, None, config_of(3))
     assert type(model.head.weight) is nn.Parameter
@@ -117,7 +133,9 @@ def test_an_optimizer_over_another_models_parameters(stage: int) -> None:
     optimizer = adamw(model)
     model.head = nn.Linear(32, 5)
     with pytest.raises(
-        PartitionError, match=r"the optimizer holds 2 parameters that are not in the model \(shapes \[\(5, 32\), \(5,\)\]\)"
+        PartitionError,
+        match=r"the optimizer holds 2 parameters that are not in the model \(shapes "
+        r"\[\(5, 32\), \(5,\)\]\)",
     ):
         start(model, optimizer, config_of(stage))
     assert plain(model)
@@ -135,7 +153,10 @@ def test_ranks_that_hold_different_models(different: str) -> None:
             if different == "name":
                 model.tail, model.head = model.head, nn.Identity()
             if different == "group":
-                groups = [{"params": list(model.head.parameters())}, {"params": [*model.enter.parameters(), *model.blocks.parameters()]}]
+                groups = [
+                    {"params": list(model.head.parameters())},
+                    {"params": [*model.enter.parameters(), *model.blocks.parameters()]},
+                ]
         if different != "group":
             groups = [{"params": list(model.parameters())}]
         start(model, torch.optim.SGD(groups, lr=0.1), config_of(3))
@@ -150,6 +171,9 @@ def test_ranks_that_hold_different_models(different: str) -> None:
 def test_a_parameter_of_complex_numbers_that_trains(dtype: torch.dtype) -> None:
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-    with pytest.raises(PartitionError, match=rf"parameter {NAME} is {dtype}; train it as real numbers.*or set requires_grad=False"):
+    with pytest.raises(
+        PartitionError,
+        match=rf"parameter {NAME} is {dtype}; train it as real numbers.*or set requires_grad=False",
+    ):
         start(model, None, config_of(3))
     assert plain(model)

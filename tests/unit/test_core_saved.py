@@ -1,4 +1,6 @@
-"""Offload of saved tensors: what leaves, when it comes back, and that gradients are the same bits."""
+"""Offload of saved tensors: what leaves, when it comes back, and that gradients are the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,21 @@ def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((numel,), 255, dtype=torch.uint8).view(dtype)
 
 
-def offload(transfers: Any = None, in_flight: int = 2 * LAYER, min_bytes: int = 1, size: int = 8 * LAYER) -> Offload:
+def offload(
+    transfers: Any = None, in_flight: int = 2 * LAYER, min_bytes: int = 1, size: int = 8 * LAYER
+) -> Offload:
     return Offload(CPU, transfers or Late(), Slabs(take, size, size), min_bytes, in_flight)
 
 
 @contextmanager
 def forward(away: Offload, *modules: nn.Module) -> Iterator[None]:
-    away.begin({t.untyped_storage()._cdata for module in modules for t in (*module.parameters(), *module.buffers())})
+    away.begin(
+        {
+            t.untyped_storage()._cdata
+            for module in modules
+            for t in (*module.parameters(), *module.buffers())
+        }
+    )
     try:
         yield
     finally:
@@ -42,7 +52,9 @@ def forward(away: Offload, *modules: nn.Module) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Views, slices of one buffer, an in-place operation, dropout, and a tensor that many operations save."""
+    """Views, slices of one buffer, an in-place operation, dropout, and a tensor that many
+    operations save.
+    """
 
     def __init__(self, depth: int = 5) -> None:
         super().__init__()
@@ -110,7 +122,9 @@ def test_what_many_operations_save_leaves_once() -> None:
     assert sends == [LAYER, LAYER]  # h, and its exponential
     assert [what for what, _ in late.log].count("leave") == 1
     y.sum().backward()
-    assert [what for what, _ in late.log].count("bring") == 1, "brought once for all who use it; the last one had stayed"
+    assert [what for what, _ in late.log].count("bring") == 1, (
+        "brought once for all who use it; the last one had stayed"
+    )
 
 
 def test_parameters_buffers_and_small_tensors_stay() -> None:
@@ -119,7 +133,8 @@ def test_parameters_buffers_and_small_tensors_stay() -> None:
     model = net()
     with forward(away, model):
         loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean()
-    assert {size for what, size in late.log if what == "send"} == {3 * LAYER}  # q, k and v lie in one buffer
+    # q, k and v lie in one buffer
+    assert {size for what, size in late.log if what == "send"} == {3 * LAYER}
     loss.backward()
 
 
@@ -128,7 +143,8 @@ def test_a_small_part_of_a_large_buffer_stays() -> None:
     away, large = offload(late), torch.randn(64, WIDTH, requires_grad=True)
     with forward(away):
         y = (large * 1)[:2].exp()
-    assert [size for what, size in late.log if what == "send"] == [2 * WIDTH * 4]  # exp keeps its result, not the buffer
+    # exp keeps its result, not the buffer
+    assert [size for what, size in late.log if what == "send"] == [2 * WIDTH * 4]
     y.sum().backward()
 
 
@@ -147,7 +163,9 @@ def test_memory_is_given_back_and_the_newest_stay() -> None:
     y, kept = deep(away, torch.randn(ROWS, WIDTH, requires_grad=True), 10)
     late.close()
     assert [alive.expired() for alive in kept] == [True] * 7 + [False] * 3
-    assert late.most_under_way == 4 * LAYER, "the newest, and those that fit beside it before the oldest has gone"
+    assert late.most_under_way == 4 * LAYER, (
+        "the newest, and those that fit beside it before the oldest has gone"
+    )
     y.sum().backward()
     assert [what for what, _ in late.log].count("bring") == 7
     assert all(alive.expired() for alive in kept[:-1])
@@ -219,7 +237,9 @@ def test_a_second_backward_brings_it_again() -> None:
 def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
     away = offload(in_flight=1)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    plain = torch.autograd.grad(torch.tanh(torch.tanh(x)).sum() + torch.exp(torch.exp(x)).sum(), x)[0]
+    plain = torch.autograd.grad(torch.tanh(torch.tanh(x)).sum() + torch.exp(torch.exp(x)).sum(), x)[
+        0
+    ]
     with forward(away):
         a = torch.tanh(torch.tanh(x)).sum()
     with forward(away):
@@ -262,7 +282,9 @@ def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
     x.grad = None
     with forward(away, model):
         loss = run()
-    assert [size for what, size in late.log if what == "send"] == [LAYER] * 4, "three inputs and the square"
+    assert [size for what, size in late.log if what == "send"] == [LAYER] * 4, (
+        "three inputs and the square"
+    )
     loss.backward()
     assert x.grad is not None and want is not None and torch.equal(x.grad, want)
 
@@ -318,12 +340,17 @@ def test_no_host_memory_is_an_error_that_says_what_to_do() -> None:
         raise HostMemoryError("0.00 GB are free")
 
     away = Offload(CPU, Plain(), Slabs(none), 1, 1)
-    with pytest.raises(HostMemoryError, match=r"activation_checkpointing\.blocks.*micro-batch"), forward(away):
+    with (
+        pytest.raises(HostMemoryError, match=r"activation_checkpointing\.blocks.*micro-batch"),
+        forward(away),
+    ):
         torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
 
 
 def test_what_stayed_is_given_back_after_its_copy() -> None:
-    """The end of a forward finds copies under way: nobody reads them, and nobody may write what they read."""
+    """The end of a forward finds copies under way: nobody reads them, and nobody may write what
+    they read.
+    """
     late, net = Late(), Net()
     away = offload(late, in_flight=10**9)
     with forward(away, net):

@@ -24,7 +24,9 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def in_files(folder: Path, count: int = 3, **how: bool) -> tuple[StatesInFiles, Buffers]:
     buffers = Buffers(count, zeros, **how)
-    return StatesInFiles("layer|trainable|float32", NUMEL, PIECES, FileTier([folder], 0), buffers), buffers
+    return StatesInFiles(
+        "layer|trainable|float32", NUMEL, PIECES, FileTier([folder], 0), buffers
+    ), buffers
 
 
 @pytest.fixture(params=["memory", "files", "files, one buffer", "files, nothing ahead or behind"])
@@ -98,12 +100,15 @@ def test_bytes_by_tier(tmp_path: Path) -> None:
         states.add(MASTER, Form(torch.float32))
         states.add("exp_avg", Form(torch.bfloat16))
     assert memory.nbytes() == {"ram": NUMEL * 6, "disk": 0}
-    pages = 6 * 4096  # of the two long pieces, four and two pages each; the short ones take a page for each array
+    # of the two long pieces, four and two pages each; the short ones take a page for each array
+    pages = 6 * 4096
     assert files.nbytes() == {"ram": 0, "disk": 2 * pages + 4 * 4096}
     assert buffers.nbytes == 3 * pages
 
 
-def test_a_piece_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:3+:ENOSPC")
     states, buffers = in_files(tmp_path)
     states.add(MASTER, Form(torch.float32))
@@ -115,7 +120,9 @@ def test_a_piece_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypa
     assert states.fetch(MASTER)[8188:8196].tolist() == [3, 3, 0, 0, 0, 0, 3, 3]
 
 
-def test_a_read_that_fails_raises_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_raises_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:2+:EIO")
     states, _ = in_files(tmp_path)
     states.add(MASTER, Form(torch.float32))

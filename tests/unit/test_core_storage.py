@@ -104,7 +104,9 @@ def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path: 
 
 
 def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) -> None:
-    shard = StorageInFiles("shard", 5000, torch.float32, CPU, FileTier([tmp_path], 0), ShardBuffers(5, zeros))
+    shard = StorageInFiles(
+        "shard", 5000, torch.float32, CPU, FileTier([tmp_path], 0), ShardBuffers(5, zeros)
+    )
     part = shard.in_host_memory(0, 5000)
     assert part is not None
     shard.ahead(0, 5000)
@@ -113,7 +115,9 @@ def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) ->
     assert shard.fetch(0, 5000).eq(1).all()
 
 
-def test_a_shard_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:EIO")
     tier, buffers = FileTier([tmp_path], 0), ShardBuffers(2, zeros)
     shard = StorageInFiles("shard", 4096, torch.float32, CPU, tier, buffers)
@@ -168,7 +172,12 @@ def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_aft
     shards[2].ahead(0, 5000)  # no buffer is free, and nobody waits to read ahead
     assert played.log == []
     shards[2].fetch_into(0, outs[2])
-    assert played.log == [("host waits", "compute")] and played.events[0].over and not played.events[1].over
+    assert (
+        played.log == [("host waits", "compute")]
+        and played.events[0].over
+        and not played.events[1].over
+    )
     assert [float(out[0]) for out in outs] == [0.0, 1.0, 2.0]
-    part = shards[0].in_host_memory(0, 5000)  # the host writes a buffer only when no copy from it is under way
+    # the host writes a buffer only when no copy from it is under way
+    part = shards[0].in_host_memory(0, 5000)
     assert part is not None and played.events[1].over

@@ -1,4 +1,6 @@
-"""Regions on disk: what they hold, in which order, on how many paths, and what is there when there is no room."""
+"""Regions on disk: what they hold, in which order, on how many paths, and what is there when
+there is no room.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def inject(tier: FileTier, faults: str) -> None:
 
 
 @pytest.mark.parametrize("paths", [1, 2, 3])
-def test_regions_hold_what_was_written_and_begin_as_zeros(backend: str, paths: int, tmp_path: Path) -> None:
+def test_regions_hold_what_was_written_and_begin_as_zeros(
+    backend: str, paths: int, tmp_path: Path
+) -> None:
     folders = [tmp_path / str(index) for index in range(paths)]
     for folder in folders:
         folder.mkdir()
@@ -64,7 +68,13 @@ def test_regions_hold_what_was_written_and_begin_as_zeros(backend: str, paths: i
     tier.flush()
     for region, values in zip(regions, data):
         assert torch.equal(content(region), values)
-    for start, stop in ((0, 1), (5, 4097), (BLOCK - 1, BLOCK + 1), (4096, 3 * BLOCK), (99_000, 100_000)):
+    for start, stop in (
+        (0, 1),
+        (5, 4097),
+        (BLOCK - 1, BLOCK + 1),
+        (4096, 3 * BLOCK),
+        (99_000, 100_000),
+    ):
         data[-1][start:stop] = bytes_of(stop - start)
         regions[-1].write(start, data[-1][start:stop].clone())
         out = torch.empty(stop - start, dtype=torch.uint8)
@@ -140,7 +150,9 @@ def test_what_a_failed_write_should_have_replaced_is_not_read(tier: FileTier) ->
     other.write(0, kept).wait()
     inject(tier, "write:2:ENOSPC")
     region.write(0, bytes_of(4 * BLOCK))
-    with pytest.raises(OSError, match="for 'master of unit 4' of rank 3; its values are still in memory") as caught:
+    with pytest.raises(
+        OSError, match="for 'master of unit 4' of rank 3; its values are still in memory"
+    ) as caught:
         tier.flush()
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename.startswith(tier.paths[0])
@@ -191,9 +203,12 @@ def test_a_removed_folder_and_a_lost_permission_reach_nobody(backend: str, tmp_p
     tier.close()
 
 
-def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(tier: FileTier, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(
+    tier: FileTier, tmp_path: Path
+) -> None:
     with pytest.raises(
-        DiskSpaceError, match=r"1152921504\.607 GB more are needed for 'huge' of rank 3, and \d+\.\d+ GB are free"
+        DiskSpaceError,
+        match=r"1152921504\.607 GB more are needed for 'huge' of rank 3, and \d+\.\d+ GB are free",
     ) as caught:
         tier.allocate("huge", 1 << 60)
     assert caught.value.errno == errno.ENOSPC
@@ -218,7 +233,10 @@ def test_a_limit_of_the_system_on_file_sizes(tier: FileTier) -> None:
     tier.allocate("large", 1 << 21)
 
 
-@pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, DiskSpaceError), (errno.EDQUOT, DiskSpaceError), (errno.EIO, OSError)])
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(errno.ENOSPC, DiskSpaceError), (errno.EDQUOT, DiskSpaceError), (errno.EIO, OSError)],
+)
 def test_room_that_is_refused_in_the_act(
     tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type
 ) -> None:
@@ -241,8 +259,14 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             FileTier([path])
     with pytest.raises(ConfigError, match="needs nvme_path"):
         FileTier([])
-    cases = [(errno.EACCES, ConfigError, "cannot be written"), (errno.EROFS, ConfigError, "cannot be written")]
-    cases += [(errno.ENOSPC, DiskSpaceError, "needed for a file"), (errno.EIO, OSError, "Input/output")]
+    cases = [
+        (errno.EACCES, ConfigError, "cannot be written"),
+        (errno.EROFS, ConfigError, "cannot be written"),
+    ]
+    cases += [
+        (errno.ENOSPC, DiskSpaceError, "needed for a file"),
+        (errno.EIO, OSError, "Input/output"),
+    ]
     for number, raised, text in cases:
 
         def refuse(prefix: str, dir: str, number: int = number) -> tuple[int, str]:
@@ -254,7 +278,9 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert str(tmp_path) in str(caught.value)
 
 
-def test_a_file_system_without_o_direct_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+def test_a_file_system_without_o_direct_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
     monkeypatch.setattr(tier_module, "open_direct", lambda path: -1)
     tier = FileTier([tmp_path], block_size=BLOCK)
     assert not tier.direct
@@ -264,7 +290,8 @@ def test_a_file_system_without_o_direct_is_said_once(tmp_path: Path, monkeypatch
     tier.flush()
     assert torch.equal(content(region), values)
     assert [message for message in heard if "O_DIRECT" in message] == [
-        f"the file system of nvme_path {tmp_path} takes no O_DIRECT: transfers go through the page cache"
+        f"the file system of nvme_path {tmp_path} takes no O_DIRECT: transfers go "
+        "through the page cache"
     ]
     tier.close()
 
@@ -277,7 +304,11 @@ def test_asking_for_what_is_not_there(tier: FileTier) -> None:
     with pytest.raises(OffloadError, match="allocate each once"):
         tier.allocate("r", 1)
     tier.close()
-    for call in (lambda: tier.allocate("s", 1), lambda: region.read(0, torch.empty(1)), lambda: region.write(0, torch.empty(1))):
+    for call in (
+        lambda: tier.allocate("s", 1),
+        lambda: region.read(0, torch.empty(1)),
+        lambda: region.write(0, torch.empty(1)),
+    ):
         with pytest.raises(OffloadError, match="closed"):
             call()
     tier.close()
@@ -316,7 +347,9 @@ def test_what_is_queued_is_dropped_at_the_end(tmp_path: Path) -> None:
     assert ticket.done() and ticket.failed()
 
 
-def test_the_queue_is_shared_by_regions_of_all_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_shared_by_regions_of_all_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[FileQueue] = []
 
     class Counted(FileQueue):

@@ -34,7 +34,12 @@ print("same" if torch.equal(out, values) else "other", flush=True)
 
 
 def living(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", LIVING, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVING, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -69,7 +74,9 @@ tier.FileTier([sys.argv[1]])
 """
 
 
-def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(tmp_path: Path, heard_in_full: list[str]) -> None:
+def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(
+    tmp_path: Path, heard_in_full: list[str]
+) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=60)
     assert done.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
@@ -80,7 +87,12 @@ def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(tmp_pa
 
 def test_what_is_not_a_leftover_stays(tmp_path: Path) -> None:
     leftover, locked = tmp_path / f"{PREFIX}a", tmp_path / f"{PREFIX}b"
-    full, folder, link, foreign = tmp_path / f"{PREFIX}c", tmp_path / f"{PREFIX}d", tmp_path / f"{PREFIX}e", tmp_path / "model.bin"
+    full, folder, link, foreign = (
+        tmp_path / f"{PREFIX}c",
+        tmp_path / f"{PREFIX}d",
+        tmp_path / f"{PREFIX}e",
+        tmp_path / "model.bin",
+    )
     for path in (leftover, locked, full, foreign):
         path.touch()
     full.write_text("somebody's")
@@ -89,12 +101,16 @@ def test_what_is_not_a_leftover_stays(tmp_path: Path) -> None:
     holder = os.open(locked, os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
     assert remove_leftovers(str(tmp_path)) == [str(leftover)]
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (locked, full, folder, link, foreign)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (locked, full, folder, link, foreign)
+    }
     os.close(holder)
     assert remove_leftovers(str(tmp_path)) == [str(locked)]
 
 
-def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, taken = fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:

@@ -1,4 +1,6 @@
-"""Tensors are found and replaced wherever modules may put them; what holds none, or did not change, stays the same object."""
+"""Tensors are found and replaced wherever modules may put them; what holds none, or did not
+change, stays the same object.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ CONTAINERS: dict[str, Any] = {
     "dataclass with a field of its own": Counting(t(1)),
     "struct sequence of torch": torch.max(torch.tensor([[1.0, 0.5]]), dim=1),
     "model output": CausalLMOutputWithPast(loss=t(1), logits=t(2), hidden_states=(t(3), t(4))),
-    "all of them": [Untyped(Typed(t(1)), OrderedDict(k=(t(2), Frozen(t(3), {"z": [t(4)]})))), {"e": (), "f": t(5)}],
+    "all of them": [
+        Untyped(Typed(t(1)), OrderedDict(k=(t(2), Frozen(t(3), {"z": [t(4)]})))),
+        {"e": (), "f": t(5)},
+    ],
 }
 
 
@@ -88,7 +93,9 @@ def test_nothing_changed_is_the_same_object(name: str) -> None:
 
 def test_only_the_changed_branch_is_rebuilt() -> None:
     kept, other = {"a": t(1)}, [t(2)]
-    changed = map_tensors((kept, other), lambda tensor: tensor + 1 if tensor is other[0] else tensor)
+    changed = map_tensors(
+        (kept, other), lambda tensor: tensor + 1 if tensor is other[0] else tensor
+    )
     assert changed[0] is kept and changed[1] is not other and float(changed[1][0][0]) == 3
 
 
@@ -98,9 +105,16 @@ def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed() -> None:
     given = (inner, outer, [t(3), inner])
     changed = map_tensors(given, plus_ten, in_place=True)
     assert changed[0] is inner and changed[1] is outer and changed[2] is given[2]
-    assert float(inner[0][0]) >= 11 and float(outer["a"][0]) == 12 and float(given[2][0][0]) == 13 and outer["b"] == 3
+    assert (
+        float(inner[0][0]) >= 11
+        and float(outer["a"][0]) == 12
+        and float(given[2][0][0]) == 13
+        and outer["b"] == 3
+    )
     frozen = Frozen(t(1), inner)
-    assert map_tensors(frozen, plus_ten, in_place=True).rest is inner and float(frozen.hidden[0]) == 1
+    assert (
+        map_tensors(frozen, plus_ten, in_place=True).rest is inner and float(frozen.hidden[0]) == 1
+    )
 
 
 def test_the_rest_of_a_container_survives() -> None:
@@ -109,19 +123,51 @@ def test_the_rest_of_a_container_survives() -> None:
     assert map_tensors(Typed(t(1), ("n",)), plus_ten).names == ("n",)
     assert map_tensors(Counting(t(1)), plus_ten).seen == 7
     output = map_tensors(CausalLMOutputWithPast(loss=None, logits=t(2)), plus_ten)
-    assert output.loss is None and list(output) == ["logits"] and float(output[0][0]) == 12 and float(output.logits[0]) == 12
+    assert (
+        output.loss is None
+        and list(output) == ["logits"]
+        and float(output[0][0]) == 12
+        and float(output.logits[0]) == 12
+    )
 
 
 def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields() -> None:
     output = CausalLMOutputWithPast(loss=t(1), logits=t(2))
     output["aux"], output.note = t(3), "kept"
     changed = map_tensors(output, plus_ten)
-    assert list(changed) == ["loss", "logits", "aux"] and changed.note == "kept" and changed.attentions is None
-    assert [float(changed[index][0]) for index in range(3)] == [11, 12, 13] == [float(changed[key][0]) for key in changed]
-    assert float(changed.logits[0]) == 12 and float(output.logits[0]) == 2 and float(output["aux"][0]) == 3
+    assert (
+        list(changed) == ["loss", "logits", "aux"]
+        and changed.note == "kept"
+        and changed.attentions is None
+    )
+    assert (
+        [float(changed[index][0]) for index in range(3)]
+        == [11, 12, 13]
+        == [float(changed[key][0]) for key in changed]
+    )
+    assert (
+        float(changed.logits[0]) == 12
+        and float(output.logits[0]) == 2
+        and float(output["aux"][0]) == 3
+    )
 
 
-OTHERS = [3, 2.5, "text", b"raw", None, True, 1j, torch.float16, torch.device("cpu"), torch.Size([2]), {1, 2}, range(3), len, Frozen]
+OTHERS = [
+    3,
+    2.5,
+    "text",
+    b"raw",
+    None,
+    True,
+    1j,
+    torch.float16,
+    torch.device("cpu"),
+    torch.Size([2]),
+    {1, 2},
+    range(3),
+    len,
+    Frozen,
+]
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=repr)

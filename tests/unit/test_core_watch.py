@@ -1,4 +1,7 @@
-"""A wait that lasts is warned about, by name, each minute; one that ends, or never was, is not. Time is a number here."""
+"""A wait that lasts is warned about, by name, each minute; one that ends, or never was, is not.
+
+Time is a number here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ from tests.helpers.accelerators import play_streams
 
 
 class Clock:
-    """Stands for the clock and for the event on which the watching thread sleeps: a sleep moves the clock."""
+    """Stands for the clock and for the event on which the watching thread sleeps: a sleep moves
+    the clock.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -84,7 +89,10 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
 
     clock.at[clock.now + 90] = change
     clock.run(watch, 90 + 61)
-    assert [message.split(":")[0] for message in heard] == ["waiting for first since 60 s", "waiting for second since 60 s"]
+    assert [message.split(":")[0] for message in heard] == [
+        "waiting for first since 60 s",
+        "waiting for second since 60 s",
+    ]
 
 
 def test_nobody_waits_after_an_end_or_an_error(clock: Clock, heard: list[str]) -> None:
@@ -132,7 +140,8 @@ class Work:
 
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watch], list[Lane]]:
-    monkeypatch.setattr(presences, "PatientStore", lambda store: store)  # whose thread the clock does not start
+    # whose thread the clock does not start
+    monkeypatch.setattr(presences, "PatientStore", lambda store: store)
     store, lanes, watches = dist.HashStore(), [], []
     for rank in range(2):
         presence = Presence(store, rank, 2)
@@ -142,30 +151,48 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watch], list[Lane]]
     return watches, lanes
 
 
-def test_what_only_a_stream_waits_for_is_followed(clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_a_stream_waits_for_is_followed(
+    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     watches, lanes = two_ranks(monkeypatch)
     done, late = Work(), Work()
     done.completed = True
     for name, work in (("layer.0", done), ("layer.1", late)):
         watches[0].follow(lanes[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
-    assert len(heard) == 1 and heard[0].startswith("waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank")
+    assert len(heard) == 1 and heard[0].startswith(
+        "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank"
+    )
     lanes[1].issue("all-gather of layer.0")
     elsewhere = Lane("reductions", range(2), 1000.0)
-    watches[1].follow(watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), Work().is_completed)  # type: ignore[union-attr]
+    watches[1].follow(
+        watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), Work().is_completed
+    )  # type: ignore[union-attr]
     clock.run(watches[1], 2)
     heard.clear()
     clock.run(watches[0], 2)
-    assert len(heard) == 1 and "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which rank 1 has not issued" in heard[0]
-    assert "reduce-scatter of layer.9" in heard[0] and not watches[0].verdict, "its host may go on: no proof"
+    assert (
+        len(heard) == 1
+        and "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which "
+        "rank 1 has not issued"
+        in heard[0]
+    )
+    assert "reduce-scatter of layer.9" in heard[0] and not watches[0].verdict, (
+        "its host may go on: no proof"
+    )
     late.completed = True
     heard.clear()
     clock.run(watches[0], 200)
     assert heard == []
 
 
-def test_a_collective_that_is_followed_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Works of a device's backend hold their outputs. What is followed is an event in the stream that waits for them."""
+def test_a_collective_that_is_followed_keeps_no_tensor_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Works of a device's backend hold their outputs.
+
+    What is followed is an event in the stream that waits for them.
+    """
     played = play_streams(monkeypatch, prompt=False)
     watches, lanes = two_ranks(monkeypatch)
 
@@ -188,7 +215,9 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(monkeypatch: pytest
     assert watches[0]._oldest_followed() is None
 
 
-def test_followed_collectives_that_differ_end_both_ranks(clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_collectives_that_differ_end_both_ranks(
+    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     watches, lanes = two_ranks(monkeypatch)
     for watch, lane, name in zip(watches, lanes, ("layer.1", "layer.2")):
         watch.follow(lane.issue(f"all-gather of {name}"), Work().is_completed)
@@ -216,7 +245,9 @@ def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert len(kept) == 1
 
 
-def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here, broken = Presence(dist.HashStore(), 0, 2), []
 
     def fails() -> None:

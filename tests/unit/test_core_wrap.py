@@ -1,4 +1,6 @@
-"""Where models are cut: blocks by kind, by name, by list, by size; large leaves apart; what is shared goes to the root."""
+"""Where models are cut: blocks by kind, by name, by list, by size; large leaves apart; what is
+shared goes to the root.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def owned(cuts: Iterable[Cut]) -> dict[str, list[str]]:
 
 
 def check_complete(model: nn.Module, cuts: list[Cut]) -> None:
-    """Every parameter in one unit, under its first name; every unit but the root owns some, and is reached by its name."""
+    """Every parameter in one unit, under its first name; every unit but the root owns some, and
+    is reached by its name.
+    """
     owned_once = [(name, id(parameter)) for piece in cuts for name, parameter in piece.parameters]
     assert sorted(owned_once) == sorted((name, id(p)) for name, p in model.named_parameters())
     assert cuts[0].name == "" and cuts[0].module is model
@@ -63,13 +67,20 @@ def test_transformers_models(name: str) -> None:
     assert aliases == TIED[name]
     root = owned(cuts)[""]
     assert set(TIED[name].values()) <= set(root)
-    assert not any(parameter.startswith(layer + ".") for parameter in root for layer in LAYERS[name])
+    assert not any(
+        parameter.startswith(layer + ".") for parameter in root for layer in LAYERS[name]
+    )
 
 
 def test_large_embeddings_and_heads_of_a_language_model_are_units() -> None:
     """Untied: the input embedding and the head. Tied: neither, their weight belongs to the root."""
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
     )
     for tied in (False, True):
         config.tie_word_embeddings = tied
@@ -101,7 +112,9 @@ def test_checkpointing_layers_by_class_name() -> None:
     model = Model()
     cuts, _ = cut(model)
     check_complete(model, cuts)
-    assert names(cuts) == ["", "one", "two"], "they come before _no_split_modules, and the outermost count"
+    assert names(cuts) == ["", "one", "two"], (
+        "they come before _no_split_modules, and the outermost count"
+    )
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set])
@@ -128,7 +141,8 @@ def test_small_lists_and_empty_items_are_no_units() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([Block(16), nn.Identity(), Block(16)])
-            self.towers = nn.ModuleList([Block(10), Block(10)])  # from a quarter of the largest list on
+            # from a quarter of the largest list on
+            self.towers = nn.ModuleList([Block(10), Block(10)])
             self.small = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
             self.single = nn.ModuleList([Block(16)])
 
@@ -170,19 +184,38 @@ def test_by_size_goes_inside_what_is_too_large() -> None:
     model.left, model.right = Half(), Half()
     cuts, _ = cut(model)
     check_complete(model, cuts)
-    assert names(cuts) == ["", *(f"{side}.layers.{i}" for side in ("left", "right") for i in range(10))]
+    assert names(cuts) == [
+        "",
+        *(f"{side}.layers.{i}" for side in ("left", "right") for i in range(10)),
+    ]
 
 
 def test_by_size_never_cuts_at_a_container() -> None:
-    """Hooks on a module that nobody calls would never fire: a ModuleDict, or a module without a forward."""
+    """Hooks on a module that nobody calls would never fire: a ModuleDict, or a module without a
+    forward.
+    """
     holder = nn.Module()
     holder.one, holder.two = nn.Linear(128, 128), nn.Linear(128, 128)
     model = nn.Module()
-    model.held, model.keyed = holder, nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 128)})
-    model.rest = nn.Sequential(*(nn.Linear(256, wrap.MIN_UNIT // 256, bias=False) for _ in range(3)))
+    model.held, model.keyed = (
+        holder,
+        nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 128)}),
+    )
+    model.rest = nn.Sequential(
+        *(nn.Linear(256, wrap.MIN_UNIT // 256, bias=False) for _ in range(3))
+    )
     cuts, _ = cut(model)
     check_complete(model, cuts)
-    assert names(cuts) == ["", "held.one", "held.two", "keyed.a", "keyed.b", "rest.0", "rest.1", "rest.2"]
+    assert names(cuts) == [
+        "",
+        "held.one",
+        "held.two",
+        "keyed.a",
+        "keyed.b",
+        "rest.0",
+        "rest.1",
+        "rest.2",
+    ]
 
 
 def test_a_small_model_without_blocks_is_one_unit() -> None:
@@ -213,12 +246,17 @@ def test_large_leaves_beside_blocks() -> None:
     assert names(cuts) == ["", "blocks.0", "blocks.1", "words"]
 
 
-def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(wrap, "MIN_UNIT", 1)
     model = Stack(2, 32)
     quarter = sum(p.numel() for p in model.blocks[0].parameters()) / 4
     cuts, _ = cut(model)
-    assert names(cuts) == ["", "blocks.0", "blocks.1"] and sum(p.numel() for p in model.head.parameters()) < quarter
+    assert (
+        names(cuts) == ["", "blocks.0", "blocks.1"]
+        and sum(p.numel() for p in model.head.parameters()) < quarter
+    )
     model.head = nn.Linear(32, int(quarter / 33) + 1)
     assert names(cut(model)[0]) == ["", "blocks.0", "blocks.1", "head"]
 
@@ -230,7 +268,10 @@ def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root(
     cuts, aliases = cut(model)
     check_complete(model, cuts)
     assert {"blocks.0.up.weight", "enter.extra"} <= set(owned(cuts)[""])
-    assert aliases == {"blocks.2.up.weight": "blocks.0.up.weight", "blocks.1.norm.weight": "enter.extra"}
+    assert aliases == {
+        "blocks.2.up.weight": "blocks.0.up.weight",
+        "blocks.1.norm.weight": "enter.extra",
+    }
     assert "blocks.1.norm.weight" not in owned(cuts)["blocks.1"]
 
 
@@ -290,13 +331,22 @@ def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
     plain = [name.removeprefix("blocks.0.") for name in owned(cut(model)[0])["blocks.0"]]
     assert plain == ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
     packed = [name.removeprefix("blocks.1.") for name in owned(cut(model)[0])["blocks.1"]]
-    assert packed == ["norm.weight", "norm.bias", "up.weight", "down.weight", "up.bias", "down.bias"]
+    assert packed == [
+        "norm.weight",
+        "norm.bias",
+        "up.weight",
+        "down.weight",
+        "up.bias",
+        "down.bias",
+    ]
     check_complete(model, cut(model)[0])
 
 
 def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit() -> None:
     model = Stack(depth=2)
-    model._hf_zero_packed = (("blocks.0.down.weight", "enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"),)
+    model._hf_zero_packed = (
+        ("blocks.0.down.weight", "enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"),
+    )
     got = owned(cut(model)[0])
     assert [name.removeprefix("blocks.0.") for name in got["blocks.0"]] == [
         "norm.weight",
@@ -313,5 +363,8 @@ def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit(
 def test_a_name_of_a_pack_that_is_not_there_is_refused() -> None:
     model = Stack(depth=2)
     model.blocks[0]._hf_zero_packed = (("up.weight", "left.weight"),)
-    with pytest.raises(PartitionError, match=r"_hf_zero_packed of blocks.0 \(Block\) names a parameter that is not there: .*left"):
+    with pytest.raises(
+        PartitionError,
+        match=r"_hf_zero_packed of blocks.0 \(Block\) names a parameter that is not there: .*left",
+    ):
         cut(model)

@@ -1,4 +1,6 @@
-"""hf_zero/device: the one way to streams, events, pinned memory and memory counters, whatever kind of device torch drives."""
+"""hf_zero/device: the one way to streams, events, pinned memory and memory counters, whatever
+kind of device torch drives.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TABLES = {"hf_zero/config/kernels.py"}
 
 
 def bound_to_a_kind(source: str) -> Iterator[str]:
-    """Where ``source`` asks for one kind of accelerator: ``torch.cuda``, ``tensor.is_cuda``, a comparison with or a call of "cuda"."""
+    """Where ``source`` asks for one kind of accelerator: ``torch.cuda``, ``tensor.is_cuda``, a
+    comparison with or a call of "cuda".
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.backends.cuda":
             continue  # switches of numerics
@@ -46,7 +50,14 @@ def test_no_kind_of_accelerator_is_named_outside_the_package(path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "source", ["torch.cuda.Stream(d)", 'if d.type == "cuda":\n    pass', "x.is_cuda", "torch.device('cuda', 0)", "torch.version.hip"]
+    "source",
+    [
+        "torch.cuda.Stream(d)",
+        'if d.type == "cuda":\n    pass',
+        "x.is_cuda",
+        "torch.device('cuda', 0)",
+        "torch.version.hip",
+    ],
 )
 def test_a_kind_that_is_named_is_seen(source: str) -> None:
     assert len(list(bound_to_a_kind(source))) == 1
@@ -140,17 +151,31 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
         cached.cache_clear()
 
 
-def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(made_up: tuple[_Played, Any]) -> None:
+def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
+    made_up: tuple[_Played, Any],
+) -> None:
     played, device = made_up
     assert not kinds.is_host(device)
     stream = streams.new_stream(device)
     with streams.on_stream(stream):
-        assert isinstance(streams.record_event(stream), played.Event)  # though its events know no ``blocking``
+        # though its events know no ``blocking``
+        assert isinstance(streams.record_event(stream), played.Event)
     assert isinstance(streams.record_here(device), played.Event)
     kinds.set_device(device)
     kinds.set_device(SimpleNamespace(type="made_up", index=None))  # type: ignore[arg-type]
-    assert played.calls == [("Stream", device), "in", ("record", stream), "out", ("record", played.current), ("set_device", 1)]
-    assert (usage.free(device), usage.free_at_the_peak(device), usage.allocated(device)) == (120, 105, 30)
+    assert played.calls == [
+        ("Stream", device),
+        "in",
+        ("record", stream),
+        "out",
+        ("record", played.current),
+        ("set_device", 1),
+    ]
+    assert (usage.free(device), usage.free_at_the_peak(device), usage.allocated(device)) == (
+        120,
+        105,
+        30,
+    )
 
 
 def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played, Any]) -> None:
@@ -183,7 +208,12 @@ def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
     assert numa_node(device) is None and not pinned.registers(device)
     arena = HostArena(pin=True, device=device)
     tensor = arena.take(5000, torch.float32)
-    assert arena.pinned and tensor.shape == (5000,) and not tensor.any() and tensor.data_ptr() % 4096 == 0
+    assert (
+        arena.pinned
+        and tensor.shape == (5000,)
+        and not tensor.any()
+        and tensor.data_ptr() % 4096 == 0
+    )
     assert arena.nbytes == 20480 and asked[0] >= 20480
     part = tensor[10:20]
     del tensor
@@ -192,7 +222,9 @@ def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
     assert arena.nbytes == 0
 
 
-def test_what_torch_does_not_pin_is_refused_by_name(made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_does_not_pin_is_refused_by_name(
+    made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_zero.errors import HostMemoryError
 
     def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:

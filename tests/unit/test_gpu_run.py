@@ -1,4 +1,6 @@
-"""The one command for a GPU: what is measured in the time there is, what becomes of cells that fail, and the table of goals."""
+"""The one command for a GPU: what is measured in the time there is, what becomes of cells that
+fail, and the table of goals.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class FakeMachine:
             raise self.bench.run.CellFailed(self.fails[cell.name])
 
 
-def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(bench: Any, tmp_path: Path) -> None:
+def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(
+    bench: Any, tmp_path: Path
+) -> None:
     def cell(of: str, seconds: int, needs: str = "") -> Any:
         return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), needs)
 
@@ -58,16 +62,24 @@ def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(bench: An
         cell("short", 20),
         cell("last", 31),
     ]
-    machine = FakeMachine(bench, {"w first": 70, "w breaks": 10, "w short": 25}, {"w breaks": "ended with 1: out of memory"})
+    machine = FakeMachine(
+        bench,
+        {"w first": 70, "w breaks": 10, "w short": 25},
+        {"w breaks": "ended with 1: out of memory"},
+    )
     path = tmp_path / "rows.jsonl"
     run = bench.run.Run(path, machine.execute, 100 + 140, lambda package: False, machine.clock)
     run.cells(cells)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == run.rows
     assert [(row["of"], *[key for key in row if key not in ("work", "of")]) for row in rows] == [
-        ("first", "step_s"), ("breaks", "step_s"), ("breaks", "failed"), ("peer", "missing"), ("long", "skipped"), ("short", "step_s"), ("last", "skipped"),
+        ("first", "step_s"), ("breaks", "step_s"), ("breaks", "failed"), ("peer", "missing"),
+        ("long", "skipped"), ("short", "step_s"), ("last", "skipped"),
     ]  # fmt: skip
-    assert rows[2]["failed"] == "ended with 1: out of memory" and rows[3]["missing"] == "liger_kernel is not installed"
+    assert (
+        rows[2]["failed"] == "ended with 1: out of memory"
+        and rows[3]["missing"] == "liger_kernel is not installed"
+    )
     assert rows[4]["skipped"] == "expected to take 200 s, 55 s are left" and machine.now <= 240
 
 
@@ -92,7 +104,9 @@ def gone(process: int) -> bool:
         return True
 
 
-def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(bench: Any, tmp_path: Path) -> None:
+def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(
+    bench: Any, tmp_path: Path
+) -> None:
     script = tmp_path / "stub.py"
     script.write_text(STUB)
     execute = bench.run.in_a_process(False, None, script)
@@ -139,7 +153,10 @@ def test_the_table_says_of_each_goal_whether_it_is_met(bench: Any) -> None:
         goal("w", "absent", "step_s", "broken", 0.1, ("fast",)),
     ]
     drawn, _, below = bench.goals.table(rows, goals).partition("\n\n")
-    assert below.splitlines() == ["failed: w broken: ended with 1", "missing: w none: liger_kernel is not installed"]
+    assert below.splitlines() == [
+        "failed: w broken: ended with 1",
+        "missing: w none: liger_kernel is not installed",
+    ]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in drawn.splitlines()]
     assert lines[0] == ["work", "peer", "hf-zero", "ratio", "goal", "met"]
     assert lines[2:] == [
@@ -157,22 +174,43 @@ def test_every_goal_is_about_cells_that_are_measured(bench: Any) -> None:
     cells = {(cell.work, cell.of) for cell in bench.cells.CELLS}
     assert len(cells) == len(bench.cells.CELLS)
     for goal in bench.goals.GOALS:
-        assert (goal.work, "") in cells or {(goal.work, of) for of in (goal.ours, goal.over, *goal.peers) if of} <= cells, goal
+        assert (goal.work, "") in cells or {
+            (goal.work, of) for of in (goal.ours, goal.over, *goal.peers) if of
+        } <= cells, goal
     first = [cell.name for cell in bench.cells.CELLS[:6]]
-    assert sum(cell.seconds for cell in bench.cells.CELLS[:6]) < 6 * 60 and "bert-large,256,128 hfz1+all" in first
+    assert (
+        sum(cell.seconds for cell in bench.cells.CELLS[:6]) < 6 * 60
+        and "bert-large,256,128 hfz1+all" in first
+    )
 
 
 def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
     root = BENCH.parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, str(BENCH / "gpu_run.py"), "--tiny", "--minutes", "2", "--only", "pinning", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(BENCH / "gpu_run.py"),
+        "--tiny",
+        "--minutes",
+        "2",
+        "--only",
+        "pinning",
+        "--out",
+        str(tmp_path),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert said.returncode == 0, said.stderr
     (path,) = tmp_path.glob("gpu-*-tiny.jsonl")
     head, ours, torchs = (json.loads(line) for line in path.read_text().splitlines())
     assert head["minutes"] == 2 and ours["of"] == "hf-zero" and torchs["of"] == "torch pin_memory"
     assert ours["device"] == "cpu, tiny" and ours["torch"] and 0.5 < ours["over_asked"] < 2
-    assert "| pinning 8 GiB, s " in said.stdout and "not measured" in said.stdout and "mean nothing" in said.stdout
+    assert (
+        "| pinning 8 GiB, s " in said.stdout
+        and "not measured" in said.stdout
+        and "mean nothing" in said.stdout
+    )
     table = said.stdout[said.stdout.index("| work") :]
-    again = subprocess.run([*command[:2], "--table", str(path)], capture_output=True, text=True, env=env, timeout=120)
+    again = subprocess.run(
+        [*command[:2], "--table", str(path)], capture_output=True, text=True, env=env, timeout=120
+    )
     assert again.stdout == table

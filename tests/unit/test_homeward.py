@@ -1,4 +1,6 @@
-"""Gradients on their way from a device to host memory, with streams that are played: order, sums, casts, and what is kept."""
+"""Gradients on their way from a device to host memory, with streams that are played: order,
+sums, casts, and what is kept.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ def test_buffers_of_different_sizes_take_turns(homeward: Homeward) -> None:
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
-def test_another_dtype_is_cast_into_place(homeward: Homeward, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dtype_is_cast_into_place(
+    homeward: Homeward, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name in ("accumulate", "cast"):
         own = getattr(host, name)
-        monkeypatch.setattr(host, name, lambda *args, own=own, name=name: (calls.append(name), own(*args)))
+        monkeypatch.setattr(
+            host, name, lambda *args, own=own, name=name: (calls.append(name), own(*args))
+        )
     here = flat(1000)  # what it holds is NaN: nothing may be added to it
     monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: pytest.fail("zeroed, to be added to"))
     homeward.send(here, torch.arange(1000).to(wire), accumulate=False)
@@ -58,7 +64,10 @@ def test_another_dtype_is_cast_into_place(homeward: Homeward, wire: torch.dtype,
     assert torch.equal(here.grad, torch.arange(1000).to(wire).float()) and calls == ["cast"]
     homeward.send(here, torch.ones(1000, dtype=wire), accumulate=True, scale=0.25)
     homeward.arrive()
-    assert torch.equal(here.grad, torch.arange(1000).to(wire).float() + 0.25) and calls == ["cast", "accumulate"]
+    assert torch.equal(here.grad, torch.arange(1000).to(wire).float() + 0.25) and calls == [
+        "cast",
+        "accumulate",
+    ]
 
 
 def test_64_bits_are_added_and_cast(homeward: Homeward) -> None:
@@ -69,7 +78,9 @@ def test_64_bits_are_added_and_cast(homeward: Homeward) -> None:
     assert torch.equal(here.grad, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
 
 
-def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(homeward: Homeward) -> None:
+def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(
+    homeward: Homeward,
+) -> None:
     flats, kept = [flat(64) for _ in range(UNDER_WAY)], []
     for each in flats:
         values = torch.ones(64)

@@ -1,4 +1,6 @@
-"""``import hf_zero`` is paid by every process that imports torch: what it loads is listed, not timed."""
+"""``import hf_zero`` is paid by every process that imports torch: what it loads is listed, not
+timed.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +33,42 @@ HEAVY = [
 
 
 def in_fresh_process(code: str) -> Any:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
     seen = in_fresh_process(
-        "import sys, json, torch; before = set(sys.modules); import hf_zero; after = set(sys.modules)\n"
-        f"print(json.dumps({{'heavy': [m for m in {HEAVY} if m in after], 'own': sorted(m for m in after if m.startswith('hf_zero')),"
+        "import sys, json, torch; before = set(sys.modules); import hf_zero; after "
+        "= set(sys.modules)\n"
+        f"print(json.dumps({{'heavy': [m for m in {HEAVY} if m in after], 'own': sorted(m for m in "
+        "after if m.startswith('hf_zero')),"
         " 'new': sorted(after - before), 'cuda': torch.cuda.is_initialized()}))"
     )
     assert seen["heavy"] == []
     assert seen["cuda"] is False
-    assert not [name for name in seen["own"] if name.startswith(("hf_zero.core", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))]
+    assert not [
+        name
+        for name in seen["own"]
+        if name.startswith(("hf_zero.core", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))
+    ]
 
 
 def test_import_without_torch_stays_without_torch() -> None:
     seen = in_fresh_process(
-        "import sys, json, hf_zero; print(json.dumps({'torch': 'torch' in sys.modules, 'version': hf_zero.__version__}))"
+        "import sys, json, hf_zero; print(json.dumps({'torch': 'torch' in sys.modules, 'version': "
+        "hf_zero.__version__}))"
     )
     assert seen == {"torch": False, "version": hf_zero.__version__}
 
 
 def test_version_is_the_one_of_the_project_file() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == hf_zero.__version__
+    assert (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        == hf_zero.__version__
+    )
 
 
 @pytest.mark.parametrize("name", hf_zero._EXPORTS)

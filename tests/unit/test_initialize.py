@@ -1,4 +1,6 @@
-"""``hf_zero.initialize``: the four-tuple, where each part comes from, and arguments that cannot be."""
+"""``hf_zero.initialize``: the four-tuple, where each part comes from, and arguments that cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ def refused(error: type[Exception], match: str, **arguments: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_four_of_a_config_alone(stage: int) -> None:
     model = stack()
-    config = config_of(stage, optimizer=SGD, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.125}})
+    config = config_of(
+        stage,
+        optimizer=SGD,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.125}},
+    )
     engine, optimizer, loader, scheduler = hf_zero.initialize(model=model, config=config)
     assert isinstance(engine, Engine) and engine.module is model and engine.stage == stage
     assert type(optimizer) is torch.optim.SGD and engine.optimizer is optimizer
@@ -62,7 +68,10 @@ def test_the_four_of_a_config_alone(stage: int) -> None:
         engine.backward(squared(engine, At(step, 0, 0)))
         engine.step()
     engine.destroy(gather=True)
-    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before)) and engine.get_lr()[0] > 0
+    assert (
+        any(not torch.equal(p, old) for p, old in zip(model.parameters(), before))
+        and engine.get_lr()[0] > 0
+    )
 
 
 def test_without_an_optimizer_there_is_none() -> None:
@@ -74,7 +83,9 @@ def test_the_users_objects_come_back() -> None:
     model = stack()
     mine = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: 0.5**step)
-    engine, optimizer, _, scheduler = hf_zero.initialize(model=model, optimizer=mine, lr_scheduler=schedule, config=config_of(1))
+    engine, optimizer, _, scheduler = hf_zero.initialize(
+        model=model, optimizer=mine, lr_scheduler=schedule, config=config_of(1)
+    )
     assert optimizer is mine and scheduler is schedule and engine.lr_scheduler is schedule
     engine.backward(squared(engine, At(0, 0, 0)))
     engine.step()
@@ -91,7 +102,10 @@ def test_callables_make_the_optimizer_and_the_scheduler() -> None:
         return torch.optim.SGD(given, lr=0.5)
 
     _, optimizer, _, scheduler = hf_zero.initialize(
-        model=model, optimizer=make, lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1), config=config_of(2)
+        model=model,
+        optimizer=make,
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1),
+        config=config_of(2),
     )
     assert {id(p) for p in given} == {id(p) for p in model.parameters() if p.requires_grad}
     assert optimizer.defaults["lr"] == 0.5 and scheduler.optimizer is optimizer
@@ -103,7 +117,11 @@ def test_two_schedulers_are_one_too_many(given: Any) -> None:
     mine = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(mine, 1) if given == "object" else given
     config = config_of(2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
-    with pytest.raises(ConfigError, match=r"both lr_scheduler \((StepLR|function)\) and config scheduler 'WarmupLR' are given; keep one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"both lr_scheduler \((StepLR|function)\) and config scheduler "
+        r"'WarmupLR' are given; keep one",
+    ):
         hf_zero.initialize(model=model, optimizer=mine, lr_scheduler=scheduler, config=config)
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
 
@@ -111,7 +129,9 @@ def test_two_schedulers_are_one_too_many(given: Any) -> None:
 def test_model_parameters_are_what_an_optimizer_is_made_of() -> None:
     model = stack()
     groups = [{"params": [model.head.weight], "lr": 0.5}, {"params": [model.head.bias]}]
-    engine, optimizer, _, _ = hf_zero.initialize(model=model, model_parameters=iter(groups), config=config_of(1, optimizer=SGD))
+    engine, optimizer, _, _ = hf_zero.initialize(
+        model=model, model_parameters=iter(groups), config=config_of(1, optimizer=SGD)
+    )
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.125]
     trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
     assert trained == {"head.weight", "head.bias"}
@@ -121,19 +141,37 @@ def test_model_parameters_are_what_an_optimizer_is_made_of() -> None:
 
 
 def test_no_model() -> None:
-    refused(ConfigError, r"initialize needs model=; pass the torch\.nn\.Module to train", model=None, config=config_of(1))
+    refused(
+        ConfigError,
+        r"initialize needs model=; pass the torch\.nn\.Module to train",
+        model=None,
+        config=config_of(1),
+    )
 
 
 @pytest.mark.parametrize("args", [None, SimpleNamespace(), SimpleNamespace(deepspeed_config=None)])
 def test_no_config(args: Any) -> None:
-    refused(ConfigError, "initialize needs a config: pass config=.*or args with deepspeed_config", args=args)
+    refused(
+        ConfigError,
+        "initialize needs a config: pass config=.*or args with deepspeed_config",
+        args=args,
+    )
 
 
 @pytest.mark.parametrize("name", ["config_params", "args"])
 def test_two_configs_that_differ(name: str) -> None:
-    other = {"args": SimpleNamespace(deepspeed_config="zero2")} if name == "args" else {"config_params": config_of(2)}
+    other = (
+        {"args": SimpleNamespace(deepspeed_config="zero2")}
+        if name == "args"
+        else {"config_params": config_of(2)}
+    )
     shown = "args.deepspeed_config" if name == "args" else name
-    refused(ConfigError, f"given more than one config: config, {shown}; pass one", config=config_of(3), **other)
+    refused(
+        ConfigError,
+        f"given more than one config: config, {shown}; pass one",
+        config=config_of(3),
+        **other,
+    )
 
 
 def as_path(folder: Path) -> Any:
@@ -172,7 +210,9 @@ def test_a_config_that_cannot_be_is_told_before_anything_happens() -> None:
 def test_an_optimizer_object_beside_one_in_the_config() -> None:
     model = stack()
     match = r"both an optimizer object \(AdamW\) and config optimizer 'SGD' are given; keep one"
-    refused(ConfigError, match, model=model, optimizer=adamw(model), config=config_of(1, optimizer=SGD))
+    refused(
+        ConfigError, match, model=model, optimizer=adamw(model), config=config_of(1, optimizer=SGD)
+    )
 
 
 def test_a_callable_beside_an_optimizer_in_the_config() -> None:
@@ -180,21 +220,32 @@ def test_a_callable_beside_an_optimizer_in_the_config() -> None:
     refused(ConfigError, match, optimizer=torch.optim.AdamW, config=config_of(1, optimizer=SGD))
 
 
-@pytest.mark.parametrize("made", [None, SimpleNamespace(param_groups=[], step=lambda: None)], ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize(
+    "made",
+    [None, SimpleNamespace(param_groups=[], step=lambda: None)],
+    ids=lambda made: type(made).__name__,
+)
 def test_a_callable_that_makes_no_optimizer(made: Any) -> None:
-    match = rf"callable optimizer returned a {type(made).__name__}; it must return a torch\.optim\.Optimizer"
+    match = (
+        rf"callable optimizer returned a {type(made).__name__}; it must return a "
+        rf"torch\.optim\.Optimizer"
+    )
     refused(ConfigError, match, optimizer=lambda parameters: made, config=config_of(1))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", 3, {"type": "AdamW"}], ids=repr)
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
-    match = rf"optimizer is a {type(optimizer).__name__}; pass a torch\.optim\.Optimizer, or a callable"
+    match = (
+        rf"optimizer is a {type(optimizer).__name__}; pass a torch\.optim\.Optimizer, or a callable"
+    )
     refused(ConfigError, match, optimizer=optimizer, config=config_of(1))
 
 
 def test_an_optimizer_of_the_config_with_nothing_to_train() -> None:
     match = "no parameter of the model requires grad; unfreeze some, or remove the optimizer"
-    refused(ConfigError, match, model=stack().requires_grad_(False), config=config_of(3, optimizer=SGD))
+    refused(
+        ConfigError, match, model=stack().requires_grad_(False), config=config_of(3, optimizer=SGD)
+    )
     refused(ConfigError, match, model_parameters=[], config=config_of(3, optimizer=SGD))
 
 
@@ -221,21 +272,34 @@ def test_an_mpu_that_splits_more_than_the_data(name: str) -> None:
 
 def test_an_mpu_whose_data_parallel_ranks_are_not_all_ranks() -> None:
     match = r"mpu\.get_data_parallel_world_size\(\) is 4, but 1 ranks were started"
-    refused(ConfigError, match, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4), config="zero1")
+    refused(
+        ConfigError,
+        match,
+        mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4),
+        config="zero1",
+    )
 
 
 def test_an_mpu_of_data_parallelism_alone() -> None:
-    pure = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_data_parallel_world_size=lambda: 1)
+    pure = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 1, get_data_parallel_world_size=lambda: 1
+    )
     assert hf_zero.initialize(model=stack(), mpu=pure, config="zero1")[0].stage == 1
     assert hf_zero.initialize(model=stack(), mpu=object(), config="zero1")[0].stage == 1
 
 
 def test_a_group_that_should_exist_and_does_not() -> None:
-    match = r"dist_init_required=False but no process group exists; call hf_zero\.init_distributed\(\) first"
+    match = (
+        r"dist_init_required=False but no process group exists; call "
+        r"hf_zero\.init_distributed\(\) first"
+    )
     refused(ConfigError, match, dist_init_required=False, config="zero1")
     assert not comm.is_initialized()
     comm.init_distributed(timeout=20)
-    assert hf_zero.initialize(model=stack(), dist_init_required=False, config="zero1")[0].world_size == 1
+    assert (
+        hf_zero.initialize(model=stack(), dist_init_required=False, config="zero1")[0].world_size
+        == 1
+    )
 
 
 def deepspeed_at(where: str | None) -> ModuleType:
@@ -245,13 +309,25 @@ def deepspeed_at(where: str | None) -> ModuleType:
 
 
 def test_another_deepspeed_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(str(tmp_path / "deepspeed" / "__init__.py")))
-    refused(ConfigError, r"another deepspeed is imported.*deepspeed/__init__\.py.*HF_ZERO_BACKEND=hf_zero", config="zero1")
+    monkeypatch.setitem(
+        sys.modules, "deepspeed", deepspeed_at(str(tmp_path / "deepspeed" / "__init__.py"))
+    )
+    refused(
+        ConfigError,
+        r"another deepspeed is imported.*deepspeed/__init__\.py.*HF_ZERO_BACKEND=hf_zero",
+        config="zero1",
+    )
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_our_own_deepspeed_and_a_bare_name_are_no_other(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = str(Path(hf_zero.__file__).parent / "integrations" / "deepspeed" / "__init__.py") if inside else None
+def test_our_own_deepspeed_and_a_bare_name_are_no_other(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = (
+        str(Path(hf_zero.__file__).parent / "integrations" / "deepspeed" / "__init__.py")
+        if inside
+        else None
+    )
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(where))
     assert hf_zero.initialize(model=stack(), config="zero1")[0].stage == 1
 
@@ -292,15 +368,21 @@ def test_a_loader_of_micro_batches(kind: str) -> None:
 
 
 def test_a_stream_is_batched_in_its_order_and_collated_as_said() -> None:
-    loader = hf_zero.initialize(model=stack(), training_data=Stream(), collate_fn=tuple, config=config_of(1))[2]
+    loader = hf_zero.initialize(
+        model=stack(), training_data=Stream(), collate_fn=tuple, config=config_of(1)
+    )[2]
     assert list(loader) == [(0, 1), (2, 3), (4, 5), (6,)]
 
 
 def test_collation_and_the_last_batch() -> None:
     config = config_of(1, dataloader_drop_last=True)
-    loader = hf_zero.initialize(model=stack(), training_data=list(range(11)), collate_fn=tuple, config=config)[2]
+    loader = hf_zero.initialize(
+        model=stack(), training_data=list(range(11)), collate_fn=tuple, config=config
+    )[2]
     batches = list(loader)
-    assert {len(batch) for batch in batches} == {2} and len(batches) == 5 and type(batches[0]) is tuple
+    assert (
+        {len(batch) for batch in batches} == {2} and len(batches) == 5 and type(batches[0]) is tuple
+    )
 
 
 def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +412,13 @@ def test_the_order_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("data", [7, object(), {1, 2}], ids=lambda data: type(data).__name__)
 def test_data_that_is_no_dataset(data: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"training_data is a {type(data).__name__}; pass a torch Dataset"):
+    with pytest.raises(
+        ConfigError, match=rf"training_data is a {type(data).__name__}; pass a torch Dataset"
+    ):
         hf_zero.initialize(model=stack(), training_data=data, config=config_of(1))
 
 
 def test_data_without_a_batch_size() -> None:
-    refused(ConfigError, "batch", training_data=Squares(), config={"zero_optimization": {"stage": 1}})
+    refused(
+        ConfigError, "batch", training_data=Squares(), config={"zero_optimization": {"stage": 1}}
+    )

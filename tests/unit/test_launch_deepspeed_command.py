@@ -46,9 +46,17 @@ def test_hosts_and_filters(planned: list[Plan], tmp_path: Path) -> None:
         ]
     )
     (plan,) = planned
-    assert plan.meeting == "10.9.9.1:99" and [start.host.slots for start in plan.starts] == [(0,), (1, 3)]
+    assert plan.meeting == "10.9.9.1:99" and [start.host.slots for start in plan.starts] == [
+        (0,),
+        (1, 3),
+    ]
     for start in plan.starts:
-        assert start.command[-4:] == ["train.py", "--deepspeed", "--hostfile", "x"] and "--local_rank" in " ".join(start.command)
+        assert start.command[-4:] == [
+            "train.py",
+            "--deepspeed",
+            "--hostfile",
+            "x",
+        ] and "--local_rank" in " ".join(start.command)
         assert start.environment["NCCL_IB_DISABLE"] == "1"
 
 
@@ -56,11 +64,17 @@ def test_numbers_and_plain_local_ranks(planned: list[Plan]) -> None:
     main(["--num_gpus", "3", "--no_local_rank", "--module", "pkg.train", "-x"])
     main(["train.py"])
     counted, plain = (plan.starts[0].command for plan in planned)
-    assert counted[counted.index("--nproc-per-node") + 1] == "3" and counted[-3:] == ["--module", "pkg.train", "-x"]
+    assert counted[counted.index("--nproc-per-node") + 1] == "3" and counted[-3:] == [
+        "--module",
+        "pkg.train",
+        "-x",
+    ]
     assert plain[plain.index("--nproc-per-node") + 1] == "2"
 
 
-def test_the_default_hostfile_is_taken_where_there_is_one(planned: list[Plan], tmp_path: Path) -> None:
+def test_the_default_hostfile_is_taken_where_there_is_one(
+    planned: list[Plan], tmp_path: Path
+) -> None:
     (tmp_path / "job-hostfile").write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
     main(["--num_nodes", "2", "train.py"])
     assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
@@ -80,8 +94,12 @@ def test_without_ssh_each_host_starts_its_own_part(planned: list[Plan], tmp_path
     assert plan.alone and plan.meeting == "10.9.9.1:29500"
 
 
-@pytest.mark.parametrize(("flag", "level"), [(["-q"], "error"), (["--log_level", "debug"], "debug"), ([], "info")])
-def test_how_much_is_said(flag: list[str], level: str, planned: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flag", "level"), [(["-q"], "error"), (["--log_level", "debug"], "debug"), ([], "info")]
+)
+def test_how_much_is_said(
+    flag: list[str], level: str, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "")
     monkeypatch.delenv("HF_ZERO_LOG_LEVEL")
     main([*flag, "train.py"])
@@ -107,7 +125,9 @@ def test_what_is_not_built_says_so(arguments: list[str], name: str, planned: lis
     assert not planned
 
 
-def test_a_failure_ends_the_command_with_its_code(planned: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_ends_the_command_with_its_code(
+    planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed: Any = lambda plan: 7  # noqa: E731
     monkeypatch.setattr(deepspeed_command, "carry_out", failed)
     with pytest.raises(SystemExit) as ended:

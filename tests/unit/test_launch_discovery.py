@@ -1,4 +1,6 @@
-"""Ranks found in the variables of torchrun, srun and the MPI launchers, and every way in which those can lack or contradict."""
+"""Ranks found in the variables of torchrun, srun and the MPI launchers, and every way in which
+those can lack or contradict.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,43 @@ from hf_zero.core.nodelist import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1234",
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1", "MASTER_PORT": "1234",
     "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
-# What srun 22.05 sets for the third of three tasks on two nodes, and Open MPI 4.1 for the second of two on one host.
+# What srun 22.05 sets for the third of three tasks on two nodes, and Open MPI 4.1 for the second of
+# two on one host.
 SRUN = {
-    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[06-09]", "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NODELIST": "gpu[06-09]", "SLURM_JOB_ID": "77",
 }  # fmt: skip
 MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "2079784961", "PMIX_RANK": "1", "OMPI_MCA_ess_base_jobid": "2079784961",
 }  # fmt: skip
 MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+    "MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
     "MASTER_ADDR": "n0",
 }  # fmt: skip
-INTEL = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "2345"}
+INTEL = {
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "4",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "2345",
+}
 NODE = ("MASTER_ADDR", "n0")
 
 
 def derived(job: str) -> int:
-    port = discover({**SRUN, "SLURM_JOB_ID": job.partition(".")[0], "SLURM_STEP_ID": job.partition(".")[2]})
+    port = discover(
+        {**SRUN, "SLURM_JOB_ID": job.partition(".")[0], "SLURM_STEP_ID": job.partition(".")[2]}
+    )
     assert port is not None
     return port.master_port
 
@@ -46,13 +63,17 @@ def derived(job: str) -> int:
         (SRUN, Place(2, 3, 0, 1, "gpu07", derived("77.0"), "srun")),
         (MVAPICH, Place(5, 8, 1, 4, "n0", DEFAULT_PORT, "MVAPICH")),
         (INTEL, Place(5, 8, 1, 4, "n0", 2345, "MPICH or Intel MPI")),
-        ({"PMI_RANK": "2", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "0", "MASTER_ADDR": "n0"}, Place(2, 4, 0, None, "n0", DEFAULT_PORT, "PMI")),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "0", "MASTER_ADDR": "n0"}, Place(2,
+        4, 0, None, "n0", DEFAULT_PORT, "PMI")),
         (
-            {"PMIX_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "9"},
+            {"PMIX_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n0",
+            "MASTER_PORT": "9"},
             Place(1, 2, 0, None, "n0", 9, "PMIx"),
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, Place(1, 2, 1, 2, "127.0.0.1", 9, None)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}, Place(1, 2, None, None, "n0", 9, None)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, Place(1,
+        2, 1, 2, "127.0.0.1", 9, None)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}, Place(1, 2,
+        None, None, "n0", 9, None)),
     ],
     ids=["torchrun", "srun", "mvapich", "intel", "pmi", "pmix", "by hand, one host", "by hand"],
 )  # fmt: skip
@@ -62,7 +83,12 @@ def test_each_launcher_in_its_own_words(environ: dict[str, str], place: Place) -
 
 def test_mpirun_on_one_host_meets_on_loopback_at_a_port_of_its_job() -> None:
     place = discover(MPIRUN)
-    assert place is not None and (place.rank, place.world_size, place.local_rank, place.master_addr) == (1, 2, 1, "127.0.0.1")
+    assert place is not None and (
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.master_addr,
+    ) == (1, 2, 1, "127.0.0.1")
     other = discover({**MPIRUN, "PMIX_NAMESPACE": "7"})
     first = discover({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert other is not None and first is not None
@@ -72,13 +98,23 @@ def test_mpirun_on_one_host_meets_on_loopback_at_a_port_of_its_job() -> None:
 
 def test_all_ranks_of_srun_come_to_one_answer() -> None:
     places = [
-        discover({**SRUN, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
+        discover(
+            {
+                **SRUN,
+                "SLURM_PROCID": str(rank),
+                "SLURM_NODEID": str(node),
+                "SLURM_LOCALID": str(local),
+            }
+        )
         for rank, node, local in ((0, 0, 0), (1, 0, 1), (2, 1, 0))
     ]
-    assert [(each.rank, each.local_rank, each.local_world_size, each.several_hosts) for each in places if each] == [
+    assert [(each.rank, each.local_rank, each.local_world_size,
+    each.several_hosts) for each in places if each] == [
         (0, 0, 2, True), (1, 1, 2, True), (2, 0, 1, True),
     ]  # fmt: skip
-    assert len({(each.master_addr, each.master_port, each.world_size) for each in places if each}) == 1
+    assert (
+        len({(each.master_addr, each.master_port, each.world_size) for each in places if each}) == 1
+    )
 
 
 def test_steps_of_one_job_meet_at_different_ports() -> None:
@@ -93,7 +129,9 @@ def test_any_of_srun_s_lists_of_nodes(name: str) -> None:
 
 
 def test_what_is_set_explicitly_counts_beside_a_launcher() -> None:
-    place = discover({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2"})
+    place = discover(
+        {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2"}
+    )
     assert place == Place(2, 3, 0, 1, "10.0.0.1", 4000, "srun")
     mpi = discover({**MPIRUN, "MASTER_PORT": "4000"}, port=5000)
     assert mpi is not None and mpi.master_port == 4000
@@ -104,16 +142,25 @@ def test_what_is_set_explicitly_counts_beside_a_launcher() -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        {**TORCHRUN, **SRUN},  # a torchrun on each node, started by srun, whose own numbers count nodes
+        # a torchrun on each node, started by srun, whose own numbers count nodes
+        {**TORCHRUN, **SRUN},
         {**TORCHRUN, **MPIRUN},
-        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}, "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
-        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}, **SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"},
+        "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
+        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}, **SRUN,
+        "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     ],
-    ids=["torchrun by srun", "torchrun by mpirun", "processes of one's own by srun", "in an interactive step"],
+    ids=["torchrun by srun", "torchrun by mpirun", "processes of one's own by srun",
+    "in an interactive step"],
 )  # fmt: skip
 def test_a_launcher_of_launchers_has_no_say(environ: dict[str, str]) -> None:
     place = discover(environ)
-    assert place is not None and (place.rank, place.world_size, place.local_rank, place.master_addr) == (3, 4, 1, "node1")
+    assert place is not None and (
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.master_addr,
+    ) == (3, 4, 1, "node1")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +174,11 @@ def test_a_launcher_of_launchers_has_no_say(environ: dict[str, str]) -> None:
         {"MASTER_ADDR": "", "RANK": " ", "WORLD_SIZE": ""},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "n1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        },
     ],
 )
 def test_who_is_alone(environ: dict[str, str]) -> None:
@@ -150,17 +201,26 @@ def test_who_is_alone(environ: dict[str, str]) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8 and WORLD_SIZE=4 contradict"]),
         ({**TORCHRUN, "RANK": "0"}, ["LOCAL_RANK=1 and RANK=0 contradict"]),
-        ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE=1 contradicts OMPI_COMM_WORLD_SIZE=2"]),
+        ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE=1 contradicts "
+                                                      "OMPI_COMM_WORLD_SIZE=2"]),
         ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"]),
         ({**MPIRUN, "WORLD_SIZE": "4"}, ["WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "RANK is not", "OMPI_COMM_WORLD_RANK"]),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_RANK=1", "WORLD_SIZE is not", "OMPI_COMM_WORLD_SIZE"]),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["MASTER_ADDR is not", "Open MPI", "mpirun -x MASTER_ADDR"]),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a@1"}, ["PMIX_RANK=0", "WORLD_SIZE is not", "PMIx does not tell it"]),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "n0"}, ["LOCAL_RANK is not set", "PALS_LOCAL_RANKID"]),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}, ["SLURM_NTASKS=2", "SLURM_STEP_ID is not", "srun python"]),
-        ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2 and SLURM_STEP_TASKS_PER_NODE='2,1' contradict"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "RANK is not",
+        "OMPI_COMM_WORLD_RANK"]),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_RANK=1", "WORLD_SIZE is not",
+        "OMPI_COMM_WORLD_SIZE"]),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        ["MASTER_ADDR is not", "Open MPI", "mpirun -x MASTER_ADDR"]),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a@1"}, ["PMIX_RANK=0", "WORLD_SIZE is not",
+        "PMIx does not tell it"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "n0"}, ["LOCAL_RANK is not set",
+        "PALS_LOCAL_RANKID"]),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}, ["SLURM_NTASKS=2",
+        "SLURM_STEP_ID is not", "srun python"]),
+        ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2 and "
+                                         "SLURM_STEP_TASKS_PER_NODE='2,1' contradict"]),
         ({**SRUN, "SLURM_STEP_NODELIST": "gpu[7-"}, ["SLURM_STEP_NODELIST='gpu[7-'", "brackets"]),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE='two'"]),
     ],
@@ -177,14 +237,20 @@ def test_arguments_count_as_if_they_were_set() -> None:
     assert place is not None and (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
     with pytest.raises(LaunchError, match=r"init_distributed\(rank\)=1 contradicts RANK=3"):
         discover(TORCHRUN, rank=1)
-    with pytest.raises(LaunchError, match=r"init_distributed\(world_size\)=3 contradicts OMPI_COMM_WORLD_SIZE=2"):
+    with pytest.raises(
+        LaunchError, match=r"init_distributed\(world_size\)=3 contradicts OMPI_COMM_WORLD_SIZE=2"
+    ):
         discover(MPIRUN, world_size=3)
     with pytest.raises(LaunchError, match="distributed_port=0 is no port"):
         discover(MPIRUN, port=0)
 
 
 def test_what_was_found_is_said_in_torchrun_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name in TORCHRUN or name.startswith(("SLURM_", "OMPI_", "PMI"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name in TORCHRUN or name.startswith(("SLURM_", "OMPI_", "PMI"))
+    ]:
         monkeypatch.delenv(name)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
@@ -192,7 +258,17 @@ def test_what_was_found_is_said_in_torchrun_s_words(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
     place = announce()
     assert place is not None
-    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    said = {
+        name: os.environ[name]
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+    }
     assert said == place.variables()
     assert announce() == place, "asked again, the answer is the same"
 
@@ -213,13 +289,17 @@ def test_lists_of_nodes(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text, "LIST") == hosts
 
 
-@pytest.mark.parametrize("text", ["", " , ", "a[1", "a]1[", "a[[1]]", "a[2-1]", "a[x]", "a[1-2-3]", "a[]", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", " , ", "a[1", "a]1[", "a[[1]]", "a[2-1]", "a[x]", "a[1-2-3]", "a[]", "a b"]
+)
 def test_lists_that_are_none(text: str) -> None:
     with pytest.raises(LaunchError, match=r"^LIST="):
         expand_hosts(text, "LIST")
 
 
-@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1, 2", [1, 2])])
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1, 2", [1, 2])]
+)
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert expand_tasks(text, "TASKS") == counts
 
@@ -239,7 +319,14 @@ def test_init_distributed_says_what_lacks_before_it_waits(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "address, is_own", [("localhost", True), ("127.0.0.3", True), ("::1", True), ("10.0.0.1", False), ("node1", False)]
+    "address, is_own",
+    [
+        ("localhost", True),
+        ("127.0.0.3", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("node1", False),
+    ],
 )
 def test_addresses_of_one_s_own(address: str, is_own: Any) -> None:
     assert discovery.is_loopback(address) is is_own

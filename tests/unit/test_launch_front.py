@@ -1,4 +1,6 @@
-"""Agents and the process that starts them, with small commands in place of torchrun; one ssh of ours that stays on this machine."""
+"""Agents and the process that starts them, with small commands in place of torchrun; one ssh of
+ours that stays on this machine.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def gone(pid: int, timeout: float = 60.0) -> bool:
 
 
 def test_each_line_has_its_host_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    starts = [on("a", 'printf "one\\ntwo"; printf "bar 1\\rbar 2\\r" >&2'), on("b", 'echo "$MARK"', MARK="$HOME 'x'")]
+    starts = [
+        on("a", 'printf "one\\ntwo"; printf "bar 1\\rbar 2\\r" >&2'),
+        on("b", 'echo "$MARK"', MARK="$HOME 'x'"),
+    ]
     assert carry_out(Plan(starts, None)) == 0
     out, err = capfdbinary.readouterr()
     assert sorted(out.splitlines()) == [b"[a] one", b"[a] two", b"[b] $HOME 'x'"]
@@ -56,7 +61,9 @@ def test_one_host_needs_no_name(capfdbinary: pytest.CaptureFixture[bytes]) -> No
     assert out == b"hello\n" and b"far ended with code 3" in err
 
 
-def test_the_first_failure_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_ends_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pid = tmp_path / "pid"
     starts = [
         on("good", "exit 0"),
@@ -71,7 +78,10 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, capfd: pytest.Capture
 def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None:
     """As torchrun's ranks are, when torchrun itself is killed."""
     pid = tmp_path / "pid"
-    hides = f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep 0.05; done; kill -9 $$"
+    hides = (
+        f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep "
+        "0.05; done; kill -9 $$"
+    )
     assert carry_out(Plan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
     assert gone(int(pid.read_text()))
 
@@ -84,10 +94,16 @@ def test_a_host_that_is_deaf_is_cut_off(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> None:
-    starts = [on("lost", "true", agent="echo no route to host >&2; exit 255"), on("b", "exec sleep 3600")]
+    starts = [
+        on("lost", "true", agent="echo no route to host >&2; exit 255"),
+        on("b", "exec sleep 3600"),
+    ]
     assert carry_out(Plan(starts, None)) == 255
     said = capfd.readouterr().err
-    assert "[lost] no route to host" in said and "lost ended with code 255; it could not be reached, or was lost" in said
+    assert (
+        "[lost] no route to host" in said
+        and "lost ended with code 255; it could not be reached, or was lost" in said
+    )
 
 
 def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +114,16 @@ def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_this_machine_alone_is_run_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, list[str], str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, words: ran.append((program, words, os.environ["MARK_OF_TEST"])))
+    monkeypatch.setattr(
+        os, "execv", lambda program, words: ran.append((program, words, os.environ["MARK_OF_TEST"]))
+    )
     monkeypatch.setenv("MARK_OF_TEST", "")
-    carry_out(Plan([Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)], None))
+    carry_out(
+        Plan(
+            [Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)],
+            None,
+        )
+    )
     assert ran == [("py", ["py", "x"], "1")]
 
 
@@ -114,9 +137,13 @@ from hf_zero.hosts.hostfile import Host
 from hf_zero.hosts.plan import Plan, Start
 def on(host, line):
     return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
-sys.exit(carry_out(Plan([on("a", "echo $$ > {pids[0]}; exec sleep 3600"), on("b", "echo $$ > {pids[1]}; exec sleep 3600")], None)))
+first = on("a", "echo $$ > {pids[0]}; exec sleep 3600")
+second = on("b", "echo $$ > {pids[1]}; exec sleep 3600")
+sys.exit(carry_out(Plan([first, second], None)))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     limit = time.monotonic() + 60.0
     while not all(path.exists() and path.read_text().strip() for path in pids):
         assert time.monotonic() < limit and process.poll() is None
@@ -135,9 +162,12 @@ from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.hostfile import Host
 from hf_zero.hosts.plan import Plan, Start
 line = "i=0; while [ $i -lt 3000 ]; do echo {"x" * 100}; i=$((i+1)); done; touch {tmp_path}/done"
-sys.exit(carry_out(Plan([Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)], None)))
+start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
+sys.exit(carry_out(Plan([start], None)))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -146,5 +176,10 @@ sys.exit(carry_out(Plan([Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh",
 
 
 def test_an_agent_that_gets_no_orders_starts_nothing() -> None:
-    done = subprocess.run([sys.executable, "-m", "hf_zero.hosts.agent"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60.0)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_zero.hosts.agent"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60.0,
+    )
     assert done.returncode == 127

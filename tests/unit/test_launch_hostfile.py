@@ -1,4 +1,6 @@
-"""Hostfiles, filters and the variables that go along: what they mean, and every way in which they can be wrong."""
+"""Hostfiles, filters and the variables that go along: what they mean, and every way in which
+they can be wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "# the cluster\n\nworker-0 slots=4\n  worker-1\tslots=2   # half of it\n10.0.0.3 slots = 1\n")
+    path = write(
+        tmp_path,
+        "# the cluster\n\nworker-0 slots=4\n  worker-1\tslots=2   # half of "
+        "it\n10.0.0.3 slots = 1\n",
+    )
     assert read_hostfile(path) == HOSTS
 
 
@@ -47,12 +53,16 @@ def test_a_line_that_is_wrong_is_named(text: str, says: list[str], tmp_path: Pat
     path = write(tmp_path, text)
     with pytest.raises(LaunchError) as raised:
         read_hostfile(path)
-    assert str(path) in str(raised.value) and all(part in str(raised.value) for part in says), str(raised.value)
+    assert str(path) in str(raised.value) and all(part in str(raised.value) for part in says), str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_hostfile_that_is_not_there_is_never_one_process(name: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"the hostfile .* cannot be read \((No such file|Is a directory)"):
+    with pytest.raises(
+        LaunchError, match=r"the hostfile .* cannot be read \((No such file|Is a directory)"
+    ):
         read_hostfile(tmp_path / name)
 
 
@@ -71,7 +81,9 @@ def test_a_hostfile_that_is_not_there_is_never_one_process(name: str, tmp_path: 
 )
 def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) -> None:
     chosen = select(HOSTS, **options)
-    assert slots(chosen) == left and list(left) == [host.name for host in chosen], "in the order of the hostfile"
+    assert slots(chosen) == left and list(left) == [host.name for host in chosen], (
+        "in the order of the hostfile"
+    )
     whole = {host.name: host.slots for host in HOSTS}
     assert all(host.chosen == (host.slots != whole[host.name]) for host in chosen)
 
@@ -79,7 +91,10 @@ def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) ->
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"include": "worker-9"}, ["--include 'worker-9'", "no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"]),
+        (
+            {"include": "worker-9"},
+            ["--include 'worker-9'", "no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"],
+        ),
         ({"exclude": "worker"}, ["--exclude 'worker'", "no host 'worker'"]),
         ({"include": "worker-1:2"}, ["worker-1 has slots 0 to 1, not 2"]),
         ({"exclude": "worker-1:0,7,8"}, ["not 7, 8"]),
@@ -89,7 +104,10 @@ def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) ->
         ({"include": "worker-0,worker-1"}, ["no host 'worker-0,worker-1'"]),
         ({"include": ":0"}, ["':0' is not"]),
         ({"exclude": "worker-0@worker-1@10.0.0.3"}, ["leaves no host"]),
-        ({"include": "worker-0", "exclude": "worker-1"}, ["--include and --exclude cannot be given together"]),
+        (
+            {"include": "worker-0", "exclude": "worker-1"},
+            ["--include and --exclude cannot be given together"],
+        ),
         ({"include": "worker-0", "num_nodes": 1}, ["--include and --num-nodes cannot"]),
         ({"exclude": "worker-0", "num_procs": 1}, ["--exclude and --num-procs cannot"]),
         ({"num_nodes": 4}, ["--num-nodes 4: there are 3 host(s)"]),
@@ -118,7 +136,8 @@ def test_variables_that_go_along(tmp_path: Path) -> None:
     file.write_text("# for all\n\nFROM_FILE = a b\nHF_HOME=/elsewhere\n")
     assert exported(here) == {"NCCL_DEBUG": "INFO", "HF_HOME": "/h", "PYTHONPATH": "a:b"}
     assert exported(here, ["MINE", "NEW=1=2", "EMPTY="], [file]) == {
-        "NCCL_DEBUG": "INFO", "HF_HOME": "/elsewhere", "PYTHONPATH": "a:b", "FROM_FILE": "a b", "MINE": "x=y", "NEW": "1=2", "EMPTY": "",
+        "NCCL_DEBUG": "INFO", "HF_HOME": "/elsewhere", "PYTHONPATH": "a:b", "FROM_FILE": "a b",
+        "MINE": "x=y", "NEW": "1=2", "EMPTY": "",
     }  # fmt: skip
 
 
@@ -132,7 +151,9 @@ def test_variables_that_go_along(tmp_path: Path) -> None:
         ([], "missing", "cannot be read"),
     ],
 )
-def test_variables_that_cannot_go_along(asked: list[str], text: str | None, says: str, tmp_path: Path) -> None:
+def test_variables_that_cannot_go_along(
+    asked: list[str], text: str | None, says: str, tmp_path: Path
+) -> None:
     file = tmp_path / "env"
     if text and text != "missing":
         file.write_text(text)

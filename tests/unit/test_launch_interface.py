@@ -36,18 +36,26 @@ def test_an_interface_that_is_asked_for_is_gloo_s_and_nccl_s() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match=r"interface=eth99: this host has no network interface eth99; it has .*lo"):
+    with pytest.raises(
+        LaunchError, match=r"interface=eth99: this host has no network interface eth99; it has .*lo"
+    ):
         choose_interface("127.0.0.1", several_hosts=False, asked="eth99")
     monkeypatch.setenv(VARIABLES[0], "lo,eth98")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
         choose_interface("127.0.0.1", several_hosts=False)
 
 
-def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Many machines know their own name as 127.0.1.1."""
     ways = {"worker-0": "127.0.0.1", interface.SOMEWHERE: "10.9.8.7"}
     monkeypatch.setattr(interface, "_source", lambda address: ways.get(address))
-    monkeypatch.setattr(interface, "interface_of", lambda address: {"127.0.0.1": "lo", "10.9.8.7": "eth0"}.get(address))
+    monkeypatch.setattr(
+        interface,
+        "interface_of",
+        lambda address: {"127.0.0.1": "lo", "10.9.8.7": "eth0"}.get(address),
+    )
     choose_interface("worker-0", several_hosts=True)
     assert os.environ[VARIABLES[0]] == "eth0"
     monkeypatch.setenv(VARIABLES[0], "")

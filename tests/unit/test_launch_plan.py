@@ -44,12 +44,20 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     planned = made("train.py", "--lr", "1", ranks=3)
     assert planned.alone and planned.meeting is None
     (start,) = planned.starts
-    assert start.command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"] and start.command[-3:] == [
+    assert start.command[:4] == [
+        sys.executable,
+        "-m",
+        LAUNCHER,
+        "torch.distributed.run",
+    ] and start.command[-3:] == [
         "train.py",
         "--lr",
         "1",
     ]
-    assert option(start.command, "--nproc-per-node") == "3" and option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
+    assert (
+        option(start.command, "--nproc-per-node") == "3"
+        and option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
+    )
     assert start.environment == {}
 
 
@@ -57,30 +65,55 @@ def test_torchrun_reads_what_is_written_for_it(tmp_path: Path) -> None:
     from torch.distributed.run import parse_args
 
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
-    planned = made("pkg.train", "--nnodes", "7", "--", "-x", hostfile=file, module=True, master_port=1234)
+    planned = made(
+        "pkg.train", "--nnodes", "7", "--", "-x", hostfile=file, module=True, master_port=1234
+    )
     for rank, start in enumerate(planned.starts):
         args = parse_args(start.command[4:])
         assert (args.nnodes, args.node_rank, int(args.nproc_per_node)) == ("2", rank, 2 + rank)
         assert (args.master_addr, args.master_port, args.module) == ("10.9.9.1", 1234, True)
-        assert (args.training_script, args.training_script_args) == ("pkg.train", ["--nnodes", "7", "--", "-x"])
+        assert (args.training_script, args.training_script_args) == (
+            "pkg.train",
+            ["--nnodes", "7", "--", "-x"],
+        )
 
 
-def test_hosts_are_reached_through_the_ssh_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_reached_through_the_ssh_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "it's here"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", "/a b:/c")
     monkeypatch.setenv("HF_HOME", "$HOME/x")
     file = hostfile(tmp_path, "10.9.9.1 slots=1", "127.0.0.1 slots=1")
-    planned = made(hostfile=file, ssh="enter --now", ssh_port=2222, interface="eth7", export=("A=1",))
+    planned = made(
+        hostfile=file, ssh="enter --now", ssh_port=2222, interface="eth7", export=("A=1",)
+    )
     far, near = planned.starts
     *program, line = far.reached_by
     assert program == ["enter", "--now", "-p", "2222", "10.9.9.1"] and not far.here
-    assert shlex.split(line) == ["cd", str(folder), "&&", "exec", "env", "PYTHONPATH=/a b:/c", sys.executable, "-m", "hf_zero.hosts.agent"]
+    assert shlex.split(line) == [
+        "cd",
+        str(folder),
+        "&&",
+        "exec",
+        "env",
+        "PYTHONPATH=/a b:/c",
+        sys.executable,
+        "-m",
+        "hf_zero.hosts.agent",
+    ]
     assert near.here and near.reached_by == ["sh", "-c", line]
     order = json.loads(far.order)
     assert order["command"] == far.command
-    expected = {"HF_HOME": "$HOME/x", "A": "1", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7", "HF_ZERO_HOST": "10.9.9.1"}
+    expected = {
+        "HF_HOME": "$HOME/x",
+        "A": "1",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "HF_ZERO_HOST": "10.9.9.1",
+    }
     assert expected.items() <= order["environment"].items()
     assert far.order.endswith(b"\n") and far.order.count(b"\n") == 1
     assert planned.meeting is not None and planned.meeting.startswith("10.9.9.1:")
@@ -96,29 +129,45 @@ def test_the_ssh_program(monkeypatch: pytest.MonkeyPatch) -> None:
         ssh_command("'open")
 
 
-def test_slots_that_were_chosen_are_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_were_chosen_are_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=4", "10.9.9.2 slots=2")
     planned = made(hostfile=file, include="10.9.9.1:1,3@10.9.9.2", master_port=1)
-    assert [start.environment.get("CUDA_VISIBLE_DEVICES") for start in planned.starts] == ["1,3", None]
+    assert [start.environment.get("CUDA_VISIBLE_DEVICES") for start in planned.starts] == [
+        "1,3",
+        None,
+    ]
     assert option(planned.starts[0].command, "--nproc-per-node") == "2"
-    assert made(include="localhost:2", ranks=4).starts[0].environment == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert made(include="localhost:2", ranks=4).starts[0].environment == {
+        "CUDA_VISIBLE_DEVICES": "2"
+    }
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {
+        "CUDA_VISIBLE_DEVICES": "5,6"
+    }
 
 
 def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path) -> None:
     file = hostfile(tmp_path, "localhost slots=1", "10.9.9.2 slots=2")
     assert made(hostfile=file, num_nodes=1).alone
     planned = made(hostfile=file, exclude="localhost")
-    assert not planned.alone and planned.meeting is None and planned.starts[0].reached_by[-2] == "10.9.9.2"
-    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0", "its ranks settle their port there"
+    assert (
+        not planned.alone
+        and planned.meeting is None
+        and planned.starts[0].reached_by[-2] == "10.9.9.2"
+    )
+    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0", (
+        "its ranks settle their port there"
+    )
 
 
 def test_the_part_of_one_host(tmp_path: Path) -> None:
     planned = made(node_rank=1, num_nodes=2, num_procs=4, master_addr="10.9.9.1", master_port=9)
     assert planned.alone
     command = planned.starts[0].command
-    assert [option(command, name) for name in ("--node-rank", "--nnodes", "--nproc-per-node", "--master-addr", "--master-port")] == [
+    assert [option(command, name) for name in ("--node-rank", "--nnodes", "--nproc-per-node",
+    "--master-addr", "--master-port")] == [
         "1", "2", "4", "10.9.9.1", "9",
     ]  # fmt: skip
     file = hostfile(tmp_path, "10.9.9.1 slots=1", "10.9.9.2 slots=2")
@@ -130,10 +179,22 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=2")
-    planned = made("train.py", "--config", "x", hostfile=file, accelerate=("--use_deepspeed", "--zero_stage", "3"), master_port=99)
+    planned = made(
+        "train.py",
+        "--config",
+        "x",
+        hostfile=file,
+        accelerate=("--use_deepspeed", "--zero_stage", "3"),
+        master_port=99,
+    )
     for rank, start in enumerate(planned.starts):
         args = launch_command_parser().parse_args(start.command[4:])
-        assert (args.num_machines, args.machine_rank, args.num_processes, args.main_process_port) == (2, rank, 4, 99)
+        assert (
+            args.num_machines,
+            args.machine_rank,
+            args.num_processes,
+            args.main_process_port,
+        ) == (2, rank, 4, 99)
         assert (args.main_process_ip, args.training_script_args) == ("10.9.9.1", ["--config", "x"])
     alone = made(accelerate=("--use_deepspeed",), master_port=99, module=True)
     args = launch_command_parser().parse_args(alone.starts[0].command[4:])
@@ -148,7 +209,10 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
         ({"include": "worker-1"}, "no host 'worker-1'; the hosts are localhost"),
         ({"include": "localhost:0", "num_procs": 1}, "--include and --num-procs cannot"),
         ({"master_port": 70000}, "--master-port 70000 is no port"),
-        ({"node_rank": 2, "num_nodes": 2, "master_addr": "a", "master_port": 1}, "--node-rank 2: there are 2 host"),
+        (
+            {"node_rank": 2, "num_nodes": 2, "master_addr": "a", "master_port": 1},
+            "--node-rank 2: there are 2 host",
+        ),
         ({"node_rank": 0, "num_nodes": 2, "master_port": 1}, "needs --master-addr"),
         ({"node_rank": 0, "num_nodes": 2, "master_addr": "a"}, "needs --master-port"),
         ({"module": True, "no_python": True}, "--module and --no-python cannot"),
@@ -163,17 +227,30 @@ def test_what_cannot_be_planned(options: dict[str, Any], says: str) -> None:
 
 def test_accelerate_refuses_hosts_of_different_size(tmp_path: Path) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
-    with pytest.raises(LaunchError, match=r"equally many ranks on every host \(10.9.9.1: 2, 10.9.9.2: 3\); pass --num-procs"):
+    with pytest.raises(
+        LaunchError,
+        match=r"equally many ranks on every host \(10.9.9.1: 2, 10.9.9.2: 3\); pass --num-procs",
+    ):
         made(hostfile=file, accelerate=("--use_deepspeed",))
 
 
 def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    command = made(str(script), "--name", "two words", "$HOME", local_rank_argument=True).starts[0].command
+    command = (
+        made(str(script), "--name", "two words", "$HOME", local_rank_argument=True)
+        .starts[0]
+        .command
+    )
     at = command.index("sh")
     assert command[at - 1] == "--no-python"
-    said = subprocess.run(command[at:], env={**os.environ, "LOCAL_RANK": "5"}, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command[at:],
+        env={**os.environ, "LOCAL_RANK": "5"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert said.strip() == str(["--local_rank=5", "--name", "two words", "$HOME"])
 
 
@@ -195,19 +272,29 @@ def told(folder: Path, text: str) -> list[str]:
     return [str(script)]
 
 
-def test_a_host_tells_its_address_where_its_name_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_tells_its_address_where_its_name_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ssh = told(tmp_path, 'echo "10.1.2.3 fe80::1 $1 $2" ; echo warning >&2')
     assert address_of("192.0.2.7", ssh) == "192.0.2.7"
     assert address_of("no-such-host.invalid", ssh) == "10.1.2.3"
     known = {"both": ["fd00::1", "10.4.4.4"], "own": ["127.0.1.1"]}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: [(0, 0, 0, "", (address, 0)) for address in known[host]])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: [(0, 0, 0, "", (address, 0)) for address in known[host]],
+    )
     monkeypatch.setattr(reaching, "is_here", lambda host: False)
     assert address_of("both", ssh) == "10.4.4.4"
     assert address_of("own", ssh) == "10.1.2.3", "what is loopback here is loopback there"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("echo no route >&2; exit 255", "ended with 255: 'no route'"), ("exit 0", "does not tell its address")]
+    ("text", "says"),
+    [
+        ("echo no route >&2; exit 255", "ended with 255: 'no route'"),
+        ("exit 0", "does not tell its address"),
+    ],
 )
 def test_a_host_that_cannot_be_asked(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=rf"no-such-host.invalid.*{says}[\s\S]*--master-addr"):

@@ -38,11 +38,16 @@ def test_every_rank_learns_every_host(hosts: list[str], monkeypatch: pytest.Monk
         monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
         whereabouts.learn(store, 0, 3)
     assert hosts == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
-    assert whereabouts.of([0, 1, 2]) == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
+    assert (
+        whereabouts.of([0, 1, 2])
+        == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
+    )
 
 
 @pytest.mark.parametrize("name", whereabouts.NAMES)
-def test_a_host_has_the_name_that_its_launcher_gives_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_has_the_name_that_its_launcher_gives_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for each in (*whereabouts.NAMES, "MASTER_ADDR"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "gpu07")
@@ -57,5 +62,9 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(hosts: list[st
     hosts += ["a (10.0.0.1)", "b (10.0.0.2)"]
     lane = Lane("gathers", [0, 1], 60.0)
     handle = Handle([Lost()], Watch(enabled=False), lane.issue("all-gather of layer.1", (1,)))
-    with pytest.raises(RankMismatchError, match=r"could not finish all-gather of layer.1.*Connection closed.*rank 1 on b \(10.0.0.2\)"):
+    with pytest.raises(
+        RankMismatchError,
+        match=r"could not finish all-gather of layer.1.*Connection "
+        r"closed.*rank 1 on b \(10.0.0.2\)",
+    ):
         handle.wait()

@@ -1,4 +1,6 @@
-"""Imports go down the layers, and the outside world is met in one place each: read from the source, module by module."""
+"""Imports go down the layers, and the outside world is met in one place each: read from the
+source, module by module.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hf_zero"
 
-# The longest prefix decides. In core/ every module has a row of its own, in the table of its README.
+# The longest prefix decides. In core/ every module has a row of its own, in the table of its
+# README.
 CORE_ROW = re.compile(r"^\| (\d) \| `(\w+)\.py` \|", re.MULTILINE)
-CORE = {f"hf_zero.core.{name}": int(level) for level, name in CORE_ROW.findall((PACKAGE / "core" / "README.md").read_text())}
+CORE = {
+    f"hf_zero.core.{name}": int(level)
+    for level, name in CORE_ROW.findall((PACKAGE / "core" / "README.md").read_text())
+}
 LAYERS = {
     "hf_zero": 0,
     "hf_zero.config": 0,
@@ -38,7 +44,16 @@ LAYERS = {
     "hf_zero.estimate": 5,
     "hf_zero.cli": 5,
 }
-HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft", "trl", "lightning", "pytorch_lightning", "deepspeed"}
+HUGGING_FACE = {
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "trl",
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+}
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -47,7 +62,9 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Everything ``source`` imports, inside functions too, as absolute dotted names; what only types need does not count."""
+    """Everything ``source`` imports, inside functions too, as absolute dotted names; what only
+    types need does not count.
+    """
     tree = ast.parse(source)
     typing_only = {
         id(inner)
@@ -84,14 +101,19 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
     own = layer(module)
     assert own is not None
-    # `from a import b` names `a` and `a.b`; where b is a name inside a, the layer of a.b is the layer of a.
+    # `from a import b` names `a` and `a.b`; where b is a name inside a, the layer of a.b is the
+    # layer of a.
     for name in dict.fromkeys(imports(source, module, is_package)):
         top = name.split(".")[0]
         if top == "hf_zero":
             other = layer(name)
             if name != "hf_zero" and other is not None and other > own:
                 found.append(f"{module} (layer {own}) imports {name} (layer {other})")
-        elif name.startswith("torch.distributed") and module not in ("hf_zero.core.comm", "hf_zero.core.axis", "hf_zero.uncaught"):
+        elif name.startswith("torch.distributed") and module not in (
+            "hf_zero.core.comm",
+            "hf_zero.core.axis",
+            "hf_zero.uncaught",
+        ):
             found.append(f"{module} imports {name}; only core/comm.py does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
@@ -108,7 +130,9 @@ def test_imports_go_down(path: Path) -> None:
 
 def test_every_module_of_core_has_a_layer_of_its_own() -> None:
     modules = {module_name(path, ROOT) for path in (PACKAGE / "core").rglob("*.py")}
-    assert modules - set(LAYERS) == set(), "give each of these a row in the table of hf_zero/core/README.md"
+    assert modules - set(LAYERS) == set(), (
+        "give each of these a row in the table of hf_zero/core/README.md"
+    )
 
 
 def test_every_layer_is_of_something_that_is_there() -> None:
@@ -133,5 +157,8 @@ def test_a_wrong_import_is_seen(source: str, module: str, offender: str) -> None
 
 
 def test_typing_only_and_downward_imports_pass() -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_zero.core.engine import Engine\nfrom hf_zero.errors import ConfigError\n"
+    source = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_zero.core.engine "
+        "import Engine\nfrom hf_zero.errors import ConfigError\n"
+    )
     assert violations(source, "hf_zero.core.unit") == []

@@ -1,4 +1,6 @@
-"""Free memory as the kernel tells it: nested control groups of both versions, ulimits, disks, and ranks that share them."""
+"""Free memory as the kernel tells it: nested control groups of both versions, ulimits, disks,
+and ranks that share them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def write(root: Path, files: dict[str, str | int]) -> Path:
 
 
 def left(root: Path) -> dict[str, int]:
-    return {bound.why.removeprefix(f"left by the control group {root}/sys/fs/cgroup"): bound.nbytes for bound in host.cgroups(root)}
+    return {
+        bound.why.removeprefix(f"left by the control group {root}/sys/fs/cgroup"): bound.nbytes
+        for bound in host.cgroups(root)
+    }
 
 
 def test_version_2_counts_every_group_from_the_innermost_to_the_root(tmp_path: Path) -> None:
@@ -41,7 +46,8 @@ def test_version_2_counts_every_group_from_the_innermost_to_the_root(tmp_path: P
             "sys/fs/cgroup/slice/job/memory.max": 8 * GIB,
             "sys/fs/cgroup/slice/job/memory.high": "max",
             "sys/fs/cgroup/slice/job/memory.current": 3 * GIB,
-            "sys/fs/cgroup/slice/job/memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file 5",
+            "sys/fs/cgroup/slice/job/memory.stat": f"anon {GIB}\ninactive_file "
+            f"{GIB}\nactive_file 5",
             "sys/fs/cgroup/slice/job/step/memory.max": "max",
             "sys/fs/cgroup/slice/job/step/memory.high": 7 * GIB,
             "sys/fs/cgroup/slice/job/step/memory.current": 2 * GIB,
@@ -57,7 +63,8 @@ def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
             "proc/self/cgroup": "5:cpuset,memory:/docker/abc\n1:name=systemd:/\n0::/",
             "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": 4 * GIB,
             "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": 3 * GIB,
-            "sys/fs/cgroup/memory/docker/abc/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}",
+            "sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 7\n"
+            f"total_inactive_file {GIB}",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": 100 * GIB,
             "sys/fs/cgroup/memory/memory.usage_in_bytes": 101 * GIB,
             "sys/fs/cgroup/unified/cgroup.procs": "",
@@ -81,20 +88,31 @@ def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
 
 def test_without_control_groups_there_is_the_machine(tmp_path: Path) -> None:
     assert left(tmp_path) == {}
-    assert host.free_ram(tmp_path).nbytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert host.free_ram(tmp_path).nbytes == pytest.approx(
+        psutil.virtual_memory().available, rel=0.2
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_ranks_share_what_the_group_leaves(tmp_path: Path, ranks: int) -> None:
     root = write(
         tmp_path,
-        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 1 << 20, "sys/fs/cgroup/memory.current": 0},
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 1 << 20,
+            "sys/fs/cgroup/memory.current": 0,
+        },
     )
     bound = host.free_ram(root, ranks)
-    assert (bound.nbytes, bound.why) == ((1 << 20) // ranks, f"left by the control group {root}/sys/fs/cgroup")
+    assert (bound.nbytes, bound.why) == (
+        (1 << 20) // ranks,
+        f"left by the control group {root}/sys/fs/cgroup",
+    )
 
 
-@pytest.mark.parametrize(("limit", "name"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")])
+@pytest.mark.parametrize(
+    ("limit", "name"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")]
+)
 def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
     """In a process of its own; it has room for 2 GiB beyond what it has taken."""
     code = (
@@ -106,24 +124,33 @@ def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
         f"(one,) = [bound for bound in host.bounds() if bound.why.startswith({name!r})]\n"
         "print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     nbytes, shared, bounds = done.stdout.split()
     assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
 
 
-@pytest.mark.parametrize(("capabilities", "limited"), [(1 << host.CAP_IPC_LOCK, False), (~(1 << host.CAP_IPC_LOCK) & 0xFFFF, True)])
+@pytest.mark.parametrize(
+    ("capabilities", "limited"),
+    [(1 << host.CAP_IPC_LOCK, False), (~(1 << host.CAP_IPC_LOCK) & 0xFFFF, True)],
+)
 def test_locked_memory_is_bounded_without_the_capability(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: int, limited: bool
 ) -> None:
     root = write(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities:016x}"})
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     assert host.memlock(root) == (65536 if limited else None)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     assert host.memlock(root) is None
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_locked_memory_without_proc_goes_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+def test_locked_memory_without_proc_goes_by_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert host.memlock(tmp_path) == (None if user == 0 else 65536)
@@ -139,12 +166,16 @@ def test_the_cpu_is_one_tier_with_the_memory(ranks_here: Callable[[int], None]) 
     ranks_here(4)
     shared = measure(CPU)
     assert shared.host_device and shared.device == shared.ram == shared.pinned
-    assert shared.ram == pytest.approx(whole / 4, rel=0.2) and shared.ram == pytest.approx(free_bytes(CPU), rel=0.2)
+    assert shared.ram == pytest.approx(whole / 4, rel=0.2) and shared.ram == pytest.approx(
+        free_bytes(CPU), rel=0.2
+    )
     assert shared.limited_by.endswith("over 4 ranks")
     assert measure(CPU, ranks=1).ram == pytest.approx(whole, rel=0.2)
 
 
-def test_folders_need_not_be_there_and_share_their_disk(tmp_path: Path, ranks_here: Callable[[int], None]) -> None:
+def test_folders_need_not_be_there_and_share_their_disk(
+    tmp_path: Path, ranks_here: Callable[[int], None]
+) -> None:
     ranks_here(2)
     (tmp_path / "taken").write_text("")
     folders = [str(tmp_path / "a"), str(tmp_path / "b" / "c"), str(tmp_path / "a")]
@@ -153,7 +184,9 @@ def test_folders_need_not_be_there_and_share_their_disk(tmp_path: Path, ranks_he
     assert disks[0].nbytes == pytest.approx(shutil.disk_usage(tmp_path).free / 2, rel=0.1)
 
 
-def test_folders_on_different_disks_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_on_different_disks_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     real = os.stat
@@ -163,8 +196,12 @@ def test_folders_on_different_disks_are_told_apart(tmp_path: Path, monkeypatch: 
             self.st_dev = real(path).st_ino
 
     monkeypatch.setattr(free.os, "stat", lambda path, **more: Stat(path))
-    monkeypatch.setattr(free.os.path, "exists", lambda path: Path(path) in (tmp_path / "a", tmp_path / "b"))
-    disks = free._disks([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "deeper")], 1)
+    monkeypatch.setattr(
+        free.os.path, "exists", lambda path: Path(path) in (tmp_path / "a", tmp_path / "b")
+    )
+    disks = free._disks(
+        [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "deeper")], 1
+    )
     assert [disk.disk for disk in disks] == [0, 1, 0]
 
 
@@ -184,7 +221,9 @@ def test_what_the_caller_gives_back_is_room() -> None:
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """Pieces below 32 MB, which the C library keeps: a model's weights, as the engine takes them over."""
+    """Pieces below 32 MB, which the C library keeps: a model's weights, as the engine takes them
+    over.
+    """
     large = torch.ones(28 << 18)  # freed, it makes the library keep pieces up to its size
     del large
     pieces = [torch.ones(1 << 18) for _ in range(200)]

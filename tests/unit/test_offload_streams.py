@@ -1,4 +1,5 @@
-"""Who waits for whom on a GPU under offload, shown without one: the recorded schedule, replayed with one party slow, keeps the order.
+"""Who waits for whom on a GPU under offload, shown without one: the recorded schedule, replayed
+with one party slow, keeps the order.
 
 tests/gpu/test_offload_on_gpu.py shows the numbers.
 """
@@ -33,7 +34,9 @@ def bench() -> Iterator[Any]:
         import offload_replay
         import offload_schedule
 
-        yield SimpleNamespace(model=offload_model, replay=offload_replay, schedule=offload_schedule, made={})
+        yield SimpleNamespace(
+            model=offload_model, replay=offload_replay, schedule=offload_schedule, made={}
+        )
     finally:
         sys.path.remove(str(BENCH))
 
@@ -53,7 +56,10 @@ def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def of(result: Any, resource: str, label: str) -> list[Any]:
-    return sorted((span for span in result.spans if span.resource == resource and span.label == label), key=lambda span: span.start)
+    return sorted(
+        (span for span in result.spans if span.resource == resource and span.label == label),
+        key=lambda span: span.start,
+    )
 
 
 def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
@@ -64,12 +70,21 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     flat.full, flat.owned, flat.sharded, flat.parameters = torch.arange(4.0), (2, 4), True, {}
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited
     flat.updating, flat.update = (lambda: None), Future()
-    _unmark(SimpleNamespace(trainable=[flat]), SimpleNamespace(synchronize=lambda: waited.append("copied")))
+    _unmark(
+        SimpleNamespace(trainable=[flat]),
+        SimpleNamespace(synchronize=lambda: waited.append("copied")),
+    )
     assert flat.update is None
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and waited == ["copied"]
 
 
-SLOW = {"nobody": {}, "gradients": {"d2h": 1e8}, "parameters": {"h2d": 1e8}, "compute": {"flops": 4e12}, "host": {"host": 4e9}}
+SLOW = {
+    "nobody": {},
+    "gradients": {"d2h": 1e8},
+    "parameters": {"h2d": 1e8},
+    "compute": {"flops": 4e12},
+    "host": {"host": 4e9},
+}
 
 
 @pytest.mark.parametrize("slow", SLOW)
@@ -90,10 +105,18 @@ def test_nobody_reads_what_has_not_come(bench, name, make, slow):
     steps, away = bench.model.RECORDED, name.startswith("all")
     for block in range(BLOCKS):
         unit = f"model.layers.{block}"
-        forward, backward = of(result, "GPU", f"forward {unit}"), of(result, "GPU", f"backward {unit}")
+        forward, backward = (
+            of(result, "GPU", f"forward {unit}"),
+            of(result, "GPU", f"backward {unit}"),
+        )
         home, came = of(result, "D2H", unit), of(result, "H2D", unit)
         updates = sorted(
-            (span for span in result.spans if span.resource == "CPU" and span.label.rpartition(" ")[0] == unit), key=lambda s: s.start
+            (
+                span
+                for span in result.spans
+                if span.resource == "CPU" and span.label.rpartition(" ")[0] == unit
+            ),
+            key=lambda s: s.start,
         )
         pieces = len(updates) // steps
         assert len(forward) == len(backward) == len(home) == steps
@@ -104,28 +127,43 @@ def test_nobody_reads_what_has_not_come(bench, name, make, slow):
             copies = [
                 span
                 for span in came
-                if span.start >= mine[0].start and (step + 1 == steps or span.start < updates[(step + 1) * pieces].start)
+                if span.start >= mine[0].start
+                and (step + 1 == steps or span.start < updates[(step + 1) * pieces].start)
             ]
             if step + 1 < steps:
-                assert max(span.end for span in mine) <= forward[step + 1].start, "a forward sees the whole update"
+                assert max(span.end for span in mine) <= forward[step + 1].start, (
+                    "a forward sees the whole update"
+                )
                 assert copies, "new parameters come to the GPU"
-                read = copies[:1] if away else copies  # sharded, it comes once more for the backward
-                assert max(span.end for span in read) <= forward[step + 1].start, "a forward reads parameters that have come"
+                # sharded, it comes once more for the backward
+                read = copies[:1] if away else copies
+                assert max(span.end for span in read) <= forward[step + 1].start, (
+                    "a forward reads parameters that have come"
+                )
             if away:
-                assert all(span.start >= mine[-1].end for span in copies), "no shard leaves the memory that an update writes"
+                assert all(span.start >= mine[-1].end for span in copies), (
+                    "no shard leaves the memory that an update writes"
+                )
 
 
 @pytest.mark.parametrize("name", ["cpu fp32", "all on cpu"])
 def test_gradients_leave_as_they_are_made(bench, name):
-    """Each one right behind its backward, and the host not more than a few of them ahead of the GPU."""
-    ops = [op for op in recorded(bench, name).threads["train"] if op.kind == "launch" or op.kind == "sync"]
+    """Each one right behind its backward, and the host not more than a few of them ahead of the
+    GPU.
+    """
+    ops = [
+        op
+        for op in recorded(bench, name).threads["train"]
+        if op.kind == "launch" or op.kind == "sync"
+    ]
     sent = [op.label for op in ops if op.what == "d2h"]
     blocks = [f"model.layers.{block}" for block in reversed(range(BLOCKS))]
     assert sent == [*blocks, "(root)"] * bench.model.RECORDED
     made = [
         op.label.removeprefix("backward ")
         for op in ops
-        if op.what in ("kernel", "d2h") and op.label.startswith(("backward model.layers", "model.layers"))
+        if op.what in ("kernel", "d2h")
+        and op.label.startswith(("backward model.layers", "model.layers"))
     ]
     assert made[: 2 * BLOCKS] == [label for block in blocks for label in (block, block)]
     arrived, under_way = set(), []

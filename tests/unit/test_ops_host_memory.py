@@ -1,4 +1,6 @@
-"""Host memory of offloaded state: as much as was asked for, there from the start, gone with the last tensor; pinned by a CUDA that is played."""
+"""Host memory of offloaded state: as much as was asked for, there from the start, gone with the
+last tensor; pinned by a CUDA that is played.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ GPU = torch.device("cuda", 0)
 
 
 def mapping_of(address: int) -> dict[str, str] | None:
-    """What /proc/self/smaps says of the mapping that holds ``address``, if it is one that children do not get, as the arena's are."""
+    """What /proc/self/smaps says of the mapping that holds ``address``, if it is one that
+    children do not get, as the arena's are.
+    """
     entry: dict[str, str] | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -49,9 +53,13 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("populate", [host_memory._POPULATE_WRITE, 9999], ids=["populate", "by touching"])
+@pytest.mark.parametrize(
+    "populate", [host_memory._POPULATE_WRITE, 9999], ids=["populate", "by touching"]
+)
 @pytest.mark.parametrize("nbytes", [5000, 3 * MB + 1, 200 * MB + 12345])
-def test_memory_is_what_was_asked_for_and_there(nbytes: int, populate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_what_was_asked_for_and_there(
+    nbytes: int, populate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_memory, "_POPULATE_WRITE", populate)
     arena = HostArena()
     before = resident()
@@ -60,18 +68,36 @@ def test_memory_is_what_was_asked_for_and_there(nbytes: int, populate: int, monk
     mapping = mapping_of(tensor.data_ptr())
     assert mapping is not None
     page = os.sysconf("SC_PAGE_SIZE")
-    assert nbytes <= kilobytes(mapping["Size"]) == kilobytes(mapping["Rss"]) == arena.nbytes < nbytes + page
+    assert (
+        nbytes
+        <= kilobytes(mapping["Size"])
+        == kilobytes(mapping["Rss"])
+        == arena.nbytes
+        < nbytes + page
+    )
     assert abs(grown - nbytes) <= max(0.05 * nbytes, MB)
     assert not tensor.any()
 
 
 def test_tensors_of_every_dtype_stand_on_pages_of_their_own() -> None:
     arena = HostArena(pin=True)
-    tensors = [arena.take(1001, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.float64)]
+    tensors = [
+        arena.take(1001, dtype)
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.uint8,
+            torch.int64,
+            torch.float64,
+        )
+    ]
     for index, tensor in enumerate(tensors):
         assert tensor.shape == (1001,) and tensor.is_contiguous() and tensor.data_ptr() % 4096 == 0
         tensor.fill_(index)
-    assert [int(tensor.double().sum()) for tensor in tensors] == [1001 * index for index in range(6)]
+    assert [int(tensor.double().sum()) for tensor in tensors] == [
+        1001 * index for index in range(6)
+    ]
     assert arena.take(0, torch.float32).shape == (0,)
     assert not arena.pinned, "without CUDA pin does nothing"
 
@@ -107,7 +133,9 @@ def test_huge_pages_are_asked_for() -> None:
 
 
 def test_more_than_there_is() -> None:
-    with pytest.raises(HostMemoryError, match=r"1125899\.91 GB of host memory .* \d+\.\d+ GB are free") as caught:
+    with pytest.raises(
+        HostMemoryError, match=r"1125899\.91 GB of host memory .* \d+\.\d+ GB are free"
+    ) as caught:
         HostArena().take(1 << 50, torch.uint8)
     assert isinstance(caught.value, MemoryError)
 
@@ -138,7 +166,8 @@ tensor = HostArena().take(1 << 26, torch.uint8).fill_(3)
 address = tensor.data_ptr()
 child = os.fork()
 if child == 0:
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines]
     if any(int(low, 16) <= address < int(high, 16) for low, high in ranges):
         os._exit(3)
     import mmap
@@ -153,7 +182,9 @@ sys.exit(code or int(tensor.sum() != 3 << 26))
 
 
 def test_forked_children_do_not_get_it() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], timeout=120, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -202,21 +233,31 @@ def test_memory_is_registered_as_long_as_it_lives(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("limit", [8192, -1])
-def test_a_refusal_to_pin_is_said_once_and_memory_is_had(cuda: Cuda, heard: list[str], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_to_pin_is_said_once_and_memory_is_had(
+    cuda: Cuda, heard: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = {host_memory.resource.RLIMIT_MEMLOCK: (limit, limit)}
-    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: limits.get(which, (-1, -1)))
+    monkeypatch.setattr(
+        host_memory.resource, "getrlimit", lambda which: limits.get(which, (-1, -1))
+    )
     cuda.answer = 2
     arena = HostArena(pin=True, device=GPU)
     tensors = [arena.take(MB, torch.float32) for _ in range(3)]
     assert not arena.pinned
     assert all(tensor.numel() == MB for tensor in tensors)
     (message,) = heard
-    assert "does not pin 4194304 bytes" in message and "error 2" in message and "pageable" in message
+    assert (
+        "does not pin 4194304 bytes" in message and "error 2" in message and "pageable" in message
+    )
     assert ("RLIMIT_MEMLOCK is 8192 bytes: raise it with ulimit -l" in message) == (limit == 8192)
 
 
-@pytest.mark.parametrize(("answers", "left"), [([RuntimeError("out of memory"), None], 0), ([None], 0)])
-def test_cudas_last_error_is_taken_away(monkeypatch: pytest.MonkeyPatch, answers: list[Any], left: int) -> None:
+@pytest.mark.parametrize(
+    ("answers", "left"), [([RuntimeError("out of memory"), None], 0), ([None], 0)]
+)
+def test_cudas_last_error_is_taken_away(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], left: int
+) -> None:
     def zeros(numel: int, device: torch.device) -> None:
         answer = answers.pop(0)
         if answer is not None:
@@ -249,7 +290,9 @@ def test_memory_is_put_on_the_node_of_its_gpu(
     assert arena.take(MB, torch.uint8).numel() == MB
     assert arena.take(MB, torch.uint8).numel() == MB
     assert asked == [(MB, 1)]
-    assert heard_in_full == ["host memory is not placed on NUMA node 1 of cuda:0: the system does not let this process"]
+    assert heard_in_full == [
+        "host memory is not placed on NUMA node 1 of cuda:0: the system does not let this process"
+    ]
 
 
 def test_the_system_is_told_the_node() -> None:
@@ -257,5 +300,7 @@ def test_the_system_is_told_the_node() -> None:
     placed = host_memory._prefer_node(tensor.data_ptr(), MB, 0)
     maps = Path("/proc/self/numa_maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    (policy,) = [line.split()[1] for line in lines if int(line.split()[0], 16) == tensor.data_ptr()] or ["default"]
+    (policy,) = [
+        line.split()[1] for line in lines if int(line.split()[0], 16) == tensor.data_ptr()
+    ] or ["default"]
     assert (policy in ("prefer:0", "prefer=static:0")) == placed

@@ -16,7 +16,10 @@ def build(kind: str, **params: Any) -> torch.optim.Optimizer:
     return build_optimizer(OptimizerConfig(kind, params), [torch.nn.Parameter(torch.zeros(3))])
 
 
-@pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"])
+@pytest.mark.parametrize(
+    "name",
+    ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
+)
 def test_torch_classes_by_name_in_any_case(name: str) -> None:
     for spelled in (name, name.lower(), name.upper()):
         assert type(build(spelled, lr=0.5)) is getattr(torch.optim, name)
@@ -43,15 +46,30 @@ def test_adam_means_adamw_unless_told_otherwise(kind: str) -> None:
         ("NAdam", {}, 0),
     ],
 )
-def test_weight_decay_defaults_are_those_of_the_dialect(kind: str, params: dict[str, Any], decay: float) -> None:
+def test_weight_decay_defaults_are_those_of_the_dialect(
+    kind: str, params: dict[str, Any], decay: float
+) -> None:
     assert build(kind, **params).param_groups[0]["weight_decay"] == decay
 
 
 def test_parameters_arrive() -> None:
     group = build(
-        "AdamW", lr=2e-5, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.1, bias_correction=True, amsgrad=True, set_grad_none=True
+        "AdamW",
+        lr=2e-5,
+        betas=[0.8, 0.9],
+        eps=1e-6,
+        weight_decay=0.1,
+        bias_correction=True,
+        amsgrad=True,
+        set_grad_none=True,
     ).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"], group["amsgrad"]) == (2e-5, (0.8, 0.9), 1e-6, 0.1, True)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"], group["amsgrad"]) == (
+        2e-5,
+        (0.8, 0.9),
+        1e-6,
+        0.1,
+        True,
+    )
     assert build("SGD", momentum=0.9, nesterov=True, fused=False).param_groups[0]["fused"] is False
 
 
@@ -63,7 +81,13 @@ def test_lion_and_its_aliases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cls"), [("CPUAdam", CPUAdam), ("CPULion", CPULion), ("CPUAdagrad", CPUAdagrad), ("DeepSpeedCPUAdam", CPUAdam)]
+    ("kind", "cls"),
+    [
+        ("CPUAdam", CPUAdam),
+        ("CPULion", CPULion),
+        ("CPUAdagrad", CPUAdagrad),
+        ("DeepSpeedCPUAdam", CPUAdam),
+    ],
 )
 def test_names_of_the_host_optimizers(kind: str, cls: type) -> None:
     assert type(build(kind)) is cls
@@ -78,28 +102,55 @@ def test_host_adam_decays_apart_unless_told_otherwise_and_keeps_moments_as_told(
     assert build("DeepSpeedCPULion").param_groups[0]["lr"] == 1e-3
     with pytest.raises(ConfigError, match="moments of CPUAdam is 8; write a word such as fp32"):
         build("CPUAdam", moments=8)
-    with pytest.raises(NotBuiltError, match="fp32_optimizer_states: false is not built for CPUAdagrad"):
+    with pytest.raises(
+        NotBuiltError, match="fp32_optimizer_states: false is not built for CPUAdagrad"
+    ):
         build("CPUAdagrad", fp32_optimizer_states=False)
 
 
 def test_groups_keep_what_they_set() -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": w} for w in (0.0, 0.2)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": w} for w in (0.0, 0.2)
+    ]
     optimizer = build_optimizer(OptimizerConfig("AdamW", {"weight_decay": 0.1, "lr": 0.3}), groups)
-    assert [(g["weight_decay"], g["lr"]) for g in optimizer.param_groups] == [(0.0, 0.3), (0.2, 0.3)]
+    assert [(g["weight_decay"], g["lr"]) for g in optimizer.param_groups] == [
+        (0.0, 0.3),
+        (0.2, 0.3),
+    ]
 
 
-@pytest.mark.parametrize(("kind", "close"), [("AdmaW", "AdamW"), ("FusedAdm", "FusedAdam"), ("SGDD", "SGD"), ("lions", "Lion")])
+@pytest.mark.parametrize(
+    ("kind", "close"),
+    [("AdmaW", "AdamW"), ("FusedAdm", "FusedAdam"), ("SGDD", "SGD"), ("lions", "Lion")],
+)
 def test_unknown_type_is_answered_with_the_nearest(kind: str, close: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown optimizer type '{kind}'; did you mean '{close}'"):
+    with pytest.raises(
+        ConfigError, match=rf"unknown optimizer type '{kind}'; did you mean '{close}'"
+    ):
         build(kind)
 
 
 def test_unknown_type_that_resembles_nothing() -> None:
-    with pytest.raises(ConfigError, match="unknown optimizer type 'zzz'; known here: ASGD, Adadelta"):
+    with pytest.raises(
+        ConfigError, match="unknown optimizer type 'zzz'; known here: ASGD, Adadelta"
+    ):
         build("zzz")
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Muon", "Adafactor", "LBFGS", "SparseAdam", "muadam"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        "Lamb",
+        "Muon",
+        "Adafactor",
+        "LBFGS",
+        "SparseAdam",
+        "muadam",
+    ],
+)
 def test_known_but_not_built(kind: str) -> None:
     with pytest.raises(NotBuiltError, match=rf"(?i)optimizer type '{kind}' is not built"):
         build(kind)
@@ -108,24 +159,66 @@ def test_known_but_not_built(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "error", "message"),
     [
-        ("AdamW", {"learning_rate": 1}, ConfigError, r"unknown optimizer.params key 'learning_rate' for AdamW"),
-        ("AdamW", {"weight_decy": 1}, ConfigError, r"'weight_decy' for AdamW; did you mean 'weight_decay'\?"),
+        (
+            "AdamW",
+            {"learning_rate": 1},
+            ConfigError,
+            r"unknown optimizer.params key 'learning_rate' for AdamW",
+        ),
+        (
+            "AdamW",
+            {"weight_decy": 1},
+            ConfigError,
+            r"'weight_decy' for AdamW; did you mean 'weight_decay'\?",
+        ),
         ("SGD", {"adam_w_mode": True}, ConfigError, r"'adam_w_mode' for SGD"),
         ("AdamW", {"max_grad_norm": 1.0}, ConfigError, r"max_grad_norm .*write gradient_clipping"),
         ("AdamW", {"lr": "auto"}, ConfigError, r'optimizer.params.lr of AdamW is "auto"'),
-        ("AdamW", {"lr": "1e-5"}, ConfigError, r"params.lr of AdamW is '1e-5'; write a number \(YAML"),
+        (
+            "AdamW",
+            {"lr": "1e-5"},
+            ConfigError,
+            r"params.lr of AdamW is '1e-5'; write a number \(YAML",
+        ),
         ("AdamW", {"lr": True}, ConfigError, r"lr of AdamW is True; write a number"),
         ("AdamW", {"amsgrad": 1}, ConfigError, r"amsgrad of AdamW is 1; write true or false"),
-        ("AdamW", {"adam_w_mode": "yes"}, ConfigError, r"adam_w_mode of AdamW is 'yes'; write true or false"),
+        (
+            "AdamW",
+            {"adam_w_mode": "yes"},
+            ConfigError,
+            r"adam_w_mode of AdamW is 'yes'; write true or false",
+        ),
         ("AdamW", {"foreach": 3}, ConfigError, r"foreach of AdamW is 3; write true, false or null"),
-        ("AdamW", {"betas": [0.9]}, ConfigError, r"betas of AdamW is \[0.9\]; write a list of 2 numbers"),
+        (
+            "AdamW",
+            {"betas": [0.9]},
+            ConfigError,
+            r"betas of AdamW is \[0.9\]; write a list of 2 numbers",
+        ),
         ("AdamW", {"betas": 0.9}, ConfigError, r"betas of AdamW is 0.9; write a list"),
-        ("AdamW", {"lr": -1.0}, ConfigError, r"optimizer 'AdamW' with \{'lr': -1.0\}: Invalid learning rate"),
+        (
+            "AdamW",
+            {"lr": -1.0},
+            ConfigError,
+            r"optimizer 'AdamW' with \{'lr': -1.0\}: Invalid learning rate",
+        ),
         ("AdamW", {"fused": True, "foreach": True}, ConfigError, r"cannot be `True` together"),
-        ("AdamW", {"bias_correction": False}, NotBuiltError, r"bias_correction: false is not built"),
-        ("AdamW", {"fp32_optimizer_states": False}, NotBuiltError, r"fp32_optimizer_states: false is not built"),
+        (
+            "AdamW",
+            {"bias_correction": False},
+            NotBuiltError,
+            r"bias_correction: false is not built",
+        ),
+        (
+            "AdamW",
+            {"fp32_optimizer_states": False},
+            NotBuiltError,
+            r"fp32_optimizer_states: false is not built",
+        ),
     ],
 )
-def test_bad_parameters_are_named(kind: str, params: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_parameters_are_named(
+    kind: str, params: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         build(kind, **params)

@@ -1,4 +1,6 @@
-"""The host optimizers as torch.optim classes: updates, state, what a state dict survives, what is refused."""
+"""The host optimizers as torch.optim classes: updates, state, what a state dict survives, what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,28 @@ from hf_zero.optim.state import fresh_state
 
 Make = Callable[[Any], torch.optim.Optimizer]
 PAIRS: list[tuple[Make, Make]] = [
-    (lambda p: CPUAdam(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
-    (lambda p: CPUAdam(p, 1e-2, adamw_mode=False, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1)),
-    (lambda p: CPUAdam(p, 1e-2, amsgrad=True, maximize=True), lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, maximize=True)),
+    (
+        lambda p: CPUAdam(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: CPUAdam(p, 1e-2, adamw_mode=False, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: CPUAdam(p, 1e-2, amsgrad=True, maximize=True),
+        lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, maximize=True),
+    ),
     (lambda p: CPULion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
-    (lambda p: CPUAdagrad(p, lr_decay=0.1, initial_accumulator_value=0.5), lambda p: torch.optim.Adagrad(p, 1e-2, 0.1, 0.0, 0.5)),
+    (
+        lambda p: CPUAdagrad(p, lr_decay=0.1, initial_accumulator_value=0.5),
+        lambda p: torch.optim.Adagrad(p, 1e-2, 0.1, 0.0, 0.5),
+    ),
     (lambda p: CPUSGD(p, 0.1, 0.9, 0.2, 0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.2, 0.1)),
-    (lambda p: CPUSGD(p, 0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
+    (
+        lambda p: CPUSGD(p, 0.1, 0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
+    ),
     (lambda p: CPUSGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
 ]
 
@@ -33,7 +50,11 @@ PAIRS: list[tuple[Make, Make]] = [
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     across = torch.randn(5, 7, generator=generator).t()  # not contiguous
-    return [nn.Parameter(across), nn.Parameter(torch.randn(3, 4, 5, generator=generator)), nn.Parameter(torch.ones(1))]
+    return [
+        nn.Parameter(across),
+        nn.Parameter(torch.randn(3, 4, 5, generator=generator)),
+        nn.Parameter(torch.ones(1)),
+    ]
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
@@ -74,7 +95,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(cls: Any, moments: str) -> None:
     train(before, cut, range(3))
     saved = pickle.loads(pickle.dumps(before.state_dict()))
     assert all(
-        value.dim() == 0 or tuple(value.shape) == tuple(cut[index].shape) for index in (0, 1) for value in saved["state"][index].values()
+        value.dim() == 0 or tuple(value.shape) == tuple(cut[index].shape)
+        for index in (0, 1)
+        for value in saved["state"][index].values()
     )
     after = cls(cut, lr=1e-2, moments=moments)
     after.load_state_dict(saved)
@@ -95,7 +118,10 @@ def test_a_state_dict_goes_between_settings_and_into_torchs_class() -> None:
     for moments, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         wide = CPUAdam(params, moments=moments)
         wide.load_state_dict(copy.deepcopy(saved))
-        assert wide.param_groups[0]["moments"] == moments and wide.state[params[0]]["exp_avg"].dtype == kind
+        assert (
+            wide.param_groups[0]["moments"] == moments
+            and wide.state[params[0]]["exp_avg"].dtype == kind
+        )
         train(wide, params, range(1))
     back = CPUAdam(params, moments="int8")
     back.load_state_dict(saved)
@@ -152,11 +178,17 @@ def test_parameters_that_are_not_taken(cls: Any) -> None:
         param.grad = grad
         cls([param]).step()
 
-    with pytest.raises(UnsupportedOptimizerError, match=rf"{cls.__name__}: a parameter of shape \(2,\) is on meta.*offload_optimizer"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=rf"{cls.__name__}: a parameter of shape \(2,\) is on meta.*offload_optimizer",
+    ):
         step(nn.Parameter(torch.ones(2, device="meta")), torch.ones(2, device="meta"))
     with pytest.raises(UnsupportedOptimizerError, match=r"is torch.bfloat16. Keep fp32 parameters"):
         step(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(UnsupportedOptimizerError, match=r"the gradient of a parameter of shape \(2, 2\) is sparse; make it dense"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=r"the gradient of a parameter of shape \(2, 2\) is sparse; make it dense",
+    ):
         step(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2).to_sparse())
 
 
@@ -164,9 +196,15 @@ def test_parameters_that_are_not_taken(cls: Any) -> None:
     ("make", "message"),
     [
         (lambda p: CPUAdam(p, lr=-1.0), "CPUAdam: lr is -1.0"),
-        (lambda p: CPUAdam(p, betas=(0.9, 1.0)), r"CPUAdam: betas is 1.0; give a number in \[0, 1\)"),
+        (
+            lambda p: CPUAdam(p, betas=(0.9, 1.0)),
+            r"CPUAdam: betas is 1.0; give a number in \[0, 1\)",
+        ),
         (lambda p: CPUAdam(p, eps=float("nan")), "CPUAdam: eps is nan"),
-        (lambda p: CPUAdam(p, moments="fp8"), "CPUAdam: moments is 'fp8'; write one of fp32, bf16, int8"),
+        (
+            lambda p: CPUAdam(p, moments="fp8"),
+            "CPUAdam: moments is 'fp8'; write one of fp32, bf16, int8",
+        ),
         (lambda p: CPULion(p, betas=(-0.1, 0.9)), "CPULion: betas is -0.1"),
         (lambda p: CPUAdagrad(p, lr_decay=-1.0), "CPUAdagrad: lr_decay is -1.0"),
         (lambda p: CPUSGD(p, nesterov=True), "CPUSGD: nesterov needs momentum and no dampening"),
@@ -184,7 +222,12 @@ def test_no_update_without_bias_correction() -> None:
 
 def test_under_an_engine_moments_are_one_number_per_element() -> None:
     narrow = CPUAdam([nn.Parameter(torch.ones(1))], moments="bf16")
-    assert fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))["exp_avg"].dtype == torch.bfloat16
+    assert (
+        fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))["exp_avg"].dtype
+        == torch.bfloat16
+    )
     blocks = CPUAdam([nn.Parameter(torch.ones(1))], moments="int8")
-    with pytest.raises(UnsupportedOptimizerError, match=r"optimizer CPUAdam keeps state 'exp_avg' .* as a Blocks"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"optimizer CPUAdam keeps state 'exp_avg' .* as a Blocks"
+    ):
         fresh_state(blocks, blocks.param_groups[0], torch.zeros(1))

@@ -23,8 +23,14 @@ def test_listed_classes_pass(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def test_every_class_of_torch_optim_is_either_listed_or_refused() -> None:
-    classes = {c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    refused = {cls.__name__ for cls in classes - {torch.optim.Optimizer} if elementwise_base(cls) is None}
+    classes = {
+        c
+        for c in vars(torch.optim).values()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
+    refused = {
+        cls.__name__ for cls in classes - {torch.optim.Optimizer} if elementwise_base(cls) is None
+    }
     assert refused == {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
@@ -41,7 +47,9 @@ def test_a_subclass_with_the_same_update_passes() -> None:
 def test_a_subclass_with_its_own_update_is_refused(method: str) -> None:
     Normed = type("Normed", (torch.optim.SGD,), {method: lambda self, *args: None})
     with pytest.raises(
-        UnsupportedOptimizerError, match=r'Normed .* replaces the update of torch.optim.SGD .*"elementwise_optimizers": \["Normed"\]'
+        UnsupportedOptimizerError,
+        match=r"Normed .* replaces the update of torch.optim.SGD "
+        r'.*"elementwise_optimizers": \["Normed"\]',
     ):
         check(over(Normed))
     check(over(Normed), ("Normed",))
@@ -49,10 +57,18 @@ def test_a_subclass_with_its_own_update_is_refused(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("Adafactor", "row and column means"), ("Muon", "orthogonalises"), ("LBFGS", "dot products"), ("SparseAdam", "sparse")],
+    [
+        ("Adafactor", "row and column means"),
+        ("Muon", "orthogonalises"),
+        ("LBFGS", "dot products"),
+        ("SparseAdam", "sparse"),
+    ],
 )
 def test_whole_tensor_optimizers_are_refused_with_the_reason(name: str, why: str) -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=rf'optimizer {name} .*{why}.*"elementwise_optimizers": \["{name}"\]'):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=rf'optimizer {name} .*{why}.*"elementwise_optimizers": \["{name}"\]',
+    ):
         check(over(getattr(torch.optim, name)))
 
 
@@ -78,5 +94,8 @@ def test_something_that_is_no_optimizer_is_refused() -> None:
     class Wrapper:
         optimizer = over(Lion)
 
-    with pytest.raises(UnsupportedOptimizerError, match=r"Wrapper is not a torch.optim.Optimizer; pass the optimizer itself"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=r"Wrapper is not a torch.optim.Optimizer; pass the optimizer itself",
+    ):
         check(Wrapper(), ("Wrapper",))

@@ -1,4 +1,6 @@
-"""One launch for all segments: equal to the optimizer's own step over the same flats; state, hooks and fallbacks as torch has them."""
+"""One launch for all segments: equal to the optimizer's own step over the same flats; state,
+hooks and fallbacks as torch has them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
     """Kernels run, in the checked interpreter; the list grows by a name at each launch."""
     launched: list[str] = []
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: kernels != "off" and dispatch.runs_on(device))
+    monkeypatch.setattr(
+        dispatch,
+        "wanted",
+        lambda name, kernels, device: kernels != "off" and dispatch.runs_on(device),
+    )
     load = dispatch._load
 
     def note(launch: str) -> Any:
@@ -41,11 +47,18 @@ def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{**groups[0], "lr": 1e-2, "weight_decay": 0.1}, {**groups[1], "lr": 3e-3, "weight_decay": 0.0}])
+    return torch.optim.AdamW(
+        [
+            {**groups[0], "lr": 1e-2, "weight_decay": 0.1},
+            {**groups[1], "lr": 3e-3, "weight_decay": 0.0},
+        ]
+    )
 
 
 def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.Adam([{**groups[0], "betas": (0.8, 0.9)}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True)
+    return torch.optim.Adam(
+        [{**groups[0], "betas": (0.8, 0.9)}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True
+    )
 
 
 def lion(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -56,13 +69,24 @@ class Bound:
     """One rank's flats and a bound optimizer."""
 
     def __init__(
-        self, make: Any, kernels: str, shards: int = 1, rank: int = 0, together: bool = True, grad_dtype: torch.dtype = torch.float32
+        self,
+        make: Any,
+        kernels: str,
+        shards: int = 1,
+        rank: int = 0,
+        together: bool = True,
+        grad_dtype: torch.dtype = torch.float32,
     ):
         torch.manual_seed(5)
         units = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in UNITS]
         self.flats = shard(units, shards, together=together, grad_dtype=grad_dtype)[rank]
-        parameters = {name: torch.nn.Parameter(tensor) for unit in units for name, tensor in unit.items()}
-        groups = [{"params": [p for name, p in parameters.items() if GROUP_OF[name] == index]} for index in range(2)]
+        parameters = {
+            name: torch.nn.Parameter(tensor) for unit in units for name, tensor in unit.items()
+        }
+        groups = [
+            {"params": [p for name, p in parameters.items() if GROUP_OF[name] == index]}
+            for index in range(2)
+        ]
         self.optimizer = make(groups)
         self.bound = BoundOptimizer(self.optimizer, self.flats, GROUP_OF, parameters, kernels)
 
@@ -74,14 +98,24 @@ class Bound:
         return self.bound.step(**told)
 
     def everything(self) -> dict[str, Tensor]:
-        return {f"{flat.key} {name}": t.clone() for flat in self.flats for name, t in self.bound.tensors(flat).items()}
+        return {
+            f"{flat.key} {name}": t.clone()
+            for flat in self.flats
+            for name, t in self.bound.tensors(flat).items()
+        }
 
 
 def same(ours: Bound, theirs: Bound, tolerance: float = 5e-7) -> None:
     got, want = ours.everything(), theirs.everything()
     assert set(got) == set(want)
     for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name],
+            tensor,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     assert ours.bound.scalars() == theirs.bound.scalars()
 
 
@@ -104,7 +138,11 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
 def test_gradients_and_copies_of_16_bits(dtype, forced):
     ours, theirs = (Bound(adamw, kernels, grad_dtype=dtype) for kernels in ("auto", "off"))
     lengths = [flat.master.numel() for flat in ours.flats]
-    shards = dict(zip((flat.key for flat in ours.flats), torch.zeros(sum(lengths), dtype=dtype).split(lengths)))
+    shards = dict(
+        zip(
+            (flat.key for flat in ours.flats), torch.zeros(sum(lengths), dtype=dtype).split(lengths)
+        )
+    )
     for seed in range(2):
         written = ours.step(seed, grad_scale=torch.tensor(3.0), shards=shards)
         assert written == set(shards)
@@ -121,7 +159,9 @@ def test_a_step_that_overflowed_changes_nothing(forced):
         before = ours.everything() if found and seed else None
         for each in (ours, theirs):
             each.step(seed, found_inf=torch.tensor(found))
-        assert before is None or all(torch.equal(t, before[name]) for name, t in ours.everything().items())
+        assert before is None or all(
+            torch.equal(t, before[name]) for name, t in ours.everything().items()
+        )
     same(ours, theirs)
     assert ours.bound.scalars()[0]["step"] == 2.0
 
@@ -137,7 +177,9 @@ def test_state_that_is_replaced_is_moved_in(forced):
         torch.optim.AdamW.load_state_dict(each.optimizer, saved)
         each.bound.unpacked()
         each.step(2)
-        each.bound.load_tensor(each.flats[0], "exp_avg", torch.full_like(each.flats[0].master, 0.25))
+        each.bound.load_tensor(
+            each.flats[0], "exp_avg", torch.full_like(each.flats[0].master, 0.25)
+        )
         each.bound.load_scalars([{"step": 7.0}, {"step": 7.0}])
         each.step(3)
     same(ours, theirs)
@@ -149,7 +191,9 @@ def test_state_that_is_replaced_is_moved_in(forced):
 
 
 def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
-    """A setting that the kernel does not know, for a while: shared counters are parted, and not counted once a tensor."""
+    """A setting that the kernel does not know, for a while: shared counters are parted, and not
+    counted once a tensor.
+    """
     ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
     for seed in range(6):
         for each in (ours, theirs):
@@ -164,18 +208,27 @@ def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
 def test_state_that_is_moved_in_takes_no_second_arena(forced, monkeypatch):
     ours = Bound(adamw, "auto")
     ours.step(0)
-    (arena,) = {ours.optimizer.state[tensor]["exp_avg"].untyped_storage().nbytes() // 4 for _, tensor in ours.bound.segments}
-    torch.optim.AdamW.load_state_dict(ours.optimizer, copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer)))
+    (arena,) = {
+        ours.optimizer.state[tensor]["exp_avg"].untyped_storage().nbytes() // 4
+        for _, tensor in ours.bound.segments
+    }
+    torch.optim.AdamW.load_state_dict(
+        ours.optimizer, copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer))
+    )
     ours.bound.unpacked()
     zeros, made = torch.zeros, []
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **told: made.append(shape) or zeros(*shape, **told))
+    monkeypatch.setattr(
+        torch, "zeros", lambda *shape, **told: made.append(shape) or zeros(*shape, **told)
+    )
     ours.bound._fused._homes = {}
     ours.step(1)
     assert forced.count("adam_") == 2 and (arena,) not in made
 
 
 def test_a_gradient_at_the_same_place_of_another_storage(forced):
-    """What an allocator gives back: the same address, as part of a larger buffer before and as memory of its own now."""
+    """What an allocator gives back: the same address, as part of a larger buffer before and as
+    memory of its own now.
+    """
     ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
     numel = ours.flats[0].grad.numel()
     memory = numpy.zeros(numel + 64, dtype=numpy.float32)
@@ -195,18 +248,27 @@ def test_state_stays_one_view_of_each_flat(forced):
         for name, tensor in ours.bound.tensors(flat).items():
             tensor.fill_(0.5)
             assert torch.equal(ours.bound.tensors(flat)[name], torch.full_like(tensor, 0.5))
-    arenas = {ours.optimizer.state[tensor]["exp_avg"].untyped_storage().data_ptr() for _, tensor in ours.bound.segments}
+    arenas = {
+        ours.optimizer.state[tensor]["exp_avg"].untyped_storage().data_ptr()
+        for _, tensor in ours.bound.segments
+    }
     assert len(arenas) == 1
 
 
-@pytest.mark.parametrize("change", ["amsgrad", "foreach", "unfused", "hook", "subclass", "wrapped", "gradient", "off"])
+@pytest.mark.parametrize(
+    "change", ["amsgrad", "foreach", "unfused", "hook", "subclass", "wrapped", "gradient", "off"]
+)
 def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(change, forced):
     class Sub(torch.optim.AdamW):
         def step(self, closure=None):
             return super().step(closure)
 
     def make(groups):
-        told = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}.get(change, {})
+        told = {
+            "amsgrad": {"amsgrad": True},
+            "foreach": {"foreach": True},
+            "unfused": {"fused": False},
+        }.get(change, {})
         optimizer = (Sub if change == "subclass" else torch.optim.AdamW)(groups, lr=1e-2, **told)
         if change == "hook":
             optimizer.register_step_pre_hook(lambda *_: None)
@@ -226,7 +288,9 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(change, forced):
 
 
 def test_hooks_schedulers_and_tensor_rates(forced):
-    """Hooks after the step run, a scheduler sees it and a rate that is a tensor is read at each step."""
+    """Hooks after the step run, a scheduler sees it and a rate that is a tensor is read at each
+    step.
+    """
 
     def make(groups):
         return torch.optim.AdamW(groups, lr=torch.tensor(1e-2))
@@ -264,8 +328,19 @@ def test_only_a_scheduler_s_wrapper_is_looked_through():
 
 @pytest.mark.parametrize(
     "kernels, device, want",
-    [("off", "cuda", False), (None, "cuda", False), ("auto", "cuda", True), ("on", "cuda", True), (("optimizer",), "cuda", True)]
-    + [(("norms",), "cuda", False), ("auto", "cpu", False), (("optimizer", "norms"), "cpu", True), ("off", "cpu", False)],
+    [
+        ("off", "cuda", False),
+        (None, "cuda", False),
+        ("auto", "cuda", True),
+        ("on", "cuda", True),
+        (("optimizer",), "cuda", True),
+    ]
+    + [
+        (("norms",), "cuda", False),
+        ("auto", "cpu", False),
+        (("optimizer", "norms"), "cpu", True),
+        ("off", "cpu", False),
+    ],
 )
 def test_what_the_configuration_asks_for(kernels, device, want, monkeypatch):
     monkeypatch.setattr(dispatch, "runs_on", lambda device: True)

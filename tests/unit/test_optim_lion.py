@@ -11,7 +11,13 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.optim import Lion
 
 
-def slow(values: list[float], gradients: list[list[float]], lr: float, betas: tuple[float, float], decay: float) -> list[float]:
+def slow(
+    values: list[float],
+    gradients: list[list[float]],
+    lr: float,
+    betas: tuple[float, float],
+    decay: float,
+) -> list[float]:
     """The update of the paper, number by number in double precision."""
     moments = [0.0] * len(values)
     for step in gradients:
@@ -28,7 +34,14 @@ def slow(values: list[float], gradients: list[list[float]], lr: float, betas: tu
 def test_lion_follows_the_paper(foreach: bool | None, decay: float, maximize: bool) -> None:
     start = [torch.randn(3, 2), torch.randn(5), torch.randn(()), torch.randn(0)]
     parameters = [torch.nn.Parameter(t.clone()) for t in start]
-    optimizer = Lion(parameters, lr=0.01, betas=(0.7, 0.9), weight_decay=decay, foreach=foreach, maximize=maximize)
+    optimizer = Lion(
+        parameters,
+        lr=0.01,
+        betas=(0.7, 0.9),
+        weight_decay=decay,
+        foreach=foreach,
+        maximize=maximize,
+    )
     gradients = [[torch.randn_like(t) for t in start] for _ in range(6)]
     gradients[3][1].zero_()
     for step in gradients:
@@ -36,9 +49,17 @@ def test_lion_follows_the_paper(foreach: bool | None, decay: float, maximize: bo
             parameter.grad = gradient.clone()
         optimizer.step()
     for index, parameter in enumerate(parameters):
-        flat = [((-1 if maximize else 1) * step[index]).reshape(-1).double().tolist() for step in gradients]
+        flat = [
+            ((-1 if maximize else 1) * step[index]).reshape(-1).double().tolist()
+            for step in gradients
+        ]
         want = slow(start[index].reshape(-1).double().tolist(), flat, 0.01, (0.7, 0.9), decay)
-        torch.testing.assert_close(parameter.data.reshape(-1), torch.tensor(want, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.data.reshape(-1),
+            torch.tensor(want, dtype=torch.float32),
+            rtol=1e-5,
+            atol=1e-6,
+        )
         assert set(optimizer.state[parameter]) == {"exp_avg"}
 
 
@@ -82,7 +103,9 @@ def test_state_dict_round_trip() -> None:
     other.load_state_dict(saved)
     group = other.param_groups[0]
     assert (group["lr"], group["maximize"], group["foreach"]) == (1e-4, False, None)
-    assert torch.equal(other.state[group["params"][0]]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+    assert torch.equal(
+        other.state[group["params"][0]]["exp_avg"], optimizer.state[parameter]["exp_avg"]
+    )
 
 
 @pytest.mark.parametrize(

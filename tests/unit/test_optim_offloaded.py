@@ -41,7 +41,11 @@ class Stepping:
 
     def __init__(self, flats: list[Any]) -> None:
         self._hosted = {
-            flat.key: [Segment(0, 4 * n, 4 * n + 4, [Part(flat, 4 * n, 4 * n + 4, 0)], n) for n in range(PIECES)] for flat in flats
+            flat.key: [
+                Segment(0, 4 * n, 4 * n + 4, [Part(flat, 4 * n, 4 * n + 4, 0)], n)
+                for n in range(PIECES)
+            ]
+            for flat in flats
         }
 
     def hosted(self, flat: Any) -> list[Segment]:
@@ -50,15 +54,22 @@ class Stepping:
     def count(self, flat: Any, rules: Any) -> dict[Segment, Counted]:
         return dict.fromkeys(self._hosted[flat.key], Counted())
 
-    def step_piece(self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool) -> None:
+    def step_piece(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+    ) -> None:
         held[MASTER].add_(grad)
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "cab", "bca"])
 def test_what_was_updated_is_not_announced_again(order: str) -> None:
-    """Flats may be updated in another order than they were announced in: what waits is what the next forward needs first."""
+    """Flats may be updated in another order than they were announced in: what waits is what the
+    next forward needs first.
+    """
     events: list[tuple[str, str, int]] = []
-    flats = {key: SimpleNamespace(key=key, states=Recorded(key, events), grad=torch.ones(4 * PIECES)) for key in "abc"}
+    flats = {
+        key: SimpleNamespace(key=key, states=Recorded(key, events), grad=torch.ones(4 * PIECES))
+        for key in "abc"
+    }
     update = Update(Stepping(list(flats.values())), [None], [{}], 1.0, 0)
     for key in "abc":
         update.announce(flats[key])

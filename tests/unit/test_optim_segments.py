@@ -43,7 +43,16 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "CPUAdagrad": (CPUAdagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
     "CPUSGD-momentum": (CPUSGD, {"momentum": 0.9, "dampening": 0.3}),
 }
-FUSED = ["Adagrad", "Adam", "Adam-amsgrad-maximize", "AdamW", "AdamW-amsgrad", "SGD", "SGD-momentum", "SGD-nesterov"]
+FUSED = [
+    "Adagrad",
+    "Adam",
+    "Adam-amsgrad-maximize",
+    "AdamW",
+    "AdamW-amsgrad",
+    "SGD",
+    "SGD-momentum",
+    "SGD-nesterov",
+]
 UNITS = [
     {"a.weight": (3, 5), "a.bias": (7,), "a.scale": ()},
     {"b.weight": (11, 3), "b.none": (0, 3), "b.bias": (2,)},
@@ -67,7 +76,11 @@ class World:
         self.seed += 1
         for parameter in self.whole.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        scaled = {name: parameter.grad * scale for name, parameter in self.whole.items() if parameter.grad is not None}
+        scaled = {
+            name: parameter.grad * scale
+            for name, parameter in self.whole.items()
+            if parameter.grad is not None
+        }
         for flats in self.ranks:
             for flat in flats:
                 assert flat.grad is not None
@@ -78,7 +91,10 @@ class World:
         if not found_inf:
             self.plain.step()
         for bound in self.bound:
-            bound.step(None if scale is None else torch.tensor(scale), None if found_inf is None else torch.tensor(found_inf))
+            bound.step(
+                None if scale is None else torch.tensor(scale),
+                None if found_inf is None else torch.tensor(found_inf),
+            )
 
     def sharded(self, name: str = "master") -> dict[str, Tensor]:
         out = {key: torch.zeros_like(parameter.data) for key, parameter in self.whole.items()}
@@ -90,11 +106,20 @@ class World:
     def assert_equal(self, **tolerance: float) -> None:
         for name, tensor in self.sharded().items():
             torch.testing.assert_close(
-                tensor, self.whole[name].data, **(tolerance or {"rtol": 0, "atol": 0}), msg=lambda m, n=name: f"{n}: {m}"
+                tensor,
+                self.whole[name].data,
+                **(tolerance or {"rtol": 0, "atol": 0}),
+                msg=lambda m, n=name: f"{n}: {m}",
             )
 
 
-def make(case: str, parameters: dict[str, torch.nn.Parameter], group_of: dict[str, int], groups: int, **more: Any) -> torch.optim.Optimizer:
+def make(
+    case: str,
+    parameters: dict[str, torch.nn.Parameter],
+    group_of: dict[str, int],
+    groups: int,
+    **more: Any,
+) -> torch.optim.Optimizer:
     cls, options = CASES[case]
     options = {**options, **more}
     if issubclass(cls, CPUOptimizer):
@@ -102,7 +127,13 @@ def make(case: str, parameters: dict[str, torch.nn.Parameter], group_of: dict[st
     settings: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.003}, {"lr": 0.03}][:groups]
     if cls is not torch.optim.Rprop:
         settings[0]["weight_decay"] = 0.1
-    return cls([{"params": [p for n, p in parameters.items() if group_of[n] == g], **extra} for g, extra in enumerate(settings)], **options)
+    return cls(
+        [
+            {"params": [p for n, p in parameters.items() if group_of[n] == g], **extra}
+            for g, extra in enumerate(settings)
+        ],
+        **options,
+    )
 
 
 def world(
@@ -118,9 +149,16 @@ def world(
     units, group_of = units or UNITS, group_of or GROUP_OF
     groups = max(group_of.values()) + 1
     values = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in units]
-    whole = {name: torch.nn.Parameter(tensor.clone()) for unit in values for name, tensor in unit.items()}
-    plain = make(case, whole, group_of, groups, **{"foreach": options.get("foreach"), **unfused(case)})
-    copies = [{name: torch.nn.Parameter(p.detach().clone()) for name, p in whole.items()} for _ in range(shards)]
+    whole = {
+        name: torch.nn.Parameter(tensor.clone()) for unit in values for name, tensor in unit.items()
+    }
+    plain = make(
+        case, whole, group_of, groups, **{"foreach": options.get("foreach"), **unfused(case)}
+    )
+    copies = [
+        {name: torch.nn.Parameter(p.detach().clone()) for name, p in whole.items()}
+        for _ in range(shards)
+    ]
     optimizers = [make(case, copy, group_of, groups, **options) for copy in copies]
     generator = torch.Generator().manual_seed(99)
     for _ in range(steps_before):
@@ -131,7 +169,10 @@ def world(
             optimizer.step()
     now = [{name: whole[name].data for name in unit} for unit in units]
     ranks = shard(now, shards, together=together, grad_dtype=grad_dtype)
-    bound = [BoundOptimizer(o, flats, group_of, copy) for o, flats, copy in zip(optimizers, ranks, copies)]
+    bound = [
+        BoundOptimizer(o, flats, group_of, copy)
+        for o, flats, copy in zip(optimizers, ranks, copies)
+    ]
     return World(case, whole, plain, ranks, bound)
 
 
@@ -144,18 +185,31 @@ def places(draw: st.DrawFn) -> dict[str, Any]:
     groups = draw(st.integers(1, 3))
     units, group_of = [], {}
     for u in range(draw(st.integers(1, 3))):
-        shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=2).map(tuple), min_size=1, max_size=4))
+        shapes = draw(
+            st.lists(st.lists(st.integers(0, 6), max_size=2).map(tuple), min_size=1, max_size=4)
+        )
         units.append({f"u{u}.p{i}": shape for i, shape in enumerate(shapes)})
         group_of.update({name: draw(st.integers(0, groups - 1)) for name in units[-1]})
     # Every group has a parameter of some size, so that the plain optimizer has all of them too.
     units.append({f"last.{g}": (2,) for g in range(groups)})
     group_of.update({f"last.{g}": g for g in range(groups)})
-    return {"units": units, "group_of": group_of, "shards": draw(st.integers(1, 4)), "together": draw(st.booleans())}
+    return {
+        "units": units,
+        "group_of": group_of,
+        "shards": draw(st.integers(1, 4)),
+        "together": draw(st.booleans()),
+    }
 
 
 @settings(max_examples=60, deadline=None)
-@given(where=places(), case=st.sampled_from(sorted(CASES)), foreach=st.sampled_from([None, False, True]))
-def test_sharded_steps_equal_whole_steps_bit_for_bit(where: dict[str, Any], case: str, foreach: bool | None) -> None:
+@given(
+    where=places(),
+    case=st.sampled_from(sorted(CASES)),
+    foreach=st.sampled_from([None, False, True]),
+)
+def test_sharded_steps_equal_whole_steps_bit_for_bit(
+    where: dict[str, Any], case: str, foreach: bool | None
+) -> None:
     it = world(case, foreach=foreach, **unfused(case), **where)
     for _ in range(3):
         it.step()
@@ -173,7 +227,8 @@ def test_existing_state_is_carried_over_bit_for_bit(where: dict[str, Any], case:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_every_listed_class_keeps_its_numbers_on_every_rank(case: str) -> None:
-    # Four shards of the small bias unit: some ranks own nothing of a group, and their counters must run all the same.
+    # Four shards of the small bias unit: some ranks own nothing of a group, and their counters must
+    # run all the same.
     it = world(case, shards=4, units=[{"a.weight": (3, 5)}, {"a.bias": (2,), "a.scale": ()}])
     for _ in range(3):
         it.step()
@@ -194,7 +249,9 @@ def test_fused_is_switched_on_and_equals_the_plain_update_up_to_rounding(case: s
     it.assert_equal(rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}])
+@pytest.mark.parametrize(
+    "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
+)
 def test_fused_stays_off_where_the_user_chose_otherwise(options: dict[str, Any]) -> None:
     it = world("AdamW", **options)
     assert not any(group["fused"] for bound in it.bound for group in bound.groups)
@@ -232,7 +289,9 @@ def test_overflow_keeps_infinities_out(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bit_are_cast_first(grad_dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_gradients_of_16_bit_are_cast_first(
+    grad_dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     it = world("AdamW", grad_dtype=grad_dtype, **options)
     for _ in range(2):
         it.gradients(4.0)
@@ -298,7 +357,9 @@ def test_state_dict_goes_out_and_in() -> None:
         bound.optimizer.load_state_dict(state_dict)
     it.step()
     it.assert_equal(rtol=1e-5, atol=1e-7)
-    assert all(it.bound[0].tensors(flat)["exp_avg"].shape == flat.master.shape for flat in it.ranks[0])
+    assert all(
+        it.bound[0].tensors(flat)["exp_avg"].shape == flat.master.shape for flat in it.ranks[0]
+    )
 
 
 def test_gradients_are_gone_after_the_step_even_when_it_fails() -> None:
@@ -330,7 +391,13 @@ def test_a_flat_without_gradient_counts_as_zero() -> None:
 
 
 def test_gradients_may_move_between_steps() -> None:
-    it = world("AdamW", shards=2, units=[{"x": (8, 4)}, {"y": (8, 4)}], group_of={"x": 0, "y": 0}, fused=False)
+    it = world(
+        "AdamW",
+        shards=2,
+        units=[{"x": (8, 4)}, {"y": (8, 4)}],
+        group_of={"x": 0, "y": 0},
+        fused=False,
+    )
     assert [len(bound.segments) for bound in it.bound] == [1, 1]
     it.step()
     for flats in it.ranks:
@@ -350,7 +417,11 @@ def test_runs_follow_groups_and_padding_joins_the_run_before() -> None:
     assert group_runs(layout, (0, 8), group_of) == [Run(0, 0, 6), Run(1, 6, 8)]
     assert group_runs(layout, (16, 24), group_of) == [Run(1, 0, 8)]
     assert group_runs(layout, (24, 32), {"a": 0, "b": 1, "c": 2}) == [Run(2, 0, 8)]
-    assert group_runs(layout, (0, 32), {"a": 0, "c": 0}) == [Run(0, 0, 6), Run(None, 6, 10), Run(0, 10, 32)]
+    assert group_runs(layout, (0, 32), {"a": 0, "c": 0}) == [
+        Run(0, 0, 6),
+        Run(None, 6, 10),
+        Run(0, 10, 32),
+    ]
     assert group_runs(FlatLayout.build([], 1), (0, 0), {}) == []
 
 
@@ -367,7 +438,10 @@ def test_touching_runs_of_one_group_become_one_segment() -> None:
         assert segments[0].tensor.data_ptr() == flats[0].master.data_ptr()
         for segment in segments:
             segment.tensor.add_(1.0)
-        assert all(torch.equal(flat.master, units[i][flat.layout.slots[0].name].reshape(-1) + 1.0) for i, flat in enumerate(flats))
+        assert all(
+            torch.equal(flat.master, units[i][flat.layout.slots[0].name].reshape(-1) + 1.0)
+            for i, flat in enumerate(flats)
+        )
 
 
 def test_masters_that_touch_stay_apart_where_gradients_do_not() -> None:
@@ -408,13 +482,18 @@ def test_a_trainable_flat_without_master_weights_is_named() -> None:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("together", [True, False])
-def test_saved_state_continues_exactly_on_another_number_of_ranks(case: str, together: bool) -> None:
+def test_saved_state_continues_exactly_on_another_number_of_ranks(
+    case: str, together: bool
+) -> None:
     one = world(case, shards=3, together=together, foreach=False, **unfused(case))
     two = world(case, shards=2, together=together, foreach=False, **unfused(case))
     for _ in range(3):
         one.step()
     names = set(one.bound[0].tensors(one.ranks[0][0]))
-    scalars, settings_ = one.bound[-1].scalars(), json.loads(json.dumps(one.bound[0].hyperparameters()))
+    scalars, settings_ = (
+        one.bound[-1].scalars(),
+        json.loads(json.dumps(one.bound[0].hyperparameters())),
+    )
     for name in sorted(names):
         whole = one.sharded(name)
         for flats, bound in zip(two.ranks, two.bound):
@@ -442,7 +521,9 @@ def test_tensors_are_views_that_may_be_written() -> None:
             assert tensors["master"].data_ptr() == flat.master.data_ptr()
             assert all(tensor.shape == flat.master.shape for tensor in tensors.values())
             again = bound.tensors(flat)
-            assert all(again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+            assert all(
+                again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items()
+            )
             tensors["exp_avg"].fill_(0.0)
             tensors["exp_avg_sq"].fill_(1.0)
     for state in it.plain.state.values():
@@ -479,25 +560,33 @@ def test_created_state_starts_where_the_class_starts() -> None:
 def test_state_of_another_optimizer_is_refused() -> None:
     it = world("SGD-momentum", shards=1)
     bound, flat = it.bound[0], it.ranks[0][0]
-    with pytest.raises(UnsupportedOptimizerError, match=r"SGD keeps no state 'exp_avg' for 'unit0.*momentum_buffer"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"SGD keeps no state 'exp_avg' for 'unit0.*momentum_buffer"
+    ):
         bound.load_tensor(flat, "exp_avg", torch.zeros_like(flat.master))
     with pytest.raises(UnsupportedOptimizerError, match="no number 'step' in group 0"):
         bound.load_scalars([{"step": 1.0}, {}])
-    with pytest.raises(UnsupportedOptimizerError, match="step counts of 1 groups cannot go into optimizer SGD with 2"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match="step counts of 1 groups cannot go into optimizer SGD with 2",
+    ):
         bound.load_scalars([{}])
     with pytest.raises(UnsupportedOptimizerError, match="hyperparameters of 3 groups"):
         bound.load_hyperparameters([{}, {}, {}])
 
 
 def test_state_of_one_group_passes_over_the_other() -> None:
-    # Momentum in group 0 only. What was saved for a chunk that had both groups is loaded where only group 1 is owned.
+    # Momentum in group 0 only. What was saved for a chunk that had both groups is loaded where only
+    # group 1 is owned.
     it = world("SGD", shards=4, units=[{"x": (24,), "y": (8,)}], group_of={"x": 0, "y": 1})
     for bound, flats in zip(it.bound, it.ranks):
         bound.groups[0]["momentum"] = 0.9
         bound.load_tensor(flats[0], "momentum_buffer", torch.ones(8))
         bound.load_tensor(flats[0], "master", torch.full((8,), 3.0))
         assert torch.equal(flats[0].master, torch.full((8,), 3.0))
-    assert ["momentum_buffer" in bound.tensors(flats[0]) for bound, flats in zip(it.bound, it.ranks)] == [True, True, True, False]
+    assert [
+        "momentum_buffer" in bound.tensors(flats[0]) for bound, flats in zip(it.bound, it.ranks)
+    ] == [True, True, True, False]
 
 
 def test_hyperparameters_are_json_and_keep_their_form() -> None:
@@ -509,7 +598,16 @@ def test_hyperparameters_are_json_and_keep_their_form() -> None:
     bound = BoundOptimizer(optimizer, [flat], {"p": 0}, {"p": parameter})
     group = optimizer.param_groups[0]
     saved = json.loads(json.dumps(bound.hyperparameters()))
-    assert set(saved[0]) == {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "milestones"}
+    assert set(saved[0]) == {
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
+        "milestones",
+    }
     saved[0].update(lr=0.25, betas=[0.5, 0.75], initial_lr=0.5, fused=False)
     lr = group["lr"]
     bound.load_hyperparameters(saved)

@@ -1,4 +1,6 @@
-"""State an optimizer already has when it is bound: carried over, or refused with the reason and without a change."""
+"""State an optimizer already has when it is bound: carried over, or refused with the reason and
+without a change.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.helpers.flats import shard
 SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 5), "b": (3,), "s": ()}
 
 
-def stepped(cls: type[torch.optim.Optimizer], parameters: dict[str, torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+def stepped(
+    cls: type[torch.optim.Optimizer], parameters: dict[str, torch.nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
     optimizer = cls(list(parameters.values()), **options)
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -28,10 +32,14 @@ def fresh() -> dict[str, torch.nn.Parameter]:
 
 
 def bind(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], known: dict[str, Any] | None = None
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    known: dict[str, Any] | None = None,
 ) -> BoundOptimizer:
     [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
-    return BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters if known is None else known)
+    return BoundOptimizer(
+        optimizer, flats, dict.fromkeys(parameters, 0), parameters if known is None else known
+    )
 
 
 def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go() -> None:
@@ -46,25 +54,37 @@ def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go() -> None:
 
 
 @pytest.mark.parametrize("scalars_of", ["w", "s"])
-def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(scalars_of: str) -> None:
+def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(
+    scalars_of: str,
+) -> None:
     parameters = fresh()
     optimizer = stepped(torch.optim.Adam, parameters)
     optimizer.state[parameters[scalars_of]]["step"] += 1
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     with pytest.raises(
-        UnsupportedOptimizerError, match=r"Adam has state for parameter '\w' that differs from that of 'w' .*step 1.*clear\(\)"
+        UnsupportedOptimizerError,
+        match=r"Adam has state for parameter '\w' that differs from that of "
+        r"'w' .*step 1.*clear\(\)",
     ):
         bind(optimizer, parameters)
     assert {id(p): dict(state) for p, state in optimizer.state.items()} == before
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters.values()]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in parameters.values()
+    ]
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
-def test_a_parameter_without_the_state_of_its_group_is_refused(cls: type[torch.optim.Optimizer]) -> None:
+def test_a_parameter_without_the_state_of_its_group_is_refused(
+    cls: type[torch.optim.Optimizer],
+) -> None:
     parameters = fresh()
-    optimizer = stepped(cls, parameters, lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {}))
+    optimizer = stepped(
+        cls, parameters, lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {})
+    )
     del optimizer.state[parameters["b"]]
-    with pytest.raises(UnsupportedOptimizerError, match=r"parameter 'b' that differs .*\(none against "):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"parameter 'b' that differs .*\(none against "
+    ):
         bind(optimizer, parameters)
 
 
@@ -73,14 +93,20 @@ def test_state_that_is_neither_per_element_nor_a_number_is_refused() -> None:
         parameters = fresh()
         optimizer = stepped(torch.optim.Adam, parameters)
         optimizer.state[parameters["w"]]["row_mean"] = value
-        with pytest.raises(UnsupportedOptimizerError, match=rf"Adam keeps state 'row_mean' for parameter 'w' of shape \(4, 5\) as {told}"):
+        with pytest.raises(
+            UnsupportedOptimizerError,
+            match=rf"Adam keeps state 'row_mean' for parameter 'w' of shape \(4, 5\) as {told}",
+        ):
             bind(optimizer, parameters)
 
 
 def test_state_of_a_stranger_is_refused() -> None:
     parameters = fresh()
     optimizer = stepped(torch.optim.Adam, parameters)
-    with pytest.raises(UnsupportedOptimizerError, match=r"state for a tensor of shape \(3,\), which is no parameter of the model"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=r"state for a tensor of shape \(3,\), which is no parameter of the model",
+    ):
         bind(optimizer, parameters, {"w": parameters["w"], "s": parameters["s"]})
     optimizer.state["extra"] = {"x": 1}  # type: ignore[index]
     with pytest.raises(UnsupportedOptimizerError, match="state for 'extra', which is no parameter"):
@@ -123,7 +149,9 @@ def test_16_bit_state_becomes_fp32() -> None:
 
 
 class PythonCounters(torch.optim.Optimizer):
-    """An element-wise optimizer in the style of older libraries: its counters are Python numbers."""
+    """An element-wise optimizer in the style of older libraries: its counters are Python
+    numbers.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.5})
@@ -146,7 +174,9 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters() -> None:
     twins = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     plain = PythonCounters(twins.values())
     for name, p in twins.items():
-        plain.state[p].update(step=1, warm=True, average=optimizer.state[parameters[name]]["average"].clone())
+        plain.state[p].update(
+            step=1, warm=True, average=optimizer.state[parameters[name]]["average"].clone()
+        )
     [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
     bound = BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters)
     gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
@@ -179,14 +209,25 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
     bound.step()
     parameters = fresh()
     bound = bind(RowMeans(parameters.values()), parameters)
-    with pytest.raises(UnsupportedOptimizerError, match=r"RowMeans keeps state 'means' for a segment of 'unit0"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"RowMeans keeps state 'means' for a segment of 'unit0"
+    ):
         bound.step()
-    with pytest.raises(UnsupportedOptimizerError, match=r"RowMeans keeps state 'means' for a parameter of shape \(1,\)"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=r"RowMeans keeps state 'means' for a parameter of shape \(1,\)",
+    ):
         bind(RowMeans(parameters.values()), parameters).load_scalars([{"step": 1.0}])
 
 
 def test_numbers_and_tensors_are_told_apart() -> None:
-    assert is_scalar("step", torch.tensor(1.0), ()) and not is_elementwise("step", torch.tensor(1.0), ())
-    assert is_elementwise("exp_avg", torch.tensor(1.0), ()) and not is_scalar("exp_avg", torch.tensor(1.0), ())
+    assert is_scalar("step", torch.tensor(1.0), ()) and not is_elementwise(
+        "step", torch.tensor(1.0), ()
+    )
+    assert is_elementwise("exp_avg", torch.tensor(1.0), ()) and not is_scalar(
+        "exp_avg", torch.tensor(1.0), ()
+    )
     assert is_scalar("count", torch.tensor([1.0]), (3,)) and is_scalar("count", 2, (1,))
-    assert is_elementwise("exp_avg", torch.zeros(1), (1,)) and is_elementwise("exp_avg", torch.zeros(0, 3), (0, 3))
+    assert is_elementwise("exp_avg", torch.zeros(1), (1,)) and is_elementwise(
+        "exp_avg", torch.zeros(0, 3), (0, 3)
+    )

@@ -1,4 +1,6 @@
-"""The preflight: verdicts are arithmetic, refusals name what is short and what fits, and a model that fits is let pass with a word."""
+"""The preflight: verdicts are arithmetic, refusals name what is short and what fits, and a model
+that fits is let pass with a word.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,19 @@ from hf_zero.core.wrap import cut
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.meta_model import build_on_meta
 from hf_zero.memory import DiskFree, Free
-from hf_zero.preflight import ACTIVATIONS, Group, Needs, Part, Plan, check, fit, groups_of, judge, needs, room_for
+from hf_zero.preflight import (
+    ACTIVATIONS,
+    Group,
+    Needs,
+    Part,
+    Plan,
+    check,
+    fit,
+    groups_of,
+    judge,
+    needs,
+    room_for,
+)
 from hf_zero.preflight.checking import SWITCH
 from hf_zero.preflight.verdict import RAM_SHARE
 
@@ -29,7 +43,9 @@ GPU = torch.device("cuda")
 H200 = Free(device=139 * GIB, ram=118 * GIB)  # one of them, in a host of 125 GiB
 
 
-def llama(hidden: int, layers: int, wide: int, heads: int, vocabulary: int, kv: int | None = None) -> nn.Module:
+def llama(
+    hidden: int, layers: int, wide: int, heads: int, vocabulary: int, kv: int | None = None
+) -> nn.Module:
     return build_on_meta(
         LlamaConfig(
             architectures=["LlamaForCausalLM"],
@@ -54,12 +70,15 @@ def llama_13b() -> nn.Module:
 
 
 def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroConfig:
-    return ZeroConfig(stage, bf16=True, gradient_accumulation_steps=accumulation, offload_optimizer={"device": "cpu", **optimizer}).resolve(
-        1
-    )
+    return ZeroConfig(
+        stage,
+        bf16=True,
+        gradient_accumulation_steps=accumulation,
+        offload_optimizer={"device": "cpu", **optimizer},
+    ).resolve(1)
 
 
-# -- the models that a host of 125 GiB must run ------------------------------------------------------------------------
+# -- the models that a host of 125 GiB must run ----------------------------------------------------
 
 
 def test_8b_with_fp32_moments_and_fp32_gradients_is_refused(llama_8b: nn.Module) -> None:
@@ -67,7 +86,9 @@ def test_8b_with_fp32_moments_and_fp32_gradients_is_refused(llama_8b: nn.Module)
         check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
     said = str(refused.value)
     assert "RAM                                   128.58 GB  121.63 GB  TOO LITTLE" in said
-    assert re.search(r"gradients +32\.12 GB\n", said) and re.search(r"master weights and moments +96\.36 GB\n", said)
+    assert re.search(r"gradients +32\.12 GB\n", said) and re.search(
+        r"master weights and moments +96\.36 GB\n", said
+    )
     assert f"{SWITCH}=0" in said
 
 
@@ -84,13 +105,17 @@ def test_what_the_refusal_of_8b_proposes_runs(llama_8b: nn.Module) -> None:
     with pytest.raises(DoesNotFitError) as refused:
         check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
     (line,) = [line for line in str(refused.value).splitlines() if line.startswith("{")]
-    proposed = ZeroConfig.from_dict({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, **json.loads(line)}).resolve(1)
+    proposed = ZeroConfig.from_dict(
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, **json.loads(line)}
+    ).resolve(1)
     assert check(llama_8b, proposed, 1, device=GPU, free=H200).verdict.fits
 
 
 @pytest.mark.parametrize(("moments", "fits"), [("fp32", False), ("bf16", False), ("int8", True)])
 def test_13b_runs_with_int8_moments(llama_13b: nn.Module, moments: str, fits: bool) -> None:
-    assert sum(parameter.numel() for parameter in llama_13b.parameters()) == pytest.approx(13.0e9, rel=0.01)
+    assert sum(parameter.numel() for parameter in llama_13b.parameters()) == pytest.approx(
+        13.0e9, rel=0.01
+    )
     config = offloading(moments=moments)
     if fits:
         assert check(llama_13b, config, 1, device=GPU, free=H200).verdict.fits
@@ -106,18 +131,24 @@ def test_70b_is_judged_from_its_cuts_alone() -> None:
     with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
         check(cuts, offloading(), 1, device=GPU, free=whole)
     config = {"device": "nvme", "nvme_path": "/nvme"}
-    runs = ZeroConfig(3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}).resolve(8)
+    runs = ZeroConfig(
+        3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
+    ).resolve(8)
     report = check(cuts, runs, 8, device=GPU, free=whole)
     assert report.needs.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 def need(device: int = 0, ram: int = 0, disk: int = 0, **files: int) -> Needs:
     return Needs(
-        (Part("parameters", device),), (Part("gradients", ram),) if ram else (), (Part("x", disk),) if disk else (), 0, tuple(files.items())
+        (Part("parameters", device),),
+        (Part("gradients", ram),) if ram else (),
+        (Part("x", disk),) if disk else (),
+        0,
+        tuple(files.items()),
     )
 
 
@@ -164,7 +195,7 @@ def test_who_sets_the_limit_is_said() -> None:
     assert row.limited_by == "left by the control group /x; 4% left to the rest of the process"
 
 
-# -- the check ---------------------------------------------------------------------------------------------------------
+# -- the check -------------------------------------------------------------------------------------
 
 SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
@@ -175,9 +206,25 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
     assert check(SMALL, ZeroConfig(2, bf16=True).resolve(1), 1, device=GPU, free=plenty).note == ""
     # 16 bytes a parameter and what is under way would fill more than the margin leaves
-    tight = Free(int(needs(groups_of(cut(SMALL)[0], SMALL, "bf16"), Plan(2, 1)).device_bytes / (1 - ACTIVATIONS)) - 8, GIB)
+    tight = Free(
+        int(
+            needs(groups_of(cut(SMALL)[0], SMALL, "bf16"), Plan(2, 1)).device_bytes
+            / (1 - ACTIVATIONS)
+        )
+        - 8,
+        GIB,
+    )
     assert check(SMALL, offloading(), 1, device=GPU, free=tight).note == ""
-    assert check(SMALL, offloading(), 1, device=torch.device("cpu"), free=replace(plenty, host_device=True)).note == ""
+    assert (
+        check(
+            SMALL,
+            offloading(),
+            1,
+            device=torch.device("cpu"),
+            free=replace(plenty, host_device=True),
+        ).note
+        == ""
+    )
 
 
 def test_a_note_about_locked_memory_reaches_the_report() -> None:
@@ -188,7 +235,11 @@ def test_a_note_about_locked_memory_reaches_the_report() -> None:
 def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     report = check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
-    assert not report.verdict.fits and "does not fit on this machine (bytes for the one rank" in report.warning and not report.note
+    assert (
+        not report.verdict.fits
+        and "does not fit on this machine (bytes for the one rank" in report.warning
+        and not report.note
+    )
     monkeypatch.setenv(SWITCH, "1")
     with pytest.raises(DoesNotFitError) as refused:
         check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
@@ -226,7 +277,11 @@ def test_units_are_those_of_the_configuration() -> None:
 
 def test_the_model_s_own_memory_is_room() -> None:
     """It moves into the engine, and is freed: counted once, whatever it is tied to."""
-    tied = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(8, 8, bias=False, device="meta"))
+    tied = nn.Sequential(
+        nn.Linear(64, 64, bias=False),
+        nn.Linear(64, 64, bias=False),
+        nn.Linear(8, 8, bias=False, device="meta"),
+    )
     tied[1].weight = tied[0].weight
     cpu = torch.device("cpu")
     assert room_for(tied, ZeroConfig(3), cpu).host_device
@@ -235,11 +290,15 @@ def test_the_model_s_own_memory_is_room() -> None:
         patch.setattr("hf_zero.preflight.checking.measure", lambda device, folders: measured)
         assert room_for(tied, ZeroConfig(3), GPU) == Free(100, 50 + 4 * 64 * 64)
         measured = Free(50, 50, host_device=True)
-        assert room_for(tied, ZeroConfig(3), cpu) == Free(50 + 4 * 64 * 64, 50 + 4 * 64 * 64, host_device=True)
+        assert room_for(tied, ZeroConfig(3), cpu) == Free(
+            50 + 4 * 64 * 64, 50 + 4 * 64 * 64, host_device=True
+        )
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_model_in_shards_gives_back_its_shards(monkeypatch: pytest.MonkeyPatch, gathered: bool) -> None:
+def test_a_model_in_shards_gives_back_its_shards(
+    monkeypatch: pytest.MonkeyPatch, gathered: bool
+) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     config = ZeroConfig(3, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine = hf_zero.initialize(model=model, config=config)[0]
@@ -254,7 +313,10 @@ def test_a_model_in_shards_gives_back_its_shards(monkeypatch: pytest.MonkeyPatch
 def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
     config = ZeroConfig(
         3,
-        offload_optimizer={"device": "nvme", "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")]},
+        offload_optimizer={
+            "device": "nvme",
+            "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")],
+        },
         offload_param={"device": "nvme", "nvme_path": str(tmp_path / "a")},
     ).resolve(1)
     report = check(SMALL, config, 1, device=torch.device("cpu"))
@@ -262,17 +324,31 @@ def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
     assert [disk.path for disk in report.free.disks] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-# -- the search --------------------------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
-GROUPS = [Group(name, True, torch.bfloat16, ((name, (1_000_000,)),)) for name in ("a", "b", "c", "d")]
-PLAN = Plan(2, 1, optimizer=OffloadOptimizer("none", buffer_size=8_192), param=OffloadParam("none", buffer_count=1))
+GROUPS = [
+    Group(name, True, torch.bfloat16, ((name, (1_000_000,)),)) for name in ("a", "b", "c", "d")
+]
+PLAN = Plan(
+    2,
+    1,
+    optimizer=OffloadOptimizer("none", buffer_size=8_192),
+    param=OffloadParam("none", buffer_count=1),
+)
 
 
-def found(device: float, ram: float, disk: float | None = None, plan: Plan = PLAN, **more: Any) -> Any:
+def found(
+    device: float, ram: float, disk: float | None = None, plan: Plan = PLAN, **more: Any
+) -> Any:
     """What fits, with sizes in MB, the margin aside."""
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
-    return fit(GROUPS, plan, Free(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks), **more)
+    return fit(
+        GROUPS,
+        plan,
+        Free(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
+        **more,
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,26 +363,43 @@ def found(device: float, ram: float, disk: float | None = None, plan: Plan = PLA
         (10.5, 41, None, "stage 3, optimizer and parameters on the CPU, int8 moments, ratio auto"),
         (16, 10, 49, "stage 2, optimizer in files, fp32 moments, ratio auto"),
         (16, 10, 33, "stage 2, optimizer in files, bf16 moments, ratio auto"),
-        (10, 17, 49, "stage 3, optimizer in files, parameters on the CPU, fp32 moments, ratio auto"),
+        (
+            10,
+            17,
+            49,
+            "stage 3, optimizer in files, parameters on the CPU, fp32 moments, ratio auto",
+        ),
     ],
 )
 def test_the_fastest_that_fits(device: float, ram: float, disk: float | None, name: str) -> None:
     result = found(device, ram, disk)
     assert result.chosen is not None, [(trial.name, trial.why) for trial in result.trials]
     assert result.chosen.name == name
-    assert all(trial.why and not trial.verdict.fits for trial in result.trials[:-1]) and result.chosen.why == ""
+    assert (
+        all(trial.why and not trial.verdict.fits for trial in result.trials[:-1])
+        and result.chosen.why == ""
+    )
 
 
 def test_parameters_in_files_keep_what_ram_holds_back() -> None:
     plan = replace(PLAN, param=OffloadParam("none", buffer_count=2, max_in_cpu=10_000_000))
-    assert found(10, 12.5, 60, plan).chosen.name == "stage 3, optimizer and parameters in files alone, fp32 moments, ratio auto"
+    assert (
+        found(10, 12.5, 60, plan).chosen.name
+        == "stage 3, optimizer and parameters in files alone, fp32 moments, ratio auto"
+    )
     smaller = replace(plan, param=replace(plan.param, max_in_cpu=100_000))
-    assert found(10, 12.5, 60, smaller).chosen.name == "stage 3, optimizer and parameters in files, fp32 moments, ratio auto"
+    assert (
+        found(10, 12.5, 60, smaller).chosen.name
+        == "stage 3, optimizer and parameters in files, fp32 moments, ratio auto"
+    )
 
 
 def test_nothing_fits() -> None:
     result = found(1, 1, 1)
-    assert result.chosen is None and len({trial.name for trial in result.trials}) == len(result.trials) >= 15
+    assert (
+        result.chosen is None
+        and len({trial.name for trial in result.trials}) == len(result.trials) >= 15
+    )
     assert not any("files" in trial.name for trial in found(1, 1).trials)
 
 
@@ -317,14 +410,22 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
     if result.chosen is None:
         return
     chosen = result.chosen
-    config = ZeroConfig.from_dict({"bf16": {"enabled": True}, **json.loads(json.dumps(chosen.to_config()))}).resolve(1)
+    config = ZeroConfig.from_dict(
+        {"bf16": {"enabled": True}, **json.loads(json.dumps(chosen.to_config()))}
+    ).resolve(1)
     assert (config.stage, config.offload_optimizer, config.offload_param) == (
         chosen.plan.stage,
         chosen.plan.optimizer,
         chosen.plan.param,
-    ) or (not chosen.plan.offloads and not config.offload_optimizer.on and not config.offload_param.on)
+    ) or (
+        not chosen.plan.offloads and not config.offload_optimizer.on and not config.offload_param.on
+    )
     own = needs(GROUPS, chosen.plan)
-    assert own.device_bytes <= device * 1e6 + 1 and own.ram_bytes <= ram * 1e6 + 1 and own.disk_bytes <= (disk or 0) * 1e6
+    assert (
+        own.device_bytes <= device * 1e6 + 1
+        and own.ram_bytes <= ram * 1e6 + 1
+        and own.disk_bytes <= (disk or 0) * 1e6
+    )
 
 
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
@@ -332,16 +433,28 @@ def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
     chosen = found(60, 57, plan=plan).chosen
     assert chosen.name == "stage 2, optimizer on the CPU, bf16 moments, ratio auto"
     section = chosen.to_config()["zero_optimization"]["offload_optimizer"]
-    assert section == {"device": "cpu", "buffer_size": 8_192, "ratio": "auto", "moments": "bf16", "cpuadam_cores_perc": 0.5}
+    assert section == {
+        "device": "cpu",
+        "buffer_size": 8_192,
+        "ratio": "auto",
+        "moments": "bf16",
+        "cpuadam_cores_perc": 0.5,
+    }
 
 
 def test_small_moments_are_not_tried_where_there_are_none() -> None:
     plan = replace(PLAN, moments=0)
-    assert not any("bf16" in trial.name or "int8" in trial.name for trial in found(1, 1, 1, plan).trials)
+    assert not any(
+        "bf16" in trial.name or "int8" in trial.name for trial in found(1, 1, 1, plan).trials
+    )
 
 
 def test_a_whole_gradient_on_the_device_is_kept_for_accumulation_alone() -> None:
-    away = [trial.plan.stage for trial in found(1, 1, plan=replace(PLAN, stage=0)).trials if trial.plan.optimizer.on]
+    away = [
+        trial.plan.stage
+        for trial in found(1, 1, plan=replace(PLAN, stage=0)).trials
+        if trial.plan.optimizer.on
+    ]
     assert set(away) == {2, 3}
     summed = found(1, 1, plan=replace(PLAN, stage=1, accumulation=2)).trials
     assert {trial.plan.stage for trial in summed if trial.plan.optimizer.on} == {1, 2, 3}

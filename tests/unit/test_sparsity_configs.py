@@ -1,4 +1,6 @@
-"""Layouts are DeepSpeed's: golden digests made with its sparsity_config.py, and what the definitions say of small ones."""
+"""Layouts are DeepSpeed's: golden digests made with its sparsity_config.py, and what the
+definitions say of small ones.
+"""
 
 from __future__ import annotations
 
@@ -46,28 +48,55 @@ GOLDEN: list[tuple[str, dict[str, Any], str]] = [
     ("Variable", {"num_heads": 2}, "c6e025597a2a47c9"),
     (
         "Variable",
-        {"num_heads": 2, "local_window_blocks": [1, 3, 2], "global_block_indices": [0, 5, 40], "horizontal_global_attention": True},
+        {
+            "num_heads": 2,
+            "local_window_blocks": [1, 3, 2],
+            "global_block_indices": [0, 5, 40],
+            "horizontal_global_attention": True,
+        },
         "fc54d0bc09f0dadc",
     ),
     (
         "Variable",
-        dict(num_heads=2, local_window_blocks=[50, 3], global_block_indices=[1, 7], global_block_end_indices=[3, 99], **UNIDIRECTIONAL),
+        dict(
+            num_heads=2,
+            local_window_blocks=[50, 3],
+            global_block_indices=[1, 7],
+            global_block_end_indices=[3, 99],
+            **UNIDIRECTIONAL,
+        ),
         "e7b10350d47f305e",
     ),
     ("BigBird", {"num_heads": 2, "num_random_blocks": 0}, "0ebe5b049095b547"),
     (
         "BigBird",
-        dict(num_heads=2, num_random_blocks=0, num_sliding_window_blocks=5, num_global_blocks=2, **UNIDIRECTIONAL),
+        dict(
+            num_heads=2,
+            num_random_blocks=0,
+            num_sliding_window_blocks=5,
+            num_global_blocks=2,
+            **UNIDIRECTIONAL,
+        ),
         "9f5a24e2ce44ceae",
     ),
     ("BSLongformer", {"num_heads": 2}, "0ebe5b049095b547"),
     (
         "BSLongformer",
-        dict(num_heads=2, num_sliding_window_blocks=4, global_block_indices=[0, 4], global_block_end_indices=[2, 6], **UNIDIRECTIONAL),
+        dict(
+            num_heads=2,
+            num_sliding_window_blocks=4,
+            global_block_indices=[0, 4],
+            global_block_end_indices=[2, 6],
+            **UNIDIRECTIONAL,
+        ),
         "784a345612b96093",
     ),
     ("LocalSlidingWindow", {"num_heads": 2}, "bf67470fbddb4aa7"),
-    ("LocalSlidingWindow", {"num_heads": 2, "num_sliding_window_blocks": 5, "attention": "bidirectional"}, "843b09b05b1897e3"),
+    (
+        "LocalSlidingWindow",
+        {"num_heads": 2, "num_sliding_window_blocks": 5, "attention": "bidirectional"},
+        "843b09b05b1897e3",
+    ),
 ]
 
 
@@ -79,7 +108,9 @@ def test_layouts_are_deepspeeds(name: str, arguments: dict[str, Any], digest: st
 
 
 def test_a_fixed_layout_spelled_out() -> None:
-    layout = FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional").make_layout(64)[0]
+    layout = FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional").make_layout(64)[
+        0
+    ]
     assert layout.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
 
 
@@ -98,21 +129,39 @@ def test_random_blocks_agree_among_ranks_and_leave_torch_alone(kind: type) -> No
 
 
 def test_unidirectional_random_blocks_lie_in_the_past() -> None:
-    layout = BigBirdSparsityConfig(1, num_random_blocks=4, num_sliding_window_blocks=1, attention="unidirectional").make_layout(320)[0]
+    layout = BigBirdSparsityConfig(
+        1, num_random_blocks=4, num_sliding_window_blocks=1, attention="unidirectional"
+    ).make_layout(320)[0]
     assert not layout.triu(1).any()
     assert (layout.sum(1) <= 6).all() and layout[-1].sum() >= 4
 
 
 @pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
 def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole(attention: str) -> None:
-    config = BigBirdSparsityConfig(1, num_random_blocks=3, num_sliding_window_blocks=7, num_global_blocks=3, attention=attention)
+    config = BigBirdSparsityConfig(
+        1,
+        num_random_blocks=3,
+        num_sliding_window_blocks=7,
+        num_global_blocks=3,
+        attention=attention,
+    )
     whole = torch.ones(2, 2, dtype=torch.int64)
-    assert torch.equal(config.make_layout(32)[0], whole.tril() if attention == "unidirectional" else whole)
+    assert torch.equal(
+        config.make_layout(32)[0], whole.tril() if attention == "unidirectional" else whole
+    )
 
 
 def test_equal_configurations_are_one_and_do_not_change() -> None:
-    one, same, other = BigBirdSparsityConfig(2), BigBirdSparsityConfig(2), BigBirdSparsityConfig(2, block=32)
-    assert one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same) and one != other
+    one, same, other = (
+        BigBirdSparsityConfig(2),
+        BigBirdSparsityConfig(2),
+        BigBirdSparsityConfig(2, block=32),
+    )
+    assert (
+        one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
+        and hash(one) == hash(same)
+        and one != other
+    )
     assert one.handle == same.handle != other.handle
     assert "block=32" in repr(other) and "handle" not in repr(other)
     with pytest.raises(KernelError, match="cannot change"):
@@ -136,12 +185,25 @@ def test_a_configuration_that_cannot_be_pickled_is_like_itself_alone() -> None:
     [
         (lambda: DenseSparsityConfig(0), "num_heads is 0"),
         (lambda: DenseSparsityConfig(1).make_layout(17), "no multiple of the block"),
-        (lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), "multiple of num_global_blocks"),
+        (
+            lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3),
+            "multiple of num_global_blocks",
+        ),
         (lambda: FixedSparsityConfig(1, num_different_global_patterns=2), "at most 1"),
         (lambda: FixedSparsityConfig(1, attention="both"), "'both'"),
-        (lambda: FixedSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True), "needs bidirectional"),
+        (
+            lambda: FixedSparsityConfig(
+                1, attention="unidirectional", horizontal_global_attention=True
+            ),
+            "needs bidirectional",
+        ),
         (lambda: VariableSparsityConfig(1, local_window_blocks=[]), "local_window_blocks"),
-        (lambda: VariableSparsityConfig(1, global_block_indices=[3], global_block_end_indices=[3]), "each below its end"),
+        (
+            lambda: VariableSparsityConfig(
+                1, global_block_indices=[3], global_block_end_indices=[3]
+            ),
+            "each below its end",
+        ),
         (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
         (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
     ],
@@ -162,9 +224,13 @@ def test_deepspeeds_section() -> None:
         "num_random_blocks": 0,
         "num_sliding_window_blocks": 3,
     }
-    assert from_section(section, 8) == FixedSparsityConfig(8, 32, True, num_local_blocks=4, num_different_global_patterns=4)
+    assert from_section(section, 8) == FixedSparsityConfig(
+        8, 32, True, num_local_blocks=4, num_different_global_patterns=4
+    )
     assert from_section({}, 8) == FixedSparsityConfig(8)
-    assert isinstance(from_section({"mode": "local_sliding_window"}, 8), LocalSlidingWindowSparsityConfig)
+    assert isinstance(
+        from_section({"mode": "local_sliding_window"}, 8), LocalSlidingWindowSparsityConfig
+    )
     for wrong, said in (
         ({"mode": "sparse"}, "must be one of"),
         ({"blocks": 16}, "no key 'blocks'"),

@@ -1,7 +1,9 @@
-"""Nothing compares tensors by value where identity is meant: ``==`` of two tensors is a tensor, or an error where their sizes differ.
+"""Nothing compares tensors by value where identity is meant: ``==`` of two tensors is a tensor, or
+an error where their sizes differ.
 
-``list.remove``, ``in``, ``index`` and ``count`` compare with ``==``, and so do dataclasses and named tuples field by field. Read from
-the sources: mypy has every container that begins empty annotated, and the annotation tells what it holds.
+``list.remove``, ``in``, ``index`` and ``count`` compare with ``==``, and so do dataclasses and
+named tuples field by field. Read from the sources: mypy has every container that begins empty
+annotated, and the annotation tells what it holds.
 """
 
 from __future__ import annotations
@@ -14,14 +16,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
-    path for folder in ("hf_zero", "kernels") for path in sorted((ROOT / folder).rglob("*.py")) if "triton_kernels" not in path.parts
+    path
+    for folder in ("hf_zero", "kernels")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "triton_kernels" not in path.parts
 ]
 IN_ORDER = {"list", "deque", "tuple", "Sequence", "Iterable", "Collection", "List", "Tuple"}
 BY_VALUE = {"remove", "index", "count"}
 
 
 def name_of(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )
 
 
 def mentions(annotation: ast.AST | None, names: set[str]) -> bool:
@@ -29,7 +40,9 @@ def mentions(annotation: ast.AST | None, names: set[str]) -> bool:
 
 
 def holds(annotation: ast.AST | None, names: set[str]) -> bool:
-    """Whether ``annotation`` is of a container whose elements, compared one by one, are or contain one of ``names``."""
+    """Whether ``annotation`` is of a container whose elements, compared one by one, are or
+    contain one of ``names``.
+    """
     if isinstance(annotation, ast.BinOp):  # a | b
         return holds(annotation.left, names) or holds(annotation.right, names)
     if not isinstance(annotation, ast.Subscript):
@@ -45,7 +58,11 @@ def is_dataclass(node: ast.ClassDef) -> tuple[bool, bool]:
     for decorator in node.decorator_list:
         call = decorator if isinstance(decorator, ast.Call) else None
         if name_of(call.func if call else decorator) == "dataclass":
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} if call else {}
+            given = (
+                {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                if call
+                else {}
+            )
             return True, given.get("eq") != "False"
     return False, False
 
@@ -54,14 +71,21 @@ def fields(node: ast.ClassDef, names: set[str]) -> Iterator[str]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not mentions(statement.annotation, names):
             continue
-        if "compare=False" not in ast.unparse(statement) and "Callable" not in ast.unparse(statement.annotation):
+        if "compare=False" not in ast.unparse(statement) and "Callable" not in ast.unparse(
+            statement.annotation
+        ):
             yield name_of(statement.target)
 
 
 def findings(sources: dict[str, str]) -> list[str]:
     """Where tensors, or what compares with their help, are compared by value."""
     trees = {path: ast.parse(source) for path, source in sources.items()}
-    classes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [
+        (path, node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
     found = []
     values = {"Tensor"}  # and the named tuples that hold some
     for path, node in classes:
@@ -70,7 +94,10 @@ def findings(sources: dict[str, str]) -> list[str]:
         if tuples and list(fields(node, {"Tensor"})):
             values.add(node.name)
         if dataclass and compares and list(fields(node, {"Tensor"})):
-            found.append(f"{path}:{node.lineno} {node.name} compares its tensors {list(fields(node, {'Tensor'}))}: eq=False")
+            found.append(
+                f"{path}:{node.lineno} {node.name} compares its tensors "
+                f"{list(fields(node, {'Tensor'}))}: eq=False"
+            )
     for path, tree in trees.items():
         found += [f"{path}:{line}" for line in _compared(tree, values)]
     return found
@@ -80,9 +107,13 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
     attributes = {
         name_of(node.target)
         for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute) and holds(node.annotation, values)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Attribute)
+        and holds(node.annotation, values)
     }
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     for scope in [tree, *functions]:
         containers, tensors = _annotated(scope, values)
 
@@ -93,15 +124,23 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
             return isinstance(node, ast.Name) and node.id in tensors
 
         for node in _own(scope):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BY_VALUE and node.args:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in BY_VALUE
+                and node.args
+            ):
                 if kept(node.func.value) or tensor(node.args[0]):
                     yield f"{node.lineno} {ast.unparse(node)}"
             elif isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
                 membership = any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops)
                 equality = any(isinstance(op, (ast.Eq, ast.NotEq)) for op in node.ops)
-                membership = membership and name_of(sides[-1]) != "state"  # an optimizer's dict, which has tensors for keys
-                if (membership and (kept(sides[-1]) or tensor(sides[0]))) or (equality and any(map(kept, sides))):
+                # an optimizer's dict, which has tensors for keys
+                membership = membership and name_of(sides[-1]) != "state"
+                if (membership and (kept(sides[-1]) or tensor(sides[0]))) or (
+                    equality and any(map(kept, sides))
+                ):
                     yield f"{node.lineno} {ast.unparse(node)}"
 
 
@@ -115,10 +154,16 @@ def _own(scope: ast.AST) -> Iterator[ast.AST]:
 
 def _annotated(scope: ast.AST, values: set[str]) -> tuple[set[str], set[str]]:
     """Names in ``scope`` of containers that hold tensors, and of tensors."""
-    pairs = [(node.target, node.annotation) for node in _own(scope) if isinstance(node, ast.AnnAssign)]
+    pairs = [
+        (node.target, node.annotation) for node in _own(scope) if isinstance(node, ast.AnnAssign)
+    ]
     named = [(name_of(target), annotation) for target, annotation in pairs]
     if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        named += [(each.arg, each.annotation) for each in [*scope.args.args, *scope.args.kwonlyargs] if each.annotation is not None]
+        named += [
+            (each.arg, each.annotation)
+            for each in [*scope.args.args, *scope.args.kwonlyargs]
+            if each.annotation is not None
+        ]
     containers = {name for name, annotation in named if holds(annotation, values)}
     return containers, {name for name, annotation in named if name_of(annotation) in values}
 
@@ -130,7 +175,8 @@ def test_no_tensors_are_compared_where_identity_is_meant() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "class A:\n    def f(self, fit):\n        self._kept: list[torch.Tensor] = []\n        self._kept.remove(fit)",
+        "class A:\n    def f(self, fit):\n        self._kept: list[torch.Tensor] = []\n        "
+        "self._kept.remove(fit)",
         "def f(kept: list[tuple[Tensor, Event | None]], one):\n    return one in kept",
         "def f(kept: Sequence[torch.Tensor], other):\n    return kept == other",
         "def f(kept, one: torch.Tensor):\n    kept.index(one)",

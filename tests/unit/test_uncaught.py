@@ -1,4 +1,6 @@
-"""An error of hf-zero ends a rank with its message alone, once for all ranks; what differs by rank is seen, and others are left alone."""
+"""An error of hf-zero ends a rank with its message alone, once for all ranks; what differs by
+rank is seen, and others are left alone.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,13 @@ def test_a_rank_says_what_is_wrong_and_where(seen, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     end_with(ConfigError("config dict: unknown key 'stge'"))
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "hf-zero, rank 0: ConfigError: config dict: unknown key 'stge'" and len(said) == 3
-    assert said[1].startswith(f"  at {__file__}:") and "HF_ZERO_TRACEBACK=1" in said[2] and seen == []
+    assert (
+        said[0] == "hf-zero, rank 0: ConfigError: config dict: unknown key 'stge'"
+        and len(said) == 3
+    )
+    assert (
+        said[1].startswith(f"  at {__file__}:") and "HF_ZERO_TRACEBACK=1" in said[2] and seen == []
+    )
 
 
 def test_errors_of_others_go_to_the_hook_that_was_there(seen, monkeypatch) -> None:
@@ -78,7 +85,9 @@ def test_a_cause_is_told() -> None:
         except OSError as error:
             raise DiskSpaceError("nothing is written") from error
     except DiskSpaceError as error:
-        assert "  because of OSError: no such disk" in uncaught.described(error, error.__traceback__)
+        assert "  because of OSError: no such disk" in uncaught.described(
+            error, error.__traceback__
+        )
 
 
 SCRIPT = """
@@ -93,9 +102,22 @@ raise ConfigError("wrong on all ranks")
 def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-c", "from hf_zero.cli import main; main()", "launch", "--num-procs", "2", str(script), how]
+    command = [
+        sys.executable,
+        "-c",
+        "from hf_zero.cli import main; main()",
+        "launch",
+        "--num-procs",
+        "2",
+        str(script),
+        how,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
-    lines = [line for line in done.stderr.splitlines() if "OMP_NUM_THREADS" not in line and set(line.rpartition("] ")[2]) != {"*"}]
+    lines = [
+        line
+        for line in done.stderr.splitlines()
+        if "OMP_NUM_THREADS" not in line and set(line.rpartition("] ")[2]) != {"*"}
+    ]
     return done.returncode, lines
 
 
@@ -113,7 +135,10 @@ def test_what_differs_by_rank_is_said_by_each(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "code, given, said",
-    [(7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended with it"), (-9, 137, "rank 1 (pid 5) was ended by SIGKILL (the kernel")],
+    [
+        (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended with it"),
+        (-9, 137, "rank 1 (pid 5) was ended by SIGKILL (the kernel"),
+    ],
 )
 def test_the_launcher_says_how_a_rank_ended(code, given, said) -> None:
     class ChildFailedError(Exception):

@@ -1,4 +1,6 @@
-"""Checkpoints that others wrote, opened as if they were ours: the same manifest, the same ranges, nothing converted first."""
+"""Checkpoints that others wrote, opened as if they were ours: the same manifest, the same
+ranges, nothing converted first.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,24 @@ SIGNS = {
 
 
 def recognise(folder: Place) -> str:
-    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with ``latest``, is none itself.
+    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with
+    ``latest``, is none itself.
 
     In an object store only checkpoints of ours are read.
     """
     if is_remote(folder) or (folder / "latest").is_file():
         return ""
-    return next((module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), "")
+    return next(
+        (module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), ""
+    )
 
 
 def open_foreign(folder: Place, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
-    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is damaged or of a kind that is not read.
+    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is
+    damaged or of a kind that is not read.
 
-    ``asked`` are the trained parameters of the model that loads, by optimizer group, for writers that keep no names.
+    ``asked`` are the trained parameters of the model that loads, by optimizer group, for writers
+    that keep no names.
     """
     module = importlib.import_module(f"{__name__}.{recognise(folder)}")
     opened: Checkpoint = module.open_checkpoint(folder, asked)

@@ -1,4 +1,6 @@
-"""A checkpoint put together from tensors that lie in other files: each parameter a flat of its own, each piece of it a chunk."""
+"""A checkpoint put together from tensors that lie in other files: each parameter a flat of its
+own, each piece of it a chunk.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from hf_zero.checkpoint.contents import BUFFER
 from hf_zero.checkpoint.foreign.mapped import MappedFiles
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.records import MASTER, SHARD, Chunk, Export, FileEntry, FlatEntry, GroupEntry, OptimizerEntry
+from hf_zero.checkpoint.records import (
+    MASTER,
+    SHARD,
+    Chunk,
+    Export,
+    FileEntry,
+    FlatEntry,
+    GroupEntry,
+    OptimizerEntry,
+)
 from hf_zero.checkpoint.tensorfile import Entry, TensorFile
 from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
@@ -22,7 +33,9 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A tensor in memory or mapped that is given out in ``dtype``, cast as it is read: all at once would be a copy of it."""
+    """A tensor in memory or mapped that is given out in ``dtype``, cast as it is read: all at
+    once would be a copy of it.
+    """
 
     dtype: torch.dtype
     values: torch.Tensor
@@ -33,7 +46,9 @@ class Widened:
 
 @dataclass(frozen=True)
 class Ranged:
-    """A tensor of ``length`` elements of which any run is read by itself: ``read(start, out)`` fills ``out`` from ``start`` on."""
+    """A tensor of ``length`` elements of which any run is read by itself: ``read(start, out)``
+    fills ``out`` from ``start`` on.
+    """
 
     dtype: torch.dtype
     length: int
@@ -44,14 +59,17 @@ class Ranged:
 
 
 CAST_AT_ONCE = 1 << 20  # elements
-# Of the model that loads: the names of its trained parameters by optimizer group, in its own order. Of use where a writer keeps no names.
+# Of the model that loads: the names of its trained parameters by optimizer group, in its own order.
+# Of use where a writer keeps no names.
 Asked = Sequence[Sequence[str]]
 Held = torch.Tensor | Widened | Ranged
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter, in file number ``file``: tensors of one length, by state; ``master`` or ``shard`` among them."""
+    """A run of elements of one parameter, in file number ``file``: tensors of one length, by
+    state; ``master`` or ``shard`` among them.
+    """
 
     file: int
     tensors: Mapping[str, Held]
@@ -74,7 +92,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Group:
-    """An optimizer group: hyper-parameters, the numbers its parameters share (``step``), and its parameters' names."""
+    """An optimizer group: hyper-parameters, the numbers its parameters share (``step``), and its
+    parameters' names.
+    """
 
     hyperparameters: dict[str, Any]
     scalars: dict[str, float]
@@ -83,7 +103,10 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """All that was read out of a foreign folder. ``files`` are those the pieces point to, the first one also holds the buffers."""
+    """All that was read out of a foreign folder.
+
+    ``files`` are those the pieces point to, the first one also holds the buffers.
+    """
 
     folder: Path
     writer: str
@@ -104,11 +127,17 @@ class Found:
 
 
 class Table:
-    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``. Of those that are mapped no page is touched."""
+    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``.
+
+    Of those that are mapped no page is touched.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Held], mapped: MappedFiles) -> None:
         self.path, self._tensors, self._mapped = path, dict(tensors), mapped
-        self.entries = {name: Entry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize) for name, t in self._tensors.items()}
+        self.entries = {
+            name: Entry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize)
+            for name, t in self._tensors.items()
+        }
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         held = self._tensors[name]
@@ -133,7 +162,10 @@ class Table:
 
 
 class Assembled(Checkpoint):
-    """``found`` with the face of our own checkpoints. Raises CheckpointError if a parameter's pieces are not the whole of it."""
+    """``found`` with the face of our own checkpoints.
+
+    Raises CheckpointError if a parameter's pieces are not the whole of it.
+    """
 
     def __init__(self, found: Found) -> None:
         self.folder, self._found = found.folder, found
@@ -142,10 +174,15 @@ class Assembled(Checkpoint):
         held: list[dict[str, Held]] = [{} for _ in found.files]
         for parameter in found.parameters:
             for piece in parameter.pieces:
-                held[piece.file] |= {f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()}
+                held[piece.file] |= {
+                    f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()
+                }
         held[0] |= {BUFFER + name: tensor for name, tensor in found.buffers.items()}
         self._mapped = MappedFiles()
-        self._tables = [Table(found.folder / name, tensors, self._mapped) for name, tensors in zip(found.files, held)]
+        self._tables = [
+            Table(found.folder / name, tensors, self._mapped)
+            for name, tensors in zip(found.files, held)
+        ]
 
     def _flat(self, parameter: Parameter) -> FlatEntry:
         layout = FlatLayout.build([(parameter.name, parameter.shape)], 1)
@@ -154,17 +191,24 @@ class Assembled(Checkpoint):
             lengths = {tensor.numel() for tensor in piece.tensors.values()}
             if len(lengths) > 1:
                 raise self._damaged(
-                    f"the states of {parameter.name!r} in {self._found.files[piece.file]} differ in length: {sorted(lengths)}"
+                    f"the states of {parameter.name!r} in {self._found.files[piece.file]} differ "
+                    f"in length: {sorted(lengths)}"
                 )
             chunks.append(Chunk(piece.file, at, at + piece.numel, tuple(piece.tensors)))
             at += piece.numel
         if at != layout.numel:
-            raise self._damaged(f"parameter {parameter.name!r} of shape {list(parameter.shape)} has {at} elements in its files")
-        return FlatEntry(parameter.name, parameter.trainable, parameter.dtype, layout, tuple(chunks))
+            raise self._damaged(
+                f"parameter {parameter.name!r} of shape {list(parameter.shape)} has {at} "
+                "elements in its files"
+            )
+        return FlatEntry(
+            parameter.name, parameter.trainable, parameter.dtype, layout, tuple(chunks)
+        )
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder}, written by {self._found.writer}, is not whole: {what}; restore its files, or name another checkpoint"
+            f"{self.folder}, written by {self._found.writer}, is not whole: {what}; restore its "
+            "files, or name another checkpoint"
         )
 
     def listed(self) -> list[FileEntry]:
@@ -172,11 +216,19 @@ class Assembled(Checkpoint):
         return []
 
     def identity(self) -> str:
-        """Tells this checkpoint from any other by the sizes and times of all that lies in its folder."""
+        """Tells this checkpoint from any other by the sizes and times of all that lies in its
+        folder.
+        """
         digest = sha256(str(self.folder.resolve()).encode())
-        for path in sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".hf-zero-")):
+        for path in sorted(
+            path
+            for path in self.folder.rglob("*")
+            if path.is_file() and not path.name.startswith(".hf-zero-")
+        ):
             status = path.stat()
-            digest.update(f"{path.relative_to(self.folder)} {status.st_size} {status.st_mtime_ns}\n".encode())
+            digest.update(
+                f"{path.relative_to(self.folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
+            )
         return digest.hexdigest()
 
     def file(self, index: int) -> Any:
@@ -211,13 +263,16 @@ def _manifest(found: Found, flats: tuple[FlatEntry, ...]) -> Manifest:
         files=tuple(FileEntry(name, index, 0, "") for index, name in enumerate(found.files)),
         flats=flats,
         parameters={parameter.name: parameter.dtype for parameter in found.parameters},
-        buffers={name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.buffers.items()},
+        buffers={name: (tensor.dtype, tuple(tensor.shape)) for name,
+        tensor in found.buffers.items()},
         aliases=found.aliases,
         excluded=(),
         export=Export(),
-        optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters, dict(g.scalars), g.parameters) for g in groups)),
+        optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters,
+        dict(g.scalars), g.parameters) for g in groups)),
         scaler=found.scaler,
-        lr_scheduler=None if found.lr_scheduler is None else {"class": "", "state": {"json": {}, "objects": []}},
+        lr_scheduler=None if found.lr_scheduler is None else {"class": "", "state": {"json": {},
+        "objects": []}},
         counters=found.counters,
         client_state={"json": {}, "objects": []},
         objects=None,
@@ -226,9 +281,27 @@ def _manifest(found: Found, flats: tuple[FlatEntry, ...]) -> Manifest:
 
 
 def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, torch.Tensor]:
-    """Of an optimizer's state of one tensor, what has an entry for each of its ``numel`` elements, without padding behind them."""
-    kept = ((name, tensor) for name, tensor in values if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.numel() >= numel)
+    """Of an optimizer's state of one tensor, what has an entry for each of its ``numel``
+    elements, without padding behind them.
+    """
+    kept = (
+        (name, tensor)
+        for name, tensor in values
+        if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.numel() >= numel
+    )
     return {name: tensor.reshape(-1)[:numel] for name, tensor in kept}
 
 
-__all__ = ["MASTER", "SHARD", "Asked", "Assembled", "Found", "Group", "Parameter", "Piece", "Ranged", "Widened", "states"]
+__all__ = [
+    "MASTER",
+    "SHARD",
+    "Asked",
+    "Assembled",
+    "Found",
+    "Group",
+    "Parameter",
+    "Piece",
+    "Ranged",
+    "Widened",
+    "states",
+]

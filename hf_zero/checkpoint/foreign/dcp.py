@@ -1,11 +1,13 @@
 """Folders that ``torch.distributed.checkpoint`` wrote: FSDP's, FSDP2's, Accelerate's sharded ones.
 
 [Note: what lies where]
-``.metadata`` is a pickle of torch's own records: for each name its shape and chunks (offsets and sizes along each dimension), and in which
-``*.distcp`` file at which byte each chunk lies, which is what ``torch.save`` made of it. Names are paths into the dict that was saved:
-``model.<parameter>``, ``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups.<n>.<setting>``. Accelerate writes two such
-folders side by side, ``pytorch_model_fsdp_0`` and ``optimizer_0``. Nothing says which tensors of the model are buffers, and tied weights
-may stand under both names: the model that loads them knows.
+``.metadata`` is a pickle of torch's own records: for each name its shape and chunks (offsets and
+sizes along each dimension), and in which ``*.distcp`` file at which byte each chunk lies, which is
+what ``torch.save`` made of it. Names are paths into the dict that was saved: ``model.<parameter>``,
+``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups.<n>.<setting>``. Accelerate writes
+two such folders side by side, ``pytorch_model_fsdp_0`` and ``optimizer_0``. Nothing says which
+tensors of the model are buffers, and tied weights may stand under both names: the model that loads
+them knows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign import unnamed
-from hf_zero.checkpoint.foreign.assembled import MASTER, SHARD, Asked, Assembled, Found, Group, Parameter, Piece, Ranged
+from hf_zero.checkpoint.foreign.assembled import (
+    MASTER,
+    SHARD,
+    Asked,
+    Assembled,
+    Found,
+    Group,
+    Parameter,
+    Piece,
+    Ranged,
+)
 from hf_zero.checkpoint.foreign.pickles import Opaque
 from hf_zero.checkpoint.foreign.stretches import SavedTensor, damaged, load
 from hf_zero.checkpoint.foreign.unnamed import Shape
@@ -31,22 +43,29 @@ States = Mapping[Any, Mapping[str, Record]]
 METADATA = ".metadata"
 PARTS = ("pytorch_model_fsdp*", "optimizer_*")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
-# The records of torch.distributed.checkpoint, and what they are made of. Everything else in a pickle is refused.
+# The records of torch.distributed.checkpoint, and what they are made of. Everything else in a
+# pickle is refused.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata",
+        "BytesStorageMetadata", "TensorProperties",
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
     "collections": {"OrderedDict"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))},
+    "torch": {"Size",
+    *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype,
+    torch.dtype))},
 }  # fmt: skip
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
-    """``folder`` as a checkpoint. Raises CheckpointError for a damaged one, and for one that holds no model."""
+    """``folder`` as a checkpoint.
+
+    Raises CheckpointError for a damaged one, and for one that holds no model.
+    """
     found = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
     return Assembled(_Reading(folder, found or [folder / METADATA], asked).found())
 
@@ -82,23 +101,36 @@ class _Reading:
             for index, info in data.storage_data.items():
                 name = info.relative_path
                 if Path(name).name != name or getattr(info, "transform_descriptors", None):
-                    raise pickle.UnpicklingError(f"it points to {name!r}, which leads out of its folder or is compressed")
+                    raise pickle.UnpicklingError(
+                        f"it points to {name!r}, which leads out of its folder or is compressed"
+                    )
                 if name not in sizes:
                     sizes[name] = _size(path.parent / name)
                 if info.offset + info.length > sizes[name]:
-                    raise damaged(path.parent / name, f"it ends at byte {sizes[name]}, {index.fqn!r} at {info.offset + info.length}")
-                self.places.setdefault(f"{path.parent.name}/{index.fqn}", []).append((index, path.parent / name, info.offset, info.length))
+                    raise damaged(
+                        path.parent / name,
+                        f"it ends at byte {sizes[name]}, {index.fqn!r} at "
+                        f"{info.offset + info.length}",
+                    )
+                self.places.setdefault(f"{path.parent.name}/{index.fqn}", []).append(
+                    (index, path.parent / name, info.offset, info.length)
+                )
         except CheckpointError:
             raise
         except Exception as error:  # what is damaged makes the unpickler raise anything
             raise CheckpointError(
-                f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); restore it, or name another checkpoint"
+                f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); "
+                "restore it, or name another checkpoint"
             ) from error
 
     def _lift(self) -> None:
-        """Take the model and all beside it out of the object that was saved as one, as in torch's own recipe: ``{"app": Stateful}``."""
+        """Take the model and all beside it out of the object that was saved as one, as in
+        torch's own recipe: ``{"app": Stateful}``.
+        """
         tops = {keys[0] for keys in self.entries}
-        while len(tops) == 1 and not tops & {*MODEL} and all(len(keys) > 1 for keys in self.entries):
+        while (
+            len(tops) == 1 and not tops & {*MODEL} and all(len(keys) > 1 for keys in self.entries)
+        ):
             lifted = {keys[1:]: record for keys, record in self.entries.items()}
             if not any(keys[0] in MODEL for keys in lifted):
                 return
@@ -110,13 +142,21 @@ class _Reading:
             model = self.entries  # a model's state dict and nothing else
         if not model:
             raise CheckpointError(
-                f"{self.folder} holds no model: its names begin with {sorted({str(keys[0]) for keys in self.entries})[:5]}, none of {', '.join(MODEL)}; "
+                f"{self.folder} holds no model: its names begin with "
+                f"{sorted({str(keys[0]) for keys in self.entries})[:5]}, none of "
+                f"{', '.join(MODEL)}; "
                 'save it as {"model": ..., "optimizer": ...}'
             )
-        shapes = {".".join(map(str, keys)): tuple(record[1].size) for keys, record in model.items() if hasattr(record[1], "chunks")}
+        shapes = {
+            ".".join(map(str, keys)): tuple(record[1].size)
+            for keys, record in model.items()
+            if hasattr(record[1], "chunks")
+        }
         groups, states = self._optimizer(shapes)
         parameters = tuple(
-            self._parameter(".".join(map(str, keys)), record, states) for keys, record in model.items() if hasattr(record[1], "chunks")
+            self._parameter(".".join(map(str, keys)), record, states)
+            for keys, record in model.items()
+            if hasattr(record[1], "chunks")
         )
         return Found(
             folder=self.folder,
@@ -129,7 +169,9 @@ class _Reading:
         )
 
     def _beside(self) -> dict[str, Any]:
-        """What was saved beside the model and the optimizer, nested as it was; a tensor that lies there alone is not read."""
+        """What was saved beside the model and the optimizer, nested as it was; a tensor that
+        lies there alone is not read.
+        """
         made: dict[str, Any] = {}
         left = []
         for keys, (fqn, entry) in self.entries.items():
@@ -143,47 +185,86 @@ class _Reading:
                     inner = inner.setdefault(key, {})
                 inner[keys[-1]] = self._value(fqn)
         if left:
-            logger.warning("%s holds tensors beside the model, which the client state is without: %s", self.folder, ", ".join(left[:8]))
+            logger.warning(
+                "%s holds tensors beside the model, which the client state is without: %s",
+                self.folder,
+                ", ".join(left[:8]),
+            )
         return {str(key): _with_lists(value) for key, value in made.items()}
 
     def _under(self, names: tuple[str, ...]) -> dict[tuple[Any, ...], tuple[str, Any]]:
-        return {keys[1:]: record for keys, record in self.entries.items() if keys[0] in names and len(keys) > 1}
+        return {
+            keys[1:]: record
+            for keys, record in self.entries.items()
+            if keys[0] in names and len(keys) > 1
+        }
 
     def _parameter(self, name: str, record: Record, states: States) -> Parameter:
         fqn, entry = record
         dtype, shape, kept = entry.properties.dtype, tuple(entry.size), states.get(name)
         main = MASTER if kept is not None else SHARD
-        elementwise = {key: r for key, r in (kept or {}).items() if hasattr(r[1], "chunks") and tuple(r[1].size) == shape}
-        chunks = {key: self._chunks(each_fqn, each) for key, (each_fqn, each) in {main: (fqn, entry), **elementwise}.items()}
+        elementwise = {
+            key: r
+            for key, r in (kept or {}).items()
+            if hasattr(r[1], "chunks") and tuple(r[1].size) == shape
+        }
+        chunks = {
+            key: self._chunks(each_fqn, each)
+            for key, (each_fqn, each) in {main: (fqn, entry), **elementwise}.items()
+        }
         cuts = [[(start, stop) for start, stop, _, _ in pieces] for pieces in chunks.values()]
         if any(cut != cuts[0] for cut in cuts):
             raise CheckpointError(
-                f"{self.folder} holds {name!r} and its optimizer's state cut in different places; load and save it again with torch"
+                f"{self.folder} holds {name!r} and its optimizer's state cut in different places; "
+                "load and save it again with torch"
             )
-        pieces = tuple(Piece(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()}) for i in range(len(chunks[main])))
+        pieces = tuple(
+            Piece(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()})
+            for i in range(len(chunks[main]))
+        )
         return Parameter(name, shape, dtype, kept is not None, pieces)
 
     def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Ranged]]:
-        """(start, stop, number of the file, values), in elements of the flattened tensor, in order."""
+        """(start, stop, number of the file, values), in elements of the flattened tensor, in
+        order.
+        """
         made = []
         shape = torch.Size(entry.size)
         row = shape[1:].numel() if shape else 1
         for index, path, offset, length in self.places.get(fqn, ()):
-            chunk = next((c for c in entry.chunks if index.offset is None or tuple(c.offsets) == tuple(index.offset)), None)
+            chunk = next(
+                (
+                    c
+                    for c in entry.chunks
+                    if index.offset is None or tuple(c.offsets) == tuple(index.offset)
+                ),
+                None,
+            )
             if chunk is None or tuple(chunk.sizes)[1:] != tuple(shape)[1:]:
                 raise CheckpointError(
-                    f"{self.folder} holds {fqn!r} cut along another dimension than the first (tensor parallelism); load and save it again with torch"
+                    f"{self.folder} holds {fqn!r} cut along another dimension than the first "
+                    "(tensor parallelism); load and save it again with torch"
                 )
             start = (chunk.offsets[0] if shape else 0) * row
             numel = torch.Size(chunk.sizes).numel()
             if path not in self.files:
                 self.files.append(path)
             values = SavedTensor(fqn, path, offset, length, entry.properties.dtype, numel)
-            made.append((start, start + numel, self.files.index(path), Ranged(values.dtype, numel, values.read)))
+            made.append(
+                (
+                    start,
+                    start + numel,
+                    self.files.index(path),
+                    Ranged(values.dtype, numel, values.read),
+                )
+            )
         return sorted(made, key=lambda each: each[:2])
 
     def _optimizer(self, shapes: Mapping[str, Shape]) -> tuple[tuple[Group, ...] | None, States]:
-        """The optimizer's groups and, by parameter, the records of its states. ``shapes`` are those of the model's parameters."""
+        """The optimizer's groups and, by parameter, the records of its states.
+
+        ``shapes`` are those of the model's parameters.
+        """
         settings: dict[Any, dict[str, Any]] = {}
         states: dict[Any, dict[str, Record]] = {}
         apart: dict[str, dict[str, Any]] = {}
@@ -193,25 +274,40 @@ class _Reading:
                 states.setdefault(keys[1], {})[keys[2]] = record
             elif len(keys) == 3 and part == "param_groups":
                 settings.setdefault(keys[1], {})[keys[2]] = self._value(record[0])
-            elif len(keys) == 1 and part in ("state", "param_groups"):  # flatten_optimizer_state_dict: a path in one name
+            elif len(keys) == 1 and part in ("state", "param_groups"):
+                # flatten_optimizer_state_dict: a path in one name
                 name, _, last = rest.rpartition(".")
                 if part == "state":
                     states.setdefault(name, {})[last] = record
                 else:
                     apart.setdefault(name, {})[last] = self._value(record[0])
-        for name, values in apart.items():  # groups are not told then: those of equal settings are taken for one
-            settings.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
+        # groups are not told then: those of equal settings are taken for one
+        for name, values in apart.items():
+            settings.setdefault(repr(sorted(values.items())), {**values, "params": []})[
+                "params"
+            ].append(name)
         groups = list(settings.values())
-        if any(not isinstance(place, str) for group in groups for place in group.get("params") or ()):
+        if any(
+            not isinstance(place, str) for group in groups for place in group.get("params") or ()
+        ):
             places = [[str(place) for place in group.get("params") or ()] for group in groups]
             wanted = [[_shape_of(states.get(place, {})) for place in each] for each in places]
-            found = unnamed.named(groups, shapes) or unnamed.as_asked(wanted, self.asked, shapes) or []
-            states = {name: states[place] for each, names in zip(places, found) for place, name in zip(each, names) if place in states}
+            found = (
+                unnamed.named(groups, shapes) or unnamed.as_asked(wanted, self.asked, shapes) or []
+            )
+            states = {
+                name: states[place]
+                for each, names in zip(places, found)
+                for place, name in zip(each, names)
+                if place in states
+            }
             groups = [{**group, "params": names} for group, names in zip(groups, found)]
         if settings and (not groups or not states.keys() <= shapes.keys()):
             logger.warning(
-                "%s does not say which parameters its optimizer's state belongs to: the weights are read, the optimizer's state is not; load it "
-                "into an engine with the same model and optimizer groups, or save it with torch's get_optimizer_state_dict",
+                "%s does not say which parameters its optimizer's state belongs to: the weights "
+                "are read, the optimizer's state is not; load it "
+                "into an engine with the same model and optimizer groups, or save it with torch's "
+                "get_optimizer_state_dict",
                 self.folder,
             )
             return None, {}
@@ -219,7 +315,11 @@ class _Reading:
         for values in groups:
             names_of = tuple(values.get("params") or ())
             kept = states.get(names_of[0], {}) if names_of else {}
-            scalars = {key: float(self._value(fqn)) for key, (fqn, entry) in kept.items() if not len(getattr(entry, "size", ()))}
+            scalars = {
+                key: float(self._value(fqn))
+                for key, (fqn, entry) in kept.items()
+                if not len(getattr(entry, "size", ()))
+            }
             made.append(Group(hyperparameters.plain(values), scalars, names_of))
         return tuple(made) or None, states
 
@@ -239,7 +339,9 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _shape_of(states: Mapping[str, Record]) -> Shape | None:
-    return next((tuple(entry.size) for _, entry in states.values() if len(getattr(entry, "size", ()))), None)
+    return next(
+        (tuple(entry.size) for _, entry in states.values() if len(getattr(entry, "size", ()))), None
+    )
 
 
 def _size(path: Path) -> int:

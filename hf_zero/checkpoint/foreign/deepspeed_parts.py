@@ -1,4 +1,6 @@
-"""What single files and dictionaries of DeepSpeed say: which rank's they are, what an optimizer keeps in them."""
+"""What single files and dictionaries of DeepSpeed say: which rank's they are, what an optimizer
+keeps in them.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +49,32 @@ OWN_KEYS = frozenset(
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
-def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None) -> tuple[Group, ...] | None:
-    """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names; ``step`` if it is kept elsewhere."""
+def groups_of(
+    base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
+) -> tuple[Group, ...] | None:
+    """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names;
+    ``step`` if it is kept elsewhere.
+    """
     if "param_groups" not in base:
         return None
     settings = base["param_groups"]
-    if len(shapes) > len(settings):  # stage 3 lists parameters by buffer, of which a group may have several
+    # stage 3 lists parameters by buffer, of which a group may have several
+    if len(shapes) > len(settings):
         buffers = iter(shapes)
-        shapes = [{name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()} for group in settings]
+        shapes = [
+            {name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()}
+            for group in settings
+        ]
     made = []
     for group, names in zip(settings, shapes):
         kept = hyperparameters.plain(group)
         state = state_of(base, group["params"][0]) if group.get("params") else {}
         # FusedAdam keeps the count in the group, torch with the tensors.
-        steps = [value for value in (step, state.get("step"), kept.pop("step", None)) if value is not None]
+        steps = [
+            value
+            for value in (step, state.get("step"), kept.pop("step", None))
+            if value is not None
+        ]
         made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
     return tuple(made)
 
@@ -68,12 +82,19 @@ def groups_of(base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step
 def steps_of(saved: Mapping[str, Any]) -> float | None:
     """How often the optimizer in a rank's file has stepped, if it counts."""
     base = torch_state(saved)
-    counts = [kept["step"] for kept in (*base.get("state", {}).values(), *base.get("param_groups", ())) if "step" in kept]
+    counts = [
+        kept["step"]
+        for kept in (*base.get("state", {}).values(), *base.get("param_groups", ()))
+        if "step" in kept
+    ]
     return float(counts[0]) if counts else None
 
 
 def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
-    """Files of one kind by data-parallel rank. Raises CheckpointError for those of several model-parallel ranks."""
+    """Files of one kind by data-parallel rank.
+
+    Raises CheckpointError for those of several model-parallel ranks.
+    """
     made: dict[int, Path] = {}
     for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
         rank, part = map(int, RANK.search(path.name).groups())  # type: ignore[union-attr]
@@ -85,17 +106,28 @@ def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
 
 def model_parallel(folder: Path, path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part of the model ({path.name}); "
+        f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part "
+        f"of the model ({path.name}); "
         "merge it with the tools of the program that wrote it"
     )
 
 
 def torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's state dict of the optimizer in ``saved``. With ``elastic_checkpoint`` DeepSpeed writes a list of states instead, without settings."""
+    """torch's state dict of the optimizer in ``saved``.
+
+    With ``elastic_checkpoint`` DeepSpeed writes a list of states instead, without settings.
+    """
     found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
     if isinstance(found, list):
-        step = {key: saved[name] for key, name in (("step", "base_optimizer_state_step"),) if name in saved}
-        return {"state": dict(enumerate(found)), "param_groups": [{"params": [index], **step} for index in range(len(found))]}
+        step = {
+            key: saved[name]
+            for key, name in (("step", "base_optimizer_state_step"),)
+            if name in saved
+        }
+        return {
+            "state": dict(enumerate(found)),
+            "param_groups": [{"params": [index], **step} for index in range(len(found))],
+        }
     return found if isinstance(found, Mapping) else {}
 
 

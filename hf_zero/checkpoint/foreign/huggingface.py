@@ -1,4 +1,7 @@
-"""Model folders that ``save_pretrained`` writes: safetensors, one file or several with an index. Weights alone, as they are named there."""
+"""Model folders that ``save_pretrained`` writes: safetensors, one file or several with an index.
+
+Weights alone, as they are named there.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,15 @@ import json
 from functools import partial
 from pathlib import Path
 
-from hf_zero.checkpoint.foreign.assembled import SHARD, Asked, Assembled, Found, Parameter, Piece, Ranged
+from hf_zero.checkpoint.foreign.assembled import (
+    SHARD,
+    Asked,
+    Assembled,
+    Found,
+    Parameter,
+    Piece,
+    Ranged,
+)
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 
@@ -14,7 +25,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
-    """``folder`` as a checkpoint without an optimizer. Raises CheckpointError for a file that is missing or damaged."""
+    """``folder`` as a checkpoint without an optimizer.
+
+    Raises CheckpointError for a file that is missing or damaged.
+    """
     names = files_of(folder)
     parameters, opened = [], []
     try:
@@ -22,8 +36,14 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
             opened.append(file := TensorFile(folder / name))
             for held, entry in file.entries.items():
                 values = Ranged(entry.dtype, entry.numel, partial(file.read_into, held))
-                parameters.append(Parameter(held, entry.shape, entry.dtype, False, (Piece(number, {SHARD: values}),)))
-        return Assembled(Found(folder, "save_pretrained", tuple(names), tuple(parameters), opened=tuple(opened)))
+                parameters.append(
+                    Parameter(
+                        held, entry.shape, entry.dtype, False, (Piece(number, {SHARD: values}),)
+                    )
+                )
+        return Assembled(
+            Found(folder, "save_pretrained", tuple(names), tuple(parameters), opened=tuple(opened))
+        )
     except BaseException:
         for file in opened:
             file.close()
@@ -31,7 +51,9 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 
 
 def files_of(folder: Path) -> dict[str, set[str]]:
-    """The weight files, each with the tensors that the index promises in it (none without an index). Raises CheckpointError."""
+    """The weight files, each with the tensors that the index promises in it (none without an
+    index). Raises CheckpointError.
+    """
     index = folder / INDEX
     if not index.is_file():
         return {WEIGHTS: set()}
@@ -40,7 +62,12 @@ def files_of(folder: Path) -> dict[str, set[str]]:
         for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
             promised.setdefault(str(name), set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error}); restore it, or name another folder") from error
+        raise CheckpointError(
+            f"{index} is damaged ({error}); restore it, or name another folder"
+        ) from error
     if odd := sorted(name for name in promised if Path(name).name != name):
-        raise CheckpointError(f"{index} names files out of its folder: {', '.join(odd)}; restore it, or name another folder")
+        raise CheckpointError(
+            f"{index} names files out of its folder: {', '.join(odd)}; restore it, "
+            "or name another folder"
+        )
     return dict(sorted(promised.items()))

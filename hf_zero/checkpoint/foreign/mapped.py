@@ -1,8 +1,8 @@
 """Ranges of tensors that are mapped from files, read from the files themselves.
 
-A page that is read through a mapping counts as this process's memory for as long as the mapping lasts: a converter that copies
-out of one grows to the size of the checkpoint. The mapping says where in which file a tensor lies, and from there a range is
-read like any other.
+A page that is read through a mapping counts as this process's memory for as long as the mapping
+lasts: a converter that copies out of one grows to the size of the checkpoint. The mapping says
+where in which file a tensor lies, and from there a range is read like any other.
 """
 
 from __future__ import annotations
@@ -35,21 +35,37 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files that are mapped when this is made. Where the system does not tell, there are none, and ``read`` reads nothing."""
+    """The files that are mapped when this is made.
+
+    Where the system does not tell, there are none, and ``read`` reads nothing.
+    """
 
     def __init__(self) -> None:
         text = MAPS.read_text() if MAPS.exists() else ""
         found = [_LINE.fullmatch(line) for line in text.splitlines()]
         self._mappings = sorted(
-            (Mapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5]) for m in found if m), key=lambda m: m.start
+            (
+                Mapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5])
+                for m in found
+                if m
+            ),
+            key=lambda m: m.start,
         )
         self._starts = [mapping.start for mapping in self._mappings]
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def read(self, values: torch.Tensor, start: int, out: torch.Tensor) -> bool:
-        """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on. False, and nothing done, if no file is known to hold them."""
-        if values.dtype != out.dtype or not values.is_contiguous() or not out.is_contiguous() or not out.numel():
+        """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on.
+
+        False, and nothing done, if no file is known to hold them.
+        """
+        if (
+            values.dtype != out.dtype
+            or not values.is_contiguous()
+            or not out.is_contiguous()
+            or not out.numel()
+        ):
             return False
         address = values.data_ptr() + start * values.element_size()
         mapping = self._around(address, out.numel() * out.element_size())

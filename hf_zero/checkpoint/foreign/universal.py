@@ -1,4 +1,6 @@
-"""What DeepSpeed's ``ds_to_universal`` makes of a checkpoint: a folder for each parameter, ``zero/<name>/{fp32,exp_avg,…}.pt``, whole."""
+"""What DeepSpeed's ``ds_to_universal`` makes of a checkpoint: a folder for each parameter,
+``zero/<name>/{fp32,exp_avg,…}.pt``, whole.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FOLDER, SETTINGS, WEIGHTS, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 
 
 class Universal(Reading):
-    """A universal folder while it is read; the model's files lie beside ``zero`` as in other checkpoints of DeepSpeed."""
+    """A universal folder while it is read; the model's files lie beside ``zero`` as in other
+    checkpoints of DeepSpeed.
+    """
 
     def _optimizer_files(self) -> list[Path]:
         return []
@@ -27,13 +31,19 @@ class Universal(Reading):
         for group in self.shapes():
             for name, shape in group.items():
                 tensors = {
-                    path.stem: self._tensor(path) for path in sorted((self.folder / FOLDER / name).glob("*.pt")) if path.stem != STEP
+                    path.stem: self._tensor(path)
+                    for path in sorted((self.folder / FOLDER / name).glob("*.pt"))
+                    if path.stem != STEP
                 }
                 if WEIGHTS not in tensors:
                     raise CheckpointError(
-                        f"{self.folder / FOLDER / name / WEIGHTS}.pt is missing; restore it, or convert the checkpoint again"
+                        f"{self.folder / FOLDER / name / WEIGHTS}.pt is missing; restore it, or "
+                        "convert the checkpoint again"
                     )
-                flat = {MASTER if state == WEIGHTS else state: tensor.reshape(-1) for state, tensor in tensors.items()}
+                flat = {
+                    MASTER if state == WEIGHTS else state: tensor.reshape(-1)
+                    for state, tensor in tensors.items()
+                }
                 yield Parameter(name, shape, self._dtype(name), True, (Piece(0, flat),))
 
     def _groups(self) -> tuple[Group, ...] | None:

@@ -1,6 +1,8 @@
-"""State of an optimizer that was saved without names, as torch's own optimizers save theirs: which parameter each tensor belongs to.
+"""State of an optimizer that was saved without names, as torch's own optimizers save theirs: which
+parameter each tensor belongs to.
 
-Each function answers the names by group, in the order of the optimizer, or None where what it looks at does not tell.
+Each function answers the names by group, in the order of the optimizer, or None where what it looks
+at does not tell.
 """
 
 from __future__ import annotations
@@ -18,17 +20,35 @@ COMPARED = 4096  # elements of each parameter: reading a mapped file whole would
 
 
 def shapes_in(base: Mapping[str, Any]) -> list[list[Shape | None]]:
-    """The shape of each parameter's state in ``base``, torch's state dict of an optimizer; None for one without."""
+    """The shape of each parameter's state in ``base``, torch's state dict of an optimizer; None
+    for one without.
+    """
     state = base.get("state", {})
-    return [[_shape(state.get(index, {})) for index in group["params"]] for group in base.get("param_groups", ())]
+    return [
+        [_shape(state.get(index, {})) for index in group["params"]]
+        for group in base.get("param_groups", ())
+    ]
 
 
 def _shape(state: Mapping[str, Any]) -> Shape | None:
-    return next((tuple(value.shape) for value in state.values() if isinstance(value, torch.Tensor) and value.ndim), None)
+    return next(
+        (
+            tuple(value.shape)
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.ndim
+        ),
+        None,
+    )
 
 
-def as_asked(wanted: Sequence[Sequence[Shape | None]], asked: Sequence[Sequence[str]], held: Mapping[str, Shape]) -> Names | None:
-    """The groups of the model that loads, if each of its parameters has the shape of the state at its place."""
+def as_asked(
+    wanted: Sequence[Sequence[Shape | None]],
+    asked: Sequence[Sequence[str]],
+    held: Mapping[str, Shape],
+) -> Names | None:
+    """The groups of the model that loads, if each of its parameters has the shape of the state
+    at its place.
+    """
     if [len(group) for group in wanted] != [len(group) for group in asked]:
         return None
     there = pairing([name for names in asked for name in names], held)
@@ -38,13 +58,19 @@ def as_asked(wanted: Sequence[Sequence[Shape | None]], asked: Sequence[Sequence[
 
 
 def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
-    """Parameters in the model's order, each in the one group that goes on with its shape; none left over may look like one of them."""
+    """Parameters in the model's order, each in the one group that goes on with its shape; none
+    left over may look like one of them.
+    """
     if not wanted or any(shape is None for shapes in wanted for shape in shapes):
         return None
     made: Names = [[] for _ in wanted]
     left = set()
     for name, shape in held.items():
-        takers = [names for names, shapes in zip(made, wanted) if len(names) < len(shapes) and shapes[len(names)] == shape]
+        takers = [
+            names
+            for names, shapes in zip(made, wanted)
+            if len(names) < len(shapes) and shapes[len(names)] == shape
+        ]
         if len(takers) > 1:
             return None
         if takers:
@@ -52,11 +78,16 @@ def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape
         else:
             left.add(shape)
     complete = all(len(names) == len(shapes) for names, shapes in zip(made, wanted))
-    return made if complete and not left & {held[name] for names in made for name in names} else None
+    return (
+        made if complete and not left & {held[name] for names in made for name in names} else None
+    )
 
 
-def by_contents(groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, torch.Tensor]) -> Names | None:
-    """``groups`` are float32 masters, one tensor a parameter or several end to end: those of which ``held`` has the rounded values.
+def by_contents(
+    groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, torch.Tensor]
+) -> Names | None:
+    """``groups`` are float32 masters, one tensor a parameter or several end to end: those of which
+    ``held`` has the rounded values.
 
     Of parameters with equal values the next one in the model's order is taken.
     """
@@ -68,7 +99,11 @@ def by_contents(groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, tor
             at, values = 0, tensor.detach().reshape(-1)
             while at < values.numel():
                 sizes = range(1, values.numel() - at + 1) if len(group) == 1 else (values.numel(),)
-                fitting = (name for name in (*order[last + 1 :], *order[: last + 1]) if name in free and held[name].numel() in sizes)
+                fitting = (
+                    name
+                    for name in (*order[last + 1 :], *order[: last + 1])
+                    if name in free and held[name].numel() in sizes
+                )
                 name = next((name for name in fitting if _begins(values[at:], held[name])), None)
                 if name is None:
                     return None
@@ -81,7 +116,9 @@ def by_contents(groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, tor
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether ``rounded`` is what ``values`` begin with, as far as the elements that are compared tell."""
+    """Whether ``rounded`` is what ``values`` begin with, as far as the elements that are
+    compared tell.
+    """
     count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
@@ -91,4 +128,8 @@ def named(groups: Sequence[Mapping[str, Any]], held: Collection[str]) -> Names |
     """The names that torch writes for an optimizer that was given named parameters."""
     made = [list(group.get("param_names") or ()) for group in groups]
     complete = all(len(names) == len(group["params"]) for names, group in zip(made, groups))
-    return made if made and complete and all(name in held for names in made for name in names) else None
+    return (
+        made
+        if made and complete and all(name in held for names in made for name in names)
+        else None
+    )

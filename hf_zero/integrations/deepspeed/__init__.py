@@ -1,6 +1,8 @@
-"""``import deepspeed``, answered by hf-zero: DeepSpeed's names for what hf_zero has. No logic lives here.
+"""``import deepspeed``, answered by hf-zero: DeepSpeed's names for what hf_zero has. No logic lives
+here.
 
-Nothing is installed under this name; ``__file__`` says where the answer comes from. Imported as ``deepspeed`` only.
+Nothing is installed under this name; ``__file__`` says where the answer comes from. Imported as
+``deepspeed`` only.
 """
 
 from hf_zero import initialize
@@ -18,8 +20,12 @@ from .runtime import zero
 from .runtime.config import DeepSpeedConfigError
 from .utils import log_dist, logger
 
-init_inference = _not_built("deepspeed.init_inference", "generate with the engine's module, `engine.module.generate(...)`")
-tp_model_init = _not_built("deepspeed.tp_model_init", "remove `tensor_parallel` from the configuration")
+init_inference = _not_built(
+    "deepspeed.init_inference", "generate with the engine's module, `engine.module.generate(...)`"
+)
+tp_model_init = _not_built(
+    "deepspeed.tp_model_init", "remove `tensor_parallel` from the configuration"
+)
 
 __all__ = [
     "DeepSpeedConfigError",

@@ -1,4 +1,6 @@
-"""Fused kernels on Hugging Face models: replaced on the instance, told in a table, undone by ``hf_zero.restore``."""
+"""Fused kernels on Hugging Face models: replaced on the instance, told in a table, undone by
+``hf_zero.restore``.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""``attn_implementation="hf_zero_sparse"``: block-sparse attention in unmodified models of transformers.
+"""``attn_implementation="hf_zero_sparse"``: block-sparse attention in unmodified models of
+transformers.
 
-Two functions are registered under that name, as transformers provides for: one attends, one makes the mask. The mask stays the
-[batch, keys] of padding, so that nothing of sequence × sequence is ever made. Which blocks are attended to is an attribute of each
-attention module, set by :func:`sparsify`; modules without it take a BigBird-like pattern of blocks of 64.
+Two functions are registered under that name, as transformers provides for: one attends, one makes
+the mask. The mask stays the [batch, keys] of padding, so that nothing of sequence × sequence is
+ever made. Which blocks are attended to is an attribute of each attention module, set by
+:func:`sparsify`; modules without it take a BigBird-like pattern of blocks of 64.
 
-What a layout does not cover is dense: decoding with a cache (queries fewer than keys) and cross-attention go to ``sdpa``. What would
-change the scores in a way the kernels do not know is refused: packed sequences, masks of four dimensions, sliding windows shorter than the
-sequence, soft-capping, biases by position, attention sinks.
+What a layout does not cover is dense: decoding with a cache (queries fewer than keys) and
+cross-attention go to ``sdpa``. What would change the scores in a way the kernels do not know is
+refused: packed sequences, masks of four dimensions, sliding windows shorter than the sequence,
+soft-capping, biases by position, attention sinks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,12 @@ from torch import nn
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.ops.sparse_attention import BigBirdSparsityConfig, SparsityConfig, from_section, sparse_attention
+from hf_zero.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    SparsityConfig,
+    from_section,
+    sparse_attention,
+)
 
 NAME = "hf_zero_sparse"
 ATTRIBUTE = "hf_zero_sparsity"
@@ -31,7 +39,9 @@ _REFUSED = {
 }
 # One layout for all heads: it fits any number of them.
 _BIDIRECTIONAL = BigBirdSparsityConfig(1, block=64, num_random_blocks=3)
-_UNIDIRECTIONAL = BigBirdSparsityConfig(1, block=64, num_random_blocks=3, attention="unidirectional")
+_UNIDIRECTIONAL = BigBirdSparsityConfig(
+    1, block=64, num_random_blocks=3, attention="unidirectional"
+)
 
 
 def register() -> None:
@@ -48,7 +58,8 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
 
     Args:
         model: a model of transformers whose attention goes through its AttentionInterface.
-        sparse_attention: a SparsityConfig, or DeepSpeed's section ``{"mode": "bigbird", "block": 64, …}``.
+        sparse_attention: a SparsityConfig, or DeepSpeed's section ``{"mode": "bigbird", "block":
+        64, …}``.
 
     Raises:
         KernelError: a model whose attention cannot be exchanged, or has biases by position.
@@ -56,24 +67,34 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
     """
     from transformers import PreTrainedModel
 
-    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)  # inside PEFT's, too
+    # inside PEFT's, too
+    owner = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+    )
     if owner is None:
         raise KernelError(
-            f"sparse_attention needs a model of transformers, not {type(model).__name__}; call sparse_attention in its forward"
+            f"sparse_attention needs a model of transformers, not {type(model).__name__}; call "
+            "sparse_attention in its forward"
         )
     _refuse_model(owner)
     heads = getattr(owner.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(sparse_attention, SparsityConfig):
         if heads is None:
-            raise KernelError(f"{type(owner).__name__}'s config names no num_attention_heads; pass a SparsityConfig")
+            raise KernelError(
+                f"{type(owner).__name__}'s config names no num_attention_heads; "
+                "pass a SparsityConfig"
+            )
         sparse_attention = from_section(sparse_attention, heads)
     if heads is not None and sparse_attention.num_layout_heads not in (1, heads):
         raise KernelError(
-            f"the layout is of {sparse_attention.num_heads} heads and {type(owner).__name__} has {heads}; pass num_heads={heads}"
+            f"the layout is of {sparse_attention.num_heads} heads and {type(owner).__name__} has "
+            f"{heads}; pass num_heads={heads}"
         )
     register()
     before = {
-        id(each.config): (each.config, each.config._attn_implementation) for each in owner.modules() if isinstance(each, PreTrainedModel)
+        id(each.config): (each.config, each.config._attn_implementation)
+        for each in owner.modules()
+        if isinstance(each, PreTrainedModel)
     }
     marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
     for module in marked:
@@ -92,11 +113,20 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
 def _refuse_model(model: Any) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or config.model_type in ("deberta", "deberta-v2"):
-        raise KernelError(f"{name} computes attention itself and would ignore {NAME}; block-sparse attention is not for this model")
+        raise KernelError(
+            f"{name} computes attention itself and would ignore {NAME}; block-sparse attention "
+            "is not for this model"
+        )
     if getattr(config, "relative_attention_num_buckets", None):
-        raise KernelError(f"{name} adds a bias by relative position to its scores, which block-sparse attention does not have")
+        raise KernelError(
+            f"{name} adds a bias by relative position to its scores, which block-sparse "
+            "attention does not have"
+        )
     if getattr(config, "attn_logit_softcapping", None):
-        raise KernelError(f"{name} soft-caps its scores (attn_logit_softcapping); set it to None for block-sparse attention")
+        raise KernelError(
+            f"{name} soft-caps its scores (attn_logit_softcapping); set it to None for "
+            "block-sparse attention"
+        )
 
 
 def attend(
@@ -110,25 +140,37 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of transformers' AttentionInterface: query [B, H, S, D], key and value [B, Hkv, S, D] to [B, S, H, D]."""
+    """Of transformers' AttentionInterface: query [B, H, S, D], key and value [B, Hkv, S, D] to
+    [B, S, H, D].
+    """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise KernelError(f"{type(module).__name__} asks for {what} ({name}), which {NAME} does not have; use sdpa or eager for it")
+            raise KernelError(
+                f"{type(module).__name__} asks for {what} ({name}), which {NAME} does not have; "
+                "use sdpa or eager for it"
+            )
     if query.shape[2] != key.shape[2] or _crosses(module):
-        return _dense(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+        return _dense(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
+        )
     window = kwargs.get("sliding_window")
     if window is not None and window < key.shape[2]:
         raise KernelError(
-            f"{type(module).__name__} has a sliding window of {window} in {key.shape[2]} tokens, which {NAME} does not combine with a layout; "
-            "set config.sliding_window to None, or use a LocalSlidingWindowSparsityConfig in its place"
+            f"{type(module).__name__} has a sliding window of {window} in {key.shape[2]} tokens, "
+            f"which {NAME} does not combine with a layout; "
+            "set config.sliding_window to None, or use a "
+            "LocalSlidingWindowSparsityConfig in its place"
         )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise KernelError(
-            f"{NAME} was given a mask of shape {list(attention_mask.shape)}; it takes padding of [batch, keys] alone: "
+            f"{NAME} was given a mask of shape {list(attention_mask.shape)}; it takes padding of "
+            "[batch, keys] alone: "
             "pass a 2-D attention_mask to the model, and other masks as a layout"
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    causal = (
+        bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    )
     config = getattr(module, ATTRIBUTE, None)
     if config is None:
         config = _UNIDIRECTIONAL if causal else _BIDIRECTIONAL
@@ -165,7 +207,15 @@ def _dense(
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask.to(torch.bool)[:, None, None, :]
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
     )
     return out
 
@@ -180,19 +230,35 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Of transformers' AttentionMaskInterface: the padding [B, keys] as it is, or sdpa's mask where queries are fewer than keys."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    """Of transformers' AttentionMaskInterface: the padding [B, keys] as it is, or sdpa's mask
+    where queries are fewer than keys.
+    """
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+    )
 
     if q_length != kv_length:
-        passed = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, **kwargs}
+        passed = {
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            **kwargs,
+        }
         if mask_function is not None:
             passed["mask_function"] = mask_function
-        mask: torch.Tensor | None = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **passed)
+        mask: torch.Tensor | None = sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, **passed
+        )
         return mask
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise KernelError(
-            f"{NAME} knows causal and bidirectional attention with padding; this model or batch asks for another mask (packed sequences in "
-            "position_ids, a sliding window, image tokens). Pass attention_mask so that position_ids are not taken for packed sequences, set "
-            "config.sliding_window to None, and outside torch.compile make the masks before the compiled blocks"
+            f"{NAME} knows causal and bidirectional attention with padding; this model or batch "
+            "asks for another mask (packed sequences in "
+            "position_ids, a sliding window, image tokens). Pass attention_mask so that "
+            "position_ids are not taken for packed sequences, set "
+            "config.sliding_window to None, and outside torch.compile make the masks "
+            "before the compiled blocks"
         )
     return attention_mask

@@ -1,4 +1,5 @@
-"""Forwards of attention layers: q, k and v from one GEMM, and both rotated in one launch. Attention itself stays the interface's.
+"""Forwards of attention layers: q, k and v from one GEMM, and both rotated in one launch. Attention
+itself stays the interface's.
 
 The rest of a forward is what all these classes do; a :class:`Style` says in what they differ.
 """
@@ -18,7 +19,8 @@ from hf_zero.integrations.fused.projecting import whole
 from hf_zero.ops.rotary import rotary, split_rotary
 
 HALF_ROTATION = "7b6c9b425ca0"  # rotate_half
-ROTATIONS = ("4a8f8b85ee37", "9af4c6b9d146")  # apply_rotary_pos_emb of Llama and its copies; of Phi3, for part of the head
+# apply_rotary_pos_emb of Llama and its copies; of Phi3, for part of the head
+ROTATIONS = ("4a8f8b85ee37", "9af4c6b9d146")
 
 
 def _nothing(self: Any) -> dict[str, Any]:
@@ -39,7 +41,9 @@ def _window_and_softcap(self: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Style:
-    """In what a family's attention differs: the names of its parts, norms of q and k, and what it tells the attention interface."""
+    """In what a family's attention differs: the names of its parts, norms of q and k, and what
+    it tells the attention interface.
+    """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
@@ -61,23 +65,38 @@ STYLES = {
     "0bf1e71cd24f": Style(projections=("qkv_proj",), tells=_window_of_config),  # Phi3
     "8dd6ecd27397": Style(rotates=False),  # ViT
     "702f2d13f32b": Style(
-        ("query", "key", "value"), "", "attention_head_size", dropout=lambda self: self.dropout.p, rotates=False
+        ("query", "key", "value"),
+        "",
+        "attention_head_size",
+        dropout=lambda self: self.dropout.p,
+        rotates=False,
     ),  # BERT, RoBERTa, ELECTRA
     "d0d382603421": Style(
-        ("q_lin", "k_lin", "v_lin"), "out_lin", "attention_head_size", dropout=lambda self: self.dropout.p, rotates=False
+        ("q_lin", "k_lin", "v_lin"),
+        "out_lin",
+        "attention_head_size",
+        dropout=lambda self: self.dropout.p,
+        rotates=False,
     ),  # DistilBERT
 }
 
 
 def known_rotation(cls: Any) -> bool:
-    """Whether the module of ``cls`` rotates as Llama does: pairs of the first and second half, positions along dimension 2."""
+    """Whether the module of ``cls`` rotates as Llama does: pairs of the first and second half,
+    positions along dimension 2.
+    """
     names = cls.forward.__globals__
-    return fingerprint(names.get("apply_rotary_pos_emb")) in ROTATIONS and fingerprint(names.get("rotate_half")) == HALF_ROTATION
+    return (
+        fingerprint(names.get("apply_rotary_pos_emb")) in ROTATIONS
+        and fingerprint(names.get("rotate_half")) == HALF_ROTATION
+    )
 
 
 @functools.cache
 def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[..., Any]:
-    """The forward of ``cls``, with one GEMM for q, k and v if ``packed`` and one launch for their rotation if ``rotated``."""
+    """The forward of ``cls``, with one GEMM for q, k and v if ``packed`` and one launch for
+    their rotation if ``rotated``.
+    """
     from transformers.cache_utils import EncoderDecoderCache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -96,23 +115,39 @@ def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[.
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape, width = hidden_states.shape[:-1], getattr(self, style.head_dim)
         qkv, sizes = _projected(self, style, hidden_states, packed)
-        cos, sin = position_embeddings or (hidden_states, hidden_states)  # unused where nothing is rotated
+        # unused where nothing is rotated
+        cos, sin = position_embeddings or (hidden_states, hidden_states)
         if isinstance(qkv, torch.Tensor) and rotated and not style.norms_heads and takes(qkv, cos):
             q, k, v = split_rotary(qkv, cos, sin, sizes[0] // width, sizes[1] // width)
         else:
             parts = qkv.split(sizes, dim=-1) if isinstance(qkv, torch.Tensor) else qkv
-            q, k, v = (part.view(*shape, -1, width).transpose(1, 2) for part in parts)  # [batch, heads, tokens, head_dim]
+            # [batch, heads, tokens, head_dim]
+            q, k, v = (part.view(*shape, -1, width).transpose(1, 2) for part in parts)
             if style.norms_heads:
                 q, k = self.q_norm(q), self.k_norm(k)
             if style.rotates:
-                q, k = rotary(q, k, cos, sin) if rotated and takes(q, cos) else _rotated_by(rotate, q, k, cos, sin)
+                q, k = (
+                    rotary(q, k, cos, sin)
+                    if rotated and takes(q, cos)
+                    else _rotated_by(rotate, q, k, cos, sin)
+                )
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = style.dropout(self) if self.training else 0.0
-        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **style.tells(self), **kwargs)
+        out, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            **style.tells(self),
+            **kwargs,
+        )
         out = out.reshape(*shape, -1).contiguous()
         return (getattr(self, style.output)(out) if style.output else out), weights
 
@@ -120,29 +155,47 @@ def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[.
         return forward
 
     def without_positions(
-        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, past_key_values: Any = None, **kwargs: Any
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return forward(self, hidden_states, None, attention_mask, past_key_values, **kwargs)
 
     return without_positions
 
 
-def _projected(self: Any, style: Style, x: torch.Tensor, packed: bool) -> tuple[torch.Tensor | list[torch.Tensor], list[int]]:
-    """q, k and v side by side in one tensor where one GEMM made them, else in three; and how wide each is."""
+def _projected(
+    self: Any, style: Style, x: torch.Tensor, packed: bool
+) -> tuple[torch.Tensor | list[torch.Tensor], list[int]]:
+    """q, k and v side by side in one tensor where one GEMM made them, else in three; and how
+    wide each is.
+    """
     layers = [getattr(self, name) for name in style.projections]
     if len(layers) == 1:
         keys = self.num_key_value_heads * self.head_dim
         return layers[0](x), [self.config.num_attention_heads * self.head_dim, keys, keys]
     together = whole(x, layers) if packed and takes(x) else None
-    return [layer(x) for layer in layers] if together is None else together, [layer.out_features for layer in layers]
+    return [layer(x) for layer in layers] if together is None else together, [
+        layer.out_features for layer in layers
+    ]
 
 
 def _rotated_by(
-    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's own rotation of the first ``cos.shape[-1]`` numbers of each head; the rest passes (Phi)."""
+    """The module's own rotation of the first ``cos.shape[-1]`` numbers of each head; the rest
+    passes (Phi).
+    """
     width = cos.shape[-1]
     if width == q.shape[-1]:
         return rotate(q, k, cos, sin)
     turned_q, turned_k = rotate(q[..., :width], k[..., :width], cos, sin)
-    return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat((turned_k, k[..., width:]), dim=-1)
+    return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat(
+        (turned_k, k[..., width:]), dim=-1
+    )

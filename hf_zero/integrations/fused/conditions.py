@@ -1,4 +1,6 @@
-"""What a replaced forward asks before it takes over: dtypes that agree, and submodules whose parameters may be read without a call."""
+"""What a replaced forward asks before it takes over: dtypes that agree, and submodules whose
+parameters may be read without a call.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ OURS = __name__.rpartition(".")[0]
 
 
 def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
-    """Whether our operations mean the same as the code they stand for: one dtype, and no autocast, which casts for each operation of torch."""
-    return all(parameter.dtype == x.dtype for parameter in parameters) and not torch.is_autocast_enabled(x.device.type)
+    """Whether our operations mean the same as the code they stand for: one dtype, and no
+    autocast, which casts for each operation of torch.
+    """
+    return all(
+        parameter.dtype == x.dtype for parameter in parameters
+    ) and not torch.is_autocast_enabled(x.device.type)
 
 
 def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
-    """Whether ``module`` is a ``kind`` and nothing more, so that its parameters say what a call of it does.
+    """Whether ``module`` is a ``kind`` and nothing more, so that its parameters say what a call of
+    it does.
 
-    An adapter, a quantised layer or a hook (also the engine's, where the module is gathered by itself) must be called.
+    An adapter, a quantised layer or a hook (also the engine's, where the module is gathered by
+    itself) must be called.
     """
     if (
         type(module) is not kind
@@ -59,7 +67,10 @@ def gelu_of(activation: object) -> str | None:
 
 
 def is_silu(activation: object) -> bool:
-    return type(activation).__module__ in ACTIVATIONS and type(activation).__name__ in ("SiLUActivation", "SiLU")
+    return type(activation).__module__ in ACTIVATIONS and type(activation).__name__ in (
+        "SiLUActivation",
+        "SiLU",
+    )
 
 
 def name_of(activation: object) -> str:

@@ -1,4 +1,6 @@
-"""What each kind of module becomes: from the fingerprint of its class to the forward that stands for it, or to the reason why not."""
+"""What each kind of module becomes: from the fingerprint of its class to the forward that stands
+for it, or to the reason why not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Forward = Callable[..., Any]
 class Found:
     """A module that one of the ``names`` is for: the forward that does it, or why there is none.
 
-    ``packs`` are the submodules whose weights one GEMM multiplies with, best side by side in memory.
+    ``packs`` are the submodules whose weights one GEMM multiplies with, best side by side in
+    memory.
     """
 
     names: tuple[str, ...]
@@ -29,7 +32,9 @@ class Found:
 
 
 def look(module: nn.Module, wanted: Collection[str]) -> Found | None:
-    """What ``module`` can become with the ``wanted`` kernels; None for a module that none of them is for."""
+    """What ``module`` can become with the ``wanted`` kernels; None for a module that none of
+    them is for.
+    """
     for rule in (_norm, _residual, _mlp, _attention):
         found = rule(module, wanted)
         if found is not None:
@@ -43,10 +48,16 @@ def _norm(module: nn.Module, wanted: Collection[str]) -> Found | None:
     if norms.is_layer_norm(module):
         return Found(("norms",), norms.layer_norm)
     code = of_class(type(module))
-    forwards = {norms.LLAMA: norms.rms_norm, norms.T5: norms.rms_norm, norms.GEMMA: norms.gemma_norm}
+    forwards = {
+        norms.LLAMA: norms.rms_norm,
+        norms.T5: norms.rms_norm,
+        norms.GEMMA: norms.gemma_norm,
+    }
     if code in forwards:
         return Found(("norms",), forwards[code])
-    return Found(("norms",), why_not="no weight or no bias" if isinstance(module, nn.LayerNorm) else UNKNOWN)
+    return Found(
+        ("norms",), why_not="no weight or no bias" if isinstance(module, nn.LayerNorm) else UNKNOWN
+    )
 
 
 UNKNOWN = "its code is not one that hf-zero knows"
@@ -80,7 +91,9 @@ def _residual(module: nn.Module, wanted: Collection[str]) -> Found | None:
 
 @dataclass(frozen=True)
 class _Mlp:
-    """``activation`` is the name of the module's activation, ``make`` the forward with packed gate and up or without."""
+    """``activation`` is the name of the module's activation, ``make`` the forward with packed
+    gate and up or without.
+    """
 
     activation: str
     make: Callable[[bool], Forward]
@@ -108,7 +121,10 @@ def _mlp(module: nn.Module, wanted: Collection[str]) -> Found | None:
         experts = type(module).__name__.endswith("Experts")
         unknown = type(module).__name__.endswith("MLP")
         if experts:
-            return Found(("activations",), why_not="experts run through transformers' grouped matrix products")
+            return Found(
+                ("activations",),
+                why_not="experts run through transformers' grouped matrix products",
+            )
         return Found(("activations",), why_not=UNKNOWN) if unknown else None
     activation = getattr(module, rule.activation)
     if gelu_of(activation) is None and not (rule.gated and is_silu(activation)):
@@ -118,7 +134,9 @@ def _mlp(module: nn.Module, wanted: Collection[str]) -> Found | None:
     if getattr(module, "chunk_size_feed_forward", 0):
         return Found(("activations",), why_not="chunk_size_feed_forward is set")
     packs = rule.packs if "qkv" in wanted else ()
-    return Found(("activations", "qkv") if packs else ("activations",), rule.make(bool(packs)), packs=packs)
+    return Found(
+        ("activations", "qkv") if packs else ("activations",), rule.make(bool(packs)), packs=packs
+    )
 
 
 def _attention(module: nn.Module, wanted: Collection[str]) -> Found | None:
@@ -128,7 +146,11 @@ def _attention(module: nn.Module, wanted: Collection[str]) -> Found | None:
         return None
     style = attentions.STYLES.get(of_class(type(module)))
     if style is None:
-        return Found(asked, why_not=UNKNOWN) if hasattr(module, "is_causal") or "SelfAttention" in name else None
+        return (
+            Found(asked, why_not=UNKNOWN)
+            if hasattr(module, "is_causal") or "SelfAttention" in name
+            else None
+        )
     if getattr(module, "qk_layernorm", False):
         return Found(asked, why_not="qk_layernorm is set (Phi)")
     packed = "qkv" in wanted and len(style.projections) > 1

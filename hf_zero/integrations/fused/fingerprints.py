@@ -1,8 +1,10 @@
-"""What a function does, told by its source: two functions of one fingerprint are the same code under other annotations.
+"""What a function does, told by its source: two functions of one fingerprint are the same code
+under other annotations.
 
-A replacement stands for one piece of Hugging Face code. Classes are copied from model to model there, so one piece of code has many
-names, and a name says nothing about the code of the next release. So a module is replaced when the source of its class is one that
-the replacement was written against, whatever the class is called; any other is left as it is.
+A replacement stands for one piece of Hugging Face code. Classes are copied from model to model
+there, so one piece of code has many names, and a name says nothing about the code of the next
+release. So a module is replaced when the source of its class is one that the replacement was
+written against, whatever the class is called; any other is left as it is.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 HELPERS = ("_norm", "feed_forward_chunk", "ff_chunk")
-"""Methods that a forward leaves its work to: where a class has one, it is part of what the class does."""
+"""Methods that a forward leaves its work to: where a class has one, it is part of what the class
+does.
+"""
 
-_PARSING = threading.Lock()  # Python 3.11 counts the depth of all its parsers as one, and two at a time raise SystemError
+# Python 3.11 counts the depth of all its parsers as one, and two at a time raise SystemError
+_PARSING = threading.Lock()
 
 
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Twelve hex digits of the function's source without docstring, decorators, annotations, comments and spacing; "" without source."""
+    """Twelve hex digits of the function's source without docstring, decorators, annotations,
+    comments and spacing; "" without source.
+    """
     try:
         with _PARSING:
             tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
@@ -36,8 +43,14 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
 
 def of_class(cls: Any) -> str:
-    """The fingerprint of the forward of ``cls`` and of each of :data:`HELPERS` it has, joined by "+"."""
-    return "+".join(fingerprint(getattr(cls, name)) for name in ("forward", *HELPERS) if callable(getattr(cls, name, None)))
+    """The fingerprint of the forward of ``cls`` and of each of :data:`HELPERS` it has, joined by
+    "+".
+    """
+    return "+".join(
+        fingerprint(getattr(cls, name))
+        for name in ("forward", *HELPERS)
+        if callable(getattr(cls, name, None))
+    )
 
 
 class _Bare(ast.NodeTransformer):
@@ -53,4 +66,8 @@ class _Bare(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        return ast.Assign([node.target], node.value, lineno=node.lineno) if node.value is not None else ast.Pass()
+        return (
+            ast.Assign([node.target], node.value, lineno=node.lineno)
+            if node.value is not None
+            else ast.Pass()
+        )

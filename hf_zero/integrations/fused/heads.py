@@ -1,13 +1,16 @@
 """Heads that compute their loss without whole logits, on models of transformers as they are.
 
 [Note: how a head is told of labels]
-The model's own forward runs, without labels. On the way it calls its head as a module, so that hooks on it fire: at stage 3 they gather the
-weight. There the labels wait, on an object that belongs to this model: the module that makes logits returns the loss instead, a scalar, and
-what the model does with it (a scale, a soft-capping) is thrown away, because the loss has it already. A masked language model's head drops
-the rows without a label where it begins. Without labels, outside training, without gradients, or when the head is no longer the one that
-was fused (an adapter around it), everything runs as if nothing had been replaced.
+The model's own forward runs, without labels. On the way it calls its head as a module, so that
+hooks on it fire: at stage 3 they gather the weight. There the labels wait, on an object that
+belongs to this model: the module that makes logits returns the loss instead, a scalar, and what the
+model does with it (a scale, a soft-capping) is thrown away, because the loss has it already. A
+masked language model's head drops the rows without a label where it begins. Without labels, outside
+training, without gradients, or when the head is no longer the one that was fused (an adapter around
+it), everything runs as if nothing had been replaced.
 
-In training with labels there are no logits until somebody reads ``outputs.logits``. Evaluation and prediction have them.
+In training with labels there are no logits until somebody reads ``outputs.logits``. Evaluation and
+prediction have them.
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ class Head:
     """How a class of models makes logits of hidden states."""
 
     decoder: str  # the linear layer
-    entry: str = ""  # the module of the head that sees hidden states first, where rows may be dropped
+    # the module of the head that sees hidden states first, where rows may be dropped
+    entry: str = ""
     shifted: bool = False  # token n is predicted from n − 1
     decodes: bool = False  # labels are shifted into the decoder's inputs
     scale: Callable[[Any], float] = lambda model: 1.0
     softcap: Callable[[Any], float | None] = lambda model: None
-    between: Callable[[Any, torch.Tensor], torch.Tensor] | None = None  # what the model does itself from the entry to the decoder
+    # what the model does itself from the entry to the decoder
+    between: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     legacy: bool = False  # only as it was before the model's second kind of head
 
 
@@ -54,18 +59,34 @@ def _softcap(model: Any) -> float | None:
 CAUSAL = Head("lm_head", shifted=True)
 CAPPED = Head("lm_head", shifted=True, softcap=_softcap)
 HEADS = {
-    **dict.fromkeys(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"], CAUSAL),
-    **dict.fromkeys(["PhiForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel"], CAUSAL),
+    **dict.fromkeys(
+        [
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "GemmaForCausalLM",
+        ],
+        CAUSAL,
+    ),
+    **dict.fromkeys(
+        ["PhiForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel"], CAUSAL
+    ),
     **dict.fromkeys(["Gemma2ForCausalLM", "Gemma3ForCausalLM"], CAPPED),
     **dict.fromkeys(
-        ["CohereForCausalLM", "Cohere2ForCausalLM"], Head("lm_head", shifted=True, scale=lambda model: float(model.logit_scale))
+        ["CohereForCausalLM", "Cohere2ForCausalLM"],
+        Head("lm_head", shifted=True, scale=lambda model: float(model.logit_scale)),
     ),
-    "GraniteForCausalLM": Head("lm_head", shifted=True, scale=lambda model: 1.0 / model.config.logits_scaling),
+    "GraniteForCausalLM": Head(
+        "lm_head", shifted=True, scale=lambda model: 1.0 / model.config.logits_scaling
+    ),
     "BertForMaskedLM": Head("cls.predictions.decoder", entry="cls"),
     "DebertaV2ForMaskedLM": Head("cls.predictions.decoder", entry="cls", legacy=True),
     "RobertaForMaskedLM": Head("lm_head.decoder", entry="lm_head"),
     "DistilBertForMaskedLM": Head(
-        "vocab_projector", entry="vocab_transform", between=lambda model, hidden: model.vocab_layer_norm(model.activation(hidden))
+        "vocab_projector",
+        entry="vocab_transform",
+        between=lambda model, hidden: model.vocab_layer_norm(model.activation(hidden)),
     ),
     "T5ForConditionalGeneration": Head("lm_head", decodes=True),
 }
@@ -74,23 +95,40 @@ HEADS = {
 def fuse_head(model: nn.Module, *, sparse: bool = True) -> Replacement | str:
     """Make ``model`` compute its loss by :func:`linear_cross_entropy`, or say why it cannot.
 
-    ``model`` may be a wrapper around it, such as PEFT's. ``sparse`` lets a masked language model's head drop the rows without a label. The gradient and the loss are those of the model as it was,
-    with one difference: a masked language model or T5 given ``num_items_in_batch`` divides by it, which transformers' own do not.
+    ``model`` may be a wrapper around it, such as PEFT's. ``sparse`` lets a masked language model's
+    head drop the rows without a label. The gradient and the loss are those of the model as it was,
+    with one difference: a masked language model or T5 given ``num_items_in_batch`` divides by it,
+    which transformers' own do not.
     """
-    inside = next(((name, module, owner) for name, module in model.named_modules() if (owner := _owner(module)).__name__ in HEADS), None)
+    inside = next(
+        (
+            (name, module, owner)
+            for name, module in model.named_modules()
+            if (owner := _owner(module)).__name__ in HEADS
+        ),
+        None,
+    )
     if inside is None:
         return f"no fused head for {_owner(model).__name__}"
     place, model, owner = inside
     head = HEADS[owner.__name__]
     if head.legacy and not getattr(model, "legacy", True):
         return f"{owner.__name__} with legacy=False multiplies by the embedding itself"
-    if "forward" in model.__dict__ and (other := _other_than(owner.__dict__["forward"], model.__dict__["forward"])):
+    if "forward" in model.__dict__ and (
+        other := _other_than(owner.__dict__["forward"], model.__dict__["forward"])
+    ):
         return f"the model's forward is another one already, of {other}"
     decoder, entry = model.get_submodule(head.decoder), model.get_submodule(head.entry)
     if type(decoder) is not nn.Linear:
-        return f"{head.decoder} is a {type(decoder).__name__} of {type(decoder).__module__}, not a linear layer of torch"
+        return (
+            f"{head.decoder} is a {type(decoder).__name__} of {type(decoder).__module__}, not a "
+            "linear layer of torch"
+        )
     if "forward" in decoder.__dict__ or (head.entry and "forward" in entry.__dict__):
-        return f"{head.decoder if 'forward' in decoder.__dict__ else head.entry} has a forward of its own already"
+        return (
+            f"{head.decoder if 'forward' in decoder.__dict__ else head.entry} has a "
+            "forward of its own already"
+        )
     if head.shifted and not _loss_is_its_own(model):
         return "the model has a loss function of its own"
     fused = FusedHead(model, head, sparse and bool(head.entry))
@@ -110,9 +148,11 @@ _TRANSPARENT = ("accelerate.", "torch.", __name__)
 
 
 def _other_than(own: Callable[..., Any], forward: Any) -> str:
-    """The module of what ``forward`` does instead of ``own``, or "" where it is ``own`` inside wrappers that change no argument.
+    """The module of what ``forward`` does instead of ``own``, or "" where it is ``own`` inside
+    wrappers that change no argument.
 
-    ``functools.wraps`` alone proves nothing: TRL's fused head names the model's forward as what it wraps, and takes arguments of its own.
+    ``functools.wraps`` alone proves nothing: TRL's fused head names the model's forward as what it
+    wraps, and takes arguments of its own.
     """
     while True:
         forward = getattr(forward, "__func__", forward)
@@ -140,11 +180,15 @@ class _Pending:
     ignore_index: int
     loss: torch.Tensor | None = None
     hidden: torch.Tensor | None = None  # what the head was called with: [batch, tokens, hidden]
-    count: RowCount | None = None  # of the labels that are not ignored; None where the head takes all rows
+    # of the labels that are not ignored; None where the head takes all rows
+    count: RowCount | None = None
 
 
 class FusedHead:
-    """What has been replaced on one model. It lies on the model and the two modules, so that a copy of the model has one of its own."""
+    """What has been replaced on one model.
+
+    It lies on the model and the two modules, so that a copy of the model has one of its own.
+    """
 
     def __init__(self, model: nn.Module, head: Head, sparse: bool):
         self.model, self.head, self.sparse = model, head, sparse
@@ -159,7 +203,8 @@ class FusedHead:
         self.installed: MethodType | None = None
 
     def install(self) -> None:
-        @functools.wraps(type(self.model).forward)  # the Trainer reads its signature, to know which columns a model takes
+        # the Trainer reads its signature, to know which columns a model takes
+        @functools.wraps(type(self.model).forward)
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             return model._hf_zero_head.run(args, kwargs)
 
@@ -173,7 +218,8 @@ class FusedHead:
     def undo(self) -> None:
         self.enabled = False
         if self.installed is None or self.model.__dict__.get("forward") is not self.installed:
-            return  # undone already; or somebody has wrapped it since, and what is wrapped does nothing now
+            # undone already; or somebody has wrapped it since, and what is wrapped does nothing now
+            return
         if self.before is None:
             del self.model.forward
         else:
@@ -187,10 +233,16 @@ class FusedHead:
                 module.__dict__.pop("forward", None)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).forward(self.model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
+        return (
+            type(self.model).forward(self.model, *args, **kwargs)
+            if self.before is None
+            else self.before(*args, **kwargs)
+        )
 
     def _is_in_place(self) -> bool:
-        """Whether the modules that were replaced are still the ones the model calls: adapters put others around them."""
+        """Whether the modules that were replaced are still the ones the model calls: adapters
+        put others around them.
+        """
         model, head = self.model, self.head
         if model.get_submodule(head.decoder) is not self.decoder:
             return False
@@ -203,25 +255,41 @@ class FusedHead:
         if labels is None or not (self.enabled and model.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
         keep = given.get("logits_to_keep", 0)
-        if not (isinstance(keep, int) and keep == 0) or not self._is_in_place() or (self.head.shifted and not _loss_is_its_own(model)):
+        if (
+            not (isinstance(keep, int) and keep == 0)
+            or not self._is_in_place()
+            or (self.head.shifted and not _loss_is_its_own(model))
+        ):
             return self.plain(*args, **kwargs)
         del given["labels"]
-        if self.head.decodes and given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+        if (
+            self.head.decodes
+            and given.get("decoder_input_ids") is None
+            and given.get("decoder_inputs_embeds") is None
+        ):
             given["decoder_input_ids"] = model._shift_right(labels)  # type: ignore[operator]
         if self.head.shifted:
             shifted = given.get("shift_labels")
-            labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))[..., 1:] if shifted is None else shifted
+            labels = (
+                F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))[..., 1:]
+                if shifted is None
+                else shifted
+            )
         asked = given.pop("return_dict", None)
         as_dict = model.config.return_dict if asked is None else asked  # type: ignore[union-attr]
         items = given.get("num_items_in_batch")
         if items is not None and not self.head.shifted and not self.told:
             self.told = True
             log_rank0(
-                f"{type(model).__name__} is given num_items_in_batch, which it ignores by itself: its loss would be that of each micro-batch, "
-                "summed over the window and multiplied by the ranks. The fused head divides by it, so what is logged is the mean"
+                f"{type(model).__name__} is given num_items_in_batch, which it ignores by itself: "
+                "its loss would be that of each micro-batch, "
+                "summed over the window and multiplied by the ranks. The fused head divides by it, "
+                "so what is logged is the mean"
             )
         ignored = given.get("ignore_index", IGNORED)
-        counted = RowCount(labels, ignored) if self.sparse and not torch.compiler.is_compiling() else None
+        counted = (
+            RowCount(labels, ignored) if self.sparse and not torch.compiler.is_compiling() else None
+        )
         self.pending = pending = _Pending(labels, items, ignored, count=counted)
         try:
             outputs = self.plain(**given, return_dict=True)
@@ -230,7 +298,8 @@ class FusedHead:
         loss = pending.loss
         if loss is None:
             raise KernelError(
-                f"{type(model).__name__} has not called its head {self.head.decoder}, so there is no loss; undo the fused head with "
+                f"{type(model).__name__} has not called its head {self.head.decoder}, so there is "
+                "no loss; undo the fused head with "
                 "hf_zero.restore(model) if something else replaces the model's forward"
             )
         if outputs.get("aux_loss") is not None:
@@ -243,11 +312,14 @@ class FusedHead:
         if hidden is None or torch.compiler.is_compiling():
             return outputs
         kind = hidden.device.type
-        cast = functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        cast = functools.partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
         return with_late_logits(outputs, functools.partial(self.logits, hidden, cast))
 
     def logits(self, hidden: torch.Tensor, cast: Callable[[], Any]) -> torch.Tensor:
-        """What the model would have given as logits: [batch, tokens, vocabulary]. At stage 3 collective, as every call of a module is.
+        """What the model would have given as logits: [batch, tokens, vocabulary]. At stage 3
+        collective, as every call of a module is.
 
         ``cast`` is the autocast of the forward that ``hidden`` is from, which may have ended.
         """
@@ -286,13 +358,24 @@ def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module that sees hidden states first: it sees only those of tokens with a label when labels wait."""
+    """The forward of the module that sees hidden states first: it sees only those of tokens with
+    a label when labels wait.
+    """
     fused: FusedHead = entry._hf_zero_head
     pending = fused.pending
     if pending is not None:
         pending.hidden = hidden
-        places = fused.capacity.places(pending.count, hidden.device) if pending.count is not None else pending.labels.numel()
+        places = (
+            fused.capacity.places(pending.count, hidden.device)
+            if pending.count is not None
+            else pending.labels.numel()
+        )
         if places < pending.labels.numel():
-            labels, rows = pending.labels.to(hidden.device).reshape(-1), hidden.reshape(-1, hidden.shape[-1])
-            hidden, pending.labels, _ = select_rows(rows, labels, ignore_index=pending.ignore_index, capacity=places)
+            labels, rows = (
+                pending.labels.to(hidden.device).reshape(-1),
+                hidden.reshape(-1, hidden.shape[-1]),
+            )
+            hidden, pending.labels, _ = select_rows(
+                rows, labels, ignore_index=pending.ignore_index, capacity=places
+            )
     return type(entry).forward(entry, hidden, *args, **kwargs)

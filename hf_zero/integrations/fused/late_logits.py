@@ -1,8 +1,9 @@
 """Outputs of a fused head whose logits are made when somebody reads them.
 
-A training forward with labels needs no logits, but a script may: an accuracy beside the loss, a loss of its own in ``Trainer.compute_loss``.
-``outputs.logits`` then runs the head on the hidden states that the loss was computed from, with gradients. As a key, in a tuple and in
-a copy that something makes of the outputs (a pytree that is taken apart and put together) there are none.
+A training forward with labels needs no logits, but a script may: an accuracy beside the loss, a
+loss of its own in ``Trainer.compute_loss``. ``outputs.logits`` then runs the head on the hidden
+states that the loss was computed from, with gradients. As a key, in a tuple and in a copy that
+something makes of the outputs (a pytree that is taken apart and put together) there are none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ MAKER = "_hf_zero_make_logits"
 
 
 def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
-    """``outputs``, an instance of a ModelOutput without logits, with ``make()`` for its attribute ``logits``, once and on demand."""
+    """``outputs``, an instance of a ModelOutput without logits, with ``make()`` for its
+    attribute ``logits``, once and on demand.
+    """
     kind: Callable[..., Any] = type(outputs)  # mypy takes a type for unhashable
     outputs.__class__ = _kind(kind)
     outputs.__dict__[MAKER] = make
@@ -28,7 +31,12 @@ def _kind(kind: Callable[..., Any]) -> Any:
     return type(
         kind.__name__,
         (kind,),  # type: ignore[arg-type]
-        {"__module__": kind.__module__, "logits": property(_read, _write), "__repr__": _shown, "__reduce__": _without},
+        {
+            "__module__": kind.__module__,
+            "logits": property(_read, _write),
+            "__repr__": _shown,
+            "__reduce__": _without,
+        },
     )
 
 
@@ -40,8 +48,11 @@ def _read(outputs: Any) -> Any:
 
 
 def _shown(outputs: Any) -> str:
-    """Without logits that nobody has read: at stage 3 one rank that prints its outputs would wait for the others."""
-    return f"{type(outputs).__name__}({', '.join(f'{name}={value!r}' for name, value in outputs.items())})"
+    """Without logits that nobody has read: at stage 3 one rank that prints its outputs would
+    wait for the others.
+    """
+    fields = ", ".join(f"{name}={value!r}" for name, value in outputs.items())
+    return f"{type(outputs).__name__}({fields})"
 
 
 def _without(outputs: Any) -> tuple[Any, ...]:

@@ -1,4 +1,6 @@
-"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU, one GEMM for gate and up if asked."""
+"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU,
+one GEMM for gate and up if asked.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,39 @@ from hf_zero.ops import activations
 Forward = Callable[..., torch.Tensor]
 
 
-def gate_and_up(activation: object, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool) -> torch.Tensor:
+def gate_and_up(
+    activation: object, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool
+) -> torch.Tensor:
     """activation(gate(x)) · up(x) for SiLU and the two GELUs."""
     approximate = gelu_of(activation)
     together = whole(x, (gate, up)) if packed and gate.out_features == up.out_features else None
     if together is not None:
-        return activations.geglu_packed(together, approximate=approximate) if approximate else activations.swiglu_packed(together)
+        return (
+            activations.geglu_packed(together, approximate=approximate)
+            if approximate
+            else activations.swiglu_packed(together)
+        )
     first, second = gate(x), up(x)
-    return activations.geglu(first, second, approximate=approximate) if approximate else activations.swiglu(first, second)
+    return (
+        activations.geglu(first, second, approximate=approximate)
+        if approximate
+        else activations.swiglu(first, second)
+    )
 
 
 def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch.Tensor:
-    """gelu(linear(x)), the bias added by the activation where the layer is no more than a matrix and a bias."""
+    """gelu(linear(x)), the bias added by the activation where the layer is no more than a matrix
+    and a bias.
+    """
     approximate = gelu_of(activation) or "none"
-    if plain(linear, nn.Linear) and linear.bias is not None and takes(x, linear.weight, linear.bias):
+    if (
+        plain(linear, nn.Linear)
+        and linear.bias is not None
+        and takes(x, linear.weight, linear.bias)
+    ):
         return activations.gelu(F.linear(x, linear.weight), linear.bias, approximate=approximate)
-    if plain(linear, Conv1D) and takes(x, linear.weight, linear.bias):  # GPT-2's: the weight is [in, out]
+    # GPT-2's: the weight is [in, out]
+    if plain(linear, Conv1D) and takes(x, linear.weight, linear.bias):
         return activations.gelu(x @ linear.weight, linear.bias, approximate=approximate)
     return activations.gelu(linear(x), approximate=approximate)
 
@@ -62,7 +81,9 @@ def t5_gated(packed: bool) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not takes(hidden_states, self.wo.weight):  # wo may be kept in fp32
             return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-        return self.wo(self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed)))  # type: ignore[no-any-return]
+        return self.wo(
+            self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed))
+        )  # type: ignore[no-any-return]
 
     return forward
 

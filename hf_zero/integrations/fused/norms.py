@@ -1,4 +1,6 @@
-"""Forwards of norms: RMSNorm as Llama, Gemma (1 + weight) and T5 write it, and torch's LayerNorm."""
+"""Forwards of norms: RMSNorm as Llama, Gemma (1 + weight) and T5 write it, and torch's
+LayerNorm.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _CODES: dict[type, str] = {}
 
 
 def learn(module: nn.Module) -> None:
-    """Look once at the code of the module's class, for :func:`rms_of`, which compiled forwards ask and so may not read sources."""
+    """Look once at the code of the module's class, for :func:`rms_of`, which compiled forwards
+    ask and so may not read sources.
+    """
     if (code := of_class(type(module))) in (LLAMA, GEMMA, T5):
         _CODES[type(module)] = code
 
@@ -38,7 +42,11 @@ def rms_of(module: Any) -> Rms | None:
     code = _CODES.get(type(module))
     if code is None:
         return None
-    return Rms(module.weight, module.eps, 1.0) if code == GEMMA else Rms(module.weight, module.variance_epsilon, 0.0)
+    return (
+        Rms(module.weight, module.eps, 1.0)
+        if code == GEMMA
+        else Rms(module.weight, module.variance_epsilon, 0.0)
+    )
 
 
 def is_layer_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:

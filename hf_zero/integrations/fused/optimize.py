@@ -1,4 +1,6 @@
-"""``hf_zero.optimize`` and ``hf_zero.restore``: fused kernels on a model's instances, and everything as it was."""
+"""``hf_zero.optimize`` and ``hf_zero.restore``: fused kernels on a model's instances, and
+everything as it was.
+"""
 
 from __future__ import annotations
 
@@ -36,40 +38,60 @@ class Record:
         self.replacements, self.report = replacements, report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        return Record([replace(one, undo=_copied(one.undo, memo)) for one in self.replacements], self.report)
+        return Record(
+            [replace(one, undo=_copied(one.undo, memo)) for one in self.replacements], self.report
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise KernelError("a model with fused kernels is not pickled; call hf_zero.restore(model) first, or save model.state_dict()")
+        raise KernelError(
+            "a model with fused kernels is not pickled; call hf_zero.restore(model) first, or "
+            "save model.state_dict()"
+        )
 
 
 def _copied(undo: Callable[[], None], memo: dict[int, Any]) -> Callable[[], None]:
-    """``undo`` on the copy of the model: bound methods and partials are copied with what they hold, a closure is not."""
+    """``undo`` on the copy of the model: bound methods and partials are copied with what they
+    hold, a closure is not.
+    """
     if not isinstance(undo, types.FunctionType):
         return copy.deepcopy(undo, memo)
-    cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in undo.__closure__ or ())
-    return types.FunctionType(undo.__code__, undo.__globals__, undo.__name__, undo.__defaults__, cells)
+    cells = tuple(
+        types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in undo.__closure__ or ()
+    )
+    return types.FunctionType(
+        undo.__code__, undo.__globals__, undo.__name__, undo.__defaults__, cells
+    )
 
 
 def optimize(
-    model: nn.Module, kernels: str | Iterable[str] = "auto", sparse_attention: Any = None, *, pre_layer_norm: bool = False
+    model: nn.Module,
+    kernels: str | Iterable[str] = "auto",
+    sparse_attention: Any = None,
+    *,
+    pre_layer_norm: bool = False,
 ) -> nn.Module:
     """Put fused kernels into ``model``, in place, wherever its code is code they were written for.
 
-    Only instances change: parameters, their names, the state dict and every class stay what they are. A table of what was replaced where,
-    and why not where not, is logged and kept at :func:`report`. A model that has fused kernels already is restored first.
+    Only instances change: parameters, their names, the state dict and every class stay what they
+    are. A table of what was replaced where, and why not where not, is logged and kept at
+    :func:`report`. A model that has fused kernels already is restored first.
 
     Args:
-        model: a model of transformers, also inside adapters of PEFT; of any other model its LayerNorms are replaced.
-        kernels: "auto" (what helps on this device: :data:`hf_zero.config.kernels.AUTO`), "off", or names of ``NAMES`` there. Where there
-            is no GPU, norms, activations, rotary, qkv and residual run slow references: right, and of no use but to be tried.
-        sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays dense.
-        pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like models that are trained from scratch.
+        model: a model of transformers, also inside adapters of PEFT; of any other model its
+        LayerNorms are replaced. kernels: "auto" (what helps on this device:
+        :data:`hf_zero.config.kernels.AUTO`), "off", or names of ``NAMES`` there. Where there
+            is no GPU, norms, activations, rotary, qkv and residual run slow references: right, and
+            of no use but to be tried.
+        sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays
+        dense. pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like
+        models that are trained from scratch.
 
     Returns:
         ``model``.
 
     Raises:
-        KernelError: a name that is no kernel, or a model that ``sparse_attention`` or ``pre_layer_norm`` is not for.
+        KernelError: a name that is no kernel, or a model that ``sparse_attention`` or
+        ``pre_layer_norm`` is not for.
     """
     names = _names(kernels, kind_for_auto(kinds.accelerator() or "cpu"))
     _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
@@ -77,17 +99,30 @@ def optimize(
 
 
 def prepare(
-    model: nn.Module, kernels: str | Iterable[str], sparse_attention: Any, pre_layer_norm: bool, compiled: Iterable[nn.Module] = ()
+    model: nn.Module,
+    kernels: str | Iterable[str],
+    sparse_attention: Any,
+    pre_layer_norm: bool,
+    compiled: Iterable[nn.Module] = (),
 ) -> None:
-    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out parameters and updates them itself.
+    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out
+    parameters and updates them itself.
 
     In blocks that will be ``compiled`` only those of ``IN_COMPILED_BLOCKS`` are put.
     """
-    _put_in(model, _names(kernels, "cpu"), sparse_attention, pre_layer_norm, engine=True, compiled=compiled)
+    _put_in(
+        model,
+        _names(kernels, "cpu"),
+        sparse_attention,
+        pre_layer_norm,
+        engine=True,
+        compiled=compiled,
+    )
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give ``model`` back what :func:`optimize` replaced; a model without fused kernels is left as it is.
+    """Give ``model`` back what :func:`optimize` replaced; a model without fused kernels is left as
+    it is.
 
     Raises:
         KernelError: something else has replaced a forward since; undo that first.
@@ -116,7 +151,8 @@ def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
         return in_order(given)
     except ValueError as unknown:
         raise KernelError(
-            f"{unknown} is no fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', 'off', or names among {', '.join(NAMES)}"
+            f"{unknown} is no fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', 'off', "
+            f"or names among {', '.join(NAMES)}"
         ) from None
 
 
@@ -136,7 +172,9 @@ def _put_in(
     try:
         if pre_layer_norm:
             fused = "residual" in (left_to_them if in_compiled else names)
-            _keep(model, normalise_before(model, fused=fused), replacements, lines, "pre_layer_norm")
+            _keep(
+                model, normalise_before(model, fused=fused), replacements, lines, "pre_layer_norm"
+            )
         for name, module in list(model.named_modules()):
             norms.learn(module)
             chosen = left_to_them if module in in_compiled else names
@@ -155,13 +193,26 @@ def _put_in(
             replacement.undo()
         raise
     if "optimizer" in names and not engine:
-        lines.append(Line(("optimizer",), "optimizer", "", "it is the engine's update; hf_zero.initialize has it"))
+        lines.append(
+            Line(
+                ("optimizer",),
+                "optimizer",
+                "",
+                "it is the engine's update; hf_zero.initialize has it",
+            )
+        )
     if replacements or lines:
         model.__dict__[RECORD] = Record(replacements, Report(tuple(lines)))
         log_rank0(f"fused kernels in {type(model).__name__}:\n{report(model)}")
 
 
-def _keep(model: nn.Module, made: Replacement | list[Replacement] | str, kept: list[Replacement], lines: list[Line], kernel: str) -> None:
+def _keep(
+    model: nn.Module,
+    made: Replacement | list[Replacement] | str,
+    kept: list[Replacement],
+    lines: list[Line],
+    kernel: str,
+) -> None:
     if isinstance(made, str):
         lines.append(Line((kernel,), type(model).__name__, "", made))
         return
@@ -171,7 +222,13 @@ def _keep(model: nn.Module, made: Replacement | list[Replacement] | str, kept: l
 
 
 def _replace(
-    model: nn.Module, module: nn.Module, name: str, names: tuple[str, ...], replacements: list[Replacement], lines: list[Line], packs: bool
+    model: nn.Module,
+    module: nn.Module,
+    name: str,
+    names: tuple[str, ...],
+    replacements: list[Replacement],
+    lines: list[Line],
+    packs: bool,
 ) -> None:
     if replaced(module):
         return
@@ -186,10 +243,18 @@ def _replace(
         lines.append(Line(found.names, kind, name, "something else has replaced its forward"))
         return
     module.forward = types.MethodType(found.forward, module)
-    replacements.append(Replacement(", ".join(found.names), name, functools.partial(_put_back, module, name, found.forward)))
+    replacements.append(
+        Replacement(
+            ", ".join(found.names), name, functools.partial(_put_back, module, name, found.forward)
+        )
+    )
     lines.append(Line(found.names, kind, name))
     if found.packs:
-        replacements.extend(_pack(model, module, name, found.packs) if packs else _ask_for_pack(module, name, found.packs))
+        replacements.extend(
+            _pack(model, module, name, found.packs)
+            if packs
+            else _ask_for_pack(module, name, found.packs)
+        )
 
 
 def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
@@ -198,7 +263,8 @@ def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
         return
     if getattr(current, "__func__", None) is not ours:
         raise KernelError(
-            f"the forward of {name} was replaced again after hf_zero.optimize, by a {type(current).__name__} of {type(current).__module__}; undo "
+            f"the forward of {name} was replaced again after hf_zero.optimize, by a "
+            f"{type(current).__name__} of {type(current).__module__}; undo "
             "that (engine.destroy() where an engine has compiled it), then call hf_zero.restore"
         )
     del module.__dict__["forward"]
@@ -216,12 +282,18 @@ def _ask_no_more(module: nn.Module) -> None:
     module.__dict__.pop(PACKED, None)
 
 
-def _pack(model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...]) -> Iterator[Replacement]:
-    """Lay weights, and biases, side by side, so that they are one matrix; an engine's own are where the engine put them."""
+def _pack(
+    model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...]
+) -> Iterator[Replacement]:
+    """Lay weights, and biases, side by side, so that they are one matrix; an engine's own are
+    where the engine put them.
+    """
     for part in ("weight", "bias"):
         found = [getattr(getattr(module, layer), part, None) for layer in layers]
         parameters = [parameter for parameter in found if type(parameter) is nn.Parameter]
-        if len(parameters) < len(layers) or any(p.is_meta or owner_of(p) is not None or source_of(p) is not None for p in parameters):
+        if len(parameters) < len(layers) or any(
+            p.is_meta or owner_of(p) is not None or source_of(p) is not None for p in parameters
+        ):
             continue
         if adjacent(parameters):
             continue

@@ -1,4 +1,6 @@
-"""Longer inputs for models with learned positions: the table is repeated, as Longformer's was (Beltagy et al., arXiv:2004.05150, section 5)."""
+"""Longer inputs for models with learned positions: the table is repeated, as Longformer's was
+(Beltagy et al., arXiv:2004.05150, section 5).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,22 @@ _TABLES = ("position_embeddings", "wpe")
 
 
 def extend_position_embedding(model: Any, max_position: int) -> Any:
-    """Let ``model`` take ``max_position`` tokens: its position table is tiled, its buffers over positions and its config follow.
+    """Let ``model`` take ``max_position`` tokens: its position table is tiled, its buffers over
+    positions and its config follow.
 
-    BERT, RoBERTa and their like (whose table has rows before position 0: they stay in front, and the config counts them), GPT-2, DistilBERT.
-    Rotary models have no table; only their config changes. Call it before the optimizer is made. Returns ``model``.
+    BERT, RoBERTa and their like (whose table has rows before position 0: they stay in front, and
+    the config counts them), GPT-2, DistilBERT. Rotary models have no table; only their config
+    changes. Call it before the optimizer is made. Returns ``model``.
 
     Raises:
         KernelError: fewer positions than there are, or a table whose rows are not here.
     """
-    tables = [(module, name) for module in model.modules() for name in _TABLES if isinstance(getattr(module, name, None), nn.Embedding)]
+    tables = [
+        (module, name)
+        for module in model.modules()
+        for name in _TABLES
+        if isinstance(getattr(module, name, None), nn.Embedding)
+    ]
     extra = 0
     for module, name in tables:
         table = getattr(module, name)
@@ -32,7 +41,8 @@ def extend_position_embedding(model: Any, max_position: int) -> Any:
     config = model.config.get_text_config()
     if not tables and not hasattr(config, "max_position_embeddings"):
         raise KernelError(
-            f"{type(model).__name__} has neither a table of positions nor max_position_embeddings; there is nothing to extend"
+            f"{type(model).__name__} has neither a table of positions nor max_position_embeddings; "
+            "there is nothing to extend"
         )
     config.max_position_embeddings = max_position + extra
     return model
@@ -41,10 +51,15 @@ def extend_position_embedding(model: Any, max_position: int) -> Any:
 def _tile(table: nn.Embedding, before: int, positions: int) -> None:
     rows = table.weight.data
     if rows.dim() != 2 or rows.shape[0] != table.num_embeddings:
-        raise KernelError("the table of positions is sharded; call extend_position_embedding before hf_zero.initialize")
+        raise KernelError(
+            "the table of positions is sharded; call extend_position_embedding "
+            "before hf_zero.initialize"
+        )
     known = rows.shape[0] - before
     if positions < known:
-        raise KernelError(f"max_position is {positions}, but the model has {known} positions already")
+        raise KernelError(
+            f"max_position is {positions}, but the model has {known} positions already"
+        )
     source = torch.arange(positions, device=rows.device) % known + before
     table.weight.data = torch.cat([rows[:before], rows[source]])
     table.num_embeddings = before + positions
@@ -56,4 +71,6 @@ def _lengthen(module: nn.Module, length: int) -> None:
         buffer = module._buffers.get(name)
         if buffer is not None:
             ids = torch.arange(length, device=buffer.device)
-            module._buffers[name] = (ids if name == "position_ids" else torch.zeros_like(ids)).to(buffer.dtype)[None]
+            module._buffers[name] = (ids if name == "position_ids" else torch.zeros_like(ids)).to(
+                buffer.dtype
+            )[None]

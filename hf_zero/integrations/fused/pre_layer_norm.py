@@ -1,13 +1,17 @@
-"""Pre-LN BERT: norms before attention and MLP in place of after the sums, with the parameters that are there.
+"""Pre-LN BERT: norms before attention and MLP in place of after the sums, with the parameters that
+are there.
 
-Post-LN, as BERT has it, is x = norm(x + f(x)): the gradient passes through a norm for each layer, is largest near the output, and needs a
-small or slowly rising learning rate. Pre-LN is x = x + f(norm(x)) with one norm at the end (Xiong et al. 2020, "On Layer Normalization in
-the Transformer Architecture", https://arxiv.org/abs/2002.04745; DeepSpeed's BERT recipes train so).
+Post-LN, as BERT has it, is x = norm(x + f(x)): the gradient passes through a norm for each layer,
+is largest near the output, and needs a small or slowly rising learning rate. Pre-LN is x = x +
+f(norm(x)) with one norm at the end (Xiong et al. 2020, "On Layer Normalization in the Transformer
+Architecture", https://arxiv.org/abs/2002.04745; DeepSpeed's BERT recipes train so).
 
-Both have two norms a layer and one more, so no parameter is added or left over: ``attention.output.LayerNorm`` normalises what attention
-reads, ``output.LayerNorm`` what the MLP reads, and ``embeddings.LayerNorm`` comes last. That one is free: the first layer normalises the
-embeddings anyway. Each layer uses its own parameters alone, which keeps layers units of ZeRO. Weights that were trained as post-LN mean
-something else as pre-LN: this is for training from scratch.
+Both have two norms a layer and one more, so no parameter is added or left over:
+``attention.output.LayerNorm`` normalises what attention reads, ``output.LayerNorm`` what the MLP
+reads, and ``embeddings.LayerNorm`` comes last. That one is free: the first layer normalises the
+embeddings anyway. Each layer uses its own parameters alone, which keeps layers units of ZeRO.
+Weights that were trained as post-LN mean something else as pre-LN: this is for training from
+scratch.
 """
 
 from __future__ import annotations
@@ -38,19 +42,30 @@ def normalise_before(model: nn.Module, fused: bool) -> list[Replacement]:
     changes: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     finals: list[tuple[nn.Module, nn.LayerNorm]] = []
     for name, module in model.named_modules():
-        encoder, final = getattr(module, "encoder", None), getattr(getattr(module, "embeddings", None), "LayerNorm", None)
+        encoder, final = (
+            getattr(module, "encoder", None),
+            getattr(getattr(module, "embeddings", None), "LayerNorm", None),
+        )
         layers = getattr(encoder, "layer", None)
-        if not isinstance(encoder, nn.Module) or not isinstance(layers, nn.ModuleList) or not isinstance(final, nn.LayerNorm):
+        if (
+            not isinstance(encoder, nn.Module)
+            or not isinstance(layers, nn.ModuleList)
+            or not isinstance(final, nn.LayerNorm)
+        ):
             continue
         prefix = f"{name}." if name else ""
         for index, layer in enumerate(layers):
             _check(layer, f"{prefix}encoder.layer.{index}")
             changes.append((layer, f"{prefix}encoder.layer.{index}", layer_forward(fused)))
-        changes += [(encoder, f"{prefix}encoder", encode), (final, f"{prefix}embeddings.LayerNorm", pass_by)]
+        changes += [
+            (encoder, f"{prefix}encoder", encode),
+            (final, f"{prefix}embeddings.LayerNorm", pass_by),
+        ]
         finals.append((encoder, final))
     if not changes:
         raise KernelError(
-            f"pre_layer_norm is for BERT, RoBERTa and ELECTRA, and {type(model).__name__} has no embeddings.LayerNorm beside encoder.layer; "
+            f"pre_layer_norm is for BERT, RoBERTa and ELECTRA, and {type(model).__name__} has no "
+            "embeddings.LayerNorm beside encoder.layer; "
             "leave it out"
         )
     for encoder, final in finals:
@@ -61,10 +76,14 @@ def normalise_before(model: nn.Module, fused: bool) -> list[Replacement]:
 def _check(layer: nn.Module, name: str) -> None:
     if of_class(type(layer)) != LAYER or "forward" in layer.__dict__:
         raise KernelError(
-            f"pre_layer_norm: {name} ({type(layer).__name__}) has other code than BERT's layer, as hf-zero knows it; leave it out"
+            f"pre_layer_norm: {name} ({type(layer).__name__}) has other code than BERT's layer, as "
+            "hf-zero knows it; leave it out"
         )
     if getattr(layer, "add_cross_attention", False):
-        raise KernelError(f"pre_layer_norm: {name} has cross-attention, which is not provided; set add_cross_attention=False")
+        raise KernelError(
+            f"pre_layer_norm: {name} has cross-attention, which is not provided; set "
+            "add_cross_attention=False"
+        )
     if layer.chunk_size_feed_forward:
         raise KernelError(f"pre_layer_norm: {name} has chunk_size_feed_forward set; set it to 0")
 
@@ -95,9 +114,14 @@ def layer_forward(fused: bool) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         before, after = self.attention.output, self.output
         attended, _ = self.attention.self(
-            before.LayerNorm(hidden_states), attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+            before.LayerNorm(hidden_states),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
         )
-        normed, hidden_states = add_and_norm(after.LayerNorm, before.dense(attended), hidden_states, before.dropout)
+        normed, hidden_states = add_and_norm(
+            after.LayerNorm, before.dense(attended), hidden_states, before.dropout
+        )
         return add(after.dense(self.intermediate(normed)), hidden_states, after.dropout)
 
     return forward
@@ -107,7 +131,9 @@ def _add(x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> torch.T
     return residual + dropout(x)  # type: ignore[no-any-return]
 
 
-def _add_and_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_and_norm(
+    norm: nn.Module, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + dropout(x)
     return norm(total), total
 

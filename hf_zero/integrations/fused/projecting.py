@@ -12,7 +12,9 @@ from hf_zero.ops.packed_linear import packed_linear_whole
 
 
 def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
-    """All of ``linears`` of ``x`` side by side, in one GEMM; None unless they are matrices and biases of x's dtype and nothing more."""
+    """All of ``linears`` of ``x`` side by side, in one GEMM; None unless they are matrices and
+    biases of x's dtype and nothing more.
+    """
     weights, biases = [], []
     for linear in linears:
         if not plain(linear, nn.Linear) or linear.weight.dtype != x.dtype:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replacement:
-    """``what`` names the kernel ("linear_cross_entropy"), ``where`` the module as ``named_modules`` does ("lm_head"; "" is the model).
+    """``what`` names the kernel ("linear_cross_entropy"), ``where`` the module as ``named_modules``
+    does ("lm_head"; "" is the model).
 
-    ``undo`` puts back what was there and may be called twice. Parameters and their names are never part of a replacement.
+    ``undo`` puts back what was there and may be called twice. Parameters and their names are never
+    part of a replacement.
     """
 
     what: str

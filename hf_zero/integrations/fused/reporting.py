@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One module, or with layer numbers as "*" all like it: which kernels it got, or why it got none."""
+    """One module, or with layer numbers as "*" all like it: which kernels it got, or why it got
+    none.
+    """
 
     kernels: tuple[str, ...]
     what: str
@@ -21,7 +23,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`hf_zero.optimize` did: a line for each module it looked at. Printed, it is a table with like modules in one row."""
+    """What :func:`hf_zero.optimize` did: a line for each module it looked at.
+
+    Printed, it is a table with like modules in one row.
+    """
 
     lines: tuple[Line, ...]
 
@@ -50,7 +55,10 @@ class Report:
         table = Table("kernels", "module", "where", "", box=None, pad_edge=False)
         for row in sorted(self.rows(), key=lambda row: bool(row.why_not)):
             table.add_row(
-                ", ".join(row.kernels), row.what, row.where or "the model", f"left: {row.why_not}" if row.why_not else f"{row.count} ×"
+                ", ".join(row.kernels),
+                row.what,
+                row.where or "the model",
+                f"left: {row.why_not}" if row.why_not else f"{row.count} ×",
             )
         text = io.StringIO()
         Console(file=text, width=200, markup=False, emoji=False, highlight=False).print(table)

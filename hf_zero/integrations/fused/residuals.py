@@ -1,4 +1,6 @@
-"""Forwards that add to the residual stream: the sum and the norm that follows it in one pass, dropout with its mask recomputed."""
+"""Forwards that add to the residual stream: the sum and the norm that follows it in one pass,
+dropout with its mask recomputed.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,20 @@ def normed_sum(
     """(norm(s), s) for s = dropout(x) + residual."""
     rms = rms_of(norm) if plain(norm, type(norm)) else None
     if rms is not None and takes(x, residual, rms.weight):
-        return add_rms_norm(x if dropout is None else dropout(x), residual, rms.weight, rms.eps, offset=rms.offset)
-    if is_layer_norm(norm) and plain(norm, nn.LayerNorm) and takes(x, residual, norm.weight, norm.bias):
-        p, training = (dropout.p, dropout.training) if isinstance(dropout, nn.Dropout) else (0.0, False)
-        return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, dropout=p, training=training)
+        return add_rms_norm(
+            x if dropout is None else dropout(x), residual, rms.weight, rms.eps, offset=rms.offset
+        )
+    if (
+        is_layer_norm(norm)
+        and plain(norm, nn.LayerNorm)
+        and takes(x, residual, norm.weight, norm.bias)
+    ):
+        p, training = (
+            (dropout.p, dropout.training) if isinstance(dropout, nn.Dropout) else (0.0, False)
+        )
+        return add_layer_norm(
+            x, residual, norm.weight, norm.bias, norm.eps, dropout=p, training=training
+        )
     total = residual + (x if dropout is None else dropout(x))
     return norm(total), total
 
@@ -34,10 +46,24 @@ def added(x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> torch.
 
 
 def bert_output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    """BertSelfOutput and BertOutput, and those of RoBERTa, ELECTRA, DeBERTa-v2: norm(dropout(dense(x)) + input)."""
+    """BertSelfOutput and BertOutput, and those of RoBERTa, ELECTRA, DeBERTa-v2:
+    norm(dropout(dense(x)) + input).
+    """
     x, norm, dropout = self.dense(hidden_states), self.LayerNorm, self.dropout
-    if is_layer_norm(norm) and plain(norm, nn.LayerNorm) and takes(x, input_tensor, norm.weight, norm.bias):
-        return layer_norm_of_sum(x, input_tensor, norm.weight, norm.bias, norm.eps, dropout=dropout.p, training=dropout.training)
+    if (
+        is_layer_norm(norm)
+        and plain(norm, nn.LayerNorm)
+        and takes(x, input_tensor, norm.weight, norm.bias)
+    ):
+        return layer_norm_of_sum(
+            x,
+            input_tensor,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            dropout=dropout.p,
+            training=dropout.training,
+        )
     return norm(dropout(x) + input_tensor)  # type: ignore[no-any-return]
 
 
@@ -85,7 +111,9 @@ def phi3_layer(
         position_embeddings=position_embeddings,
         **kwargs,
     )
-    normed, residual = normed_sum(self.post_attention_layernorm, attended, hidden_states, self.resid_attn_dropout)
+    normed, residual = normed_sum(
+        self.post_attention_layernorm, attended, hidden_states, self.resid_attn_dropout
+    )
     return added(self.mlp(normed), residual, self.resid_mlp_dropout)
 
 
@@ -122,22 +150,43 @@ def gpt2_block(
 ) -> torch.Tensor:
     if encoder_hidden_states is not None:
         return type(self).forward(  # type: ignore[no-any-return]
-            self, hidden_states, past_key_values, attention_mask, encoder_hidden_states, encoder_attention_mask, use_cache, **kwargs
+            self,
+            hidden_states,
+            past_key_values,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            use_cache,
+            **kwargs,
         )
     attended, _ = self.attn(
-        self.ln_1(hidden_states), past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+        self.ln_1(hidden_states),
+        past_key_values=past_key_values,
+        attention_mask=attention_mask,
+        use_cache=use_cache,
+        **kwargs,
     )
     normed, residual = normed_sum(self.ln_2, attended, hidden_states)
     return residual + self.mlp(normed)  # type: ignore[no-any-return]
 
 
-def vit_layer(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+def vit_layer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
     attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
     normed, residual = normed_sum(self.layernorm_after, attended, hidden_states, self.dropout)
     return added(self.mlp(normed), residual, self.dropout)
 
 
-def distilbert_block(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+def distilbert_block(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
     attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
     normed, _ = normed_sum(self.sa_layer_norm, attended, hidden_states)
     return normed_sum(self.output_layer_norm, self.ffn(normed), normed)[0]
@@ -156,7 +205,11 @@ def t5_self_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, ...]:
     attended, bias, weights = self.SelfAttention(
-        self.layer_norm(hidden_states), mask=attention_mask, position_bias=position_bias, past_key_values=past_key_values, **kwargs
+        self.layer_norm(hidden_states),
+        mask=attention_mask,
+        position_bias=position_bias,
+        past_key_values=past_key_values,
+        **kwargs,
     )
     return added(attended, hidden_states, self.dropout), bias, weights
 

@@ -1,6 +1,8 @@
-"""Attention over the blocks of a layout, differentiable, on any device; torch.compile sees one operator.
+"""Attention over the blocks of a layout, differentiable, on any device; torch.compile sees one
+operator.
 
-The layout is told to the operator as the number of its configuration, and compiled once for each length, device and number of heads.
+The layout is told to the operator as the number of its configuration, and compiled once for each
+length, device and number of heads.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ def sparse_attention(
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v over the blocks of ``layout`` alone.
 
-    Shapes: q is [B, H, S, D]; k and v are [B, Hkv, S, D], where H is a multiple of Hkv and neighbouring heads share; D is at most 256.
-    The result is [B, H, S, D], laid out as [B, S, H, D]. S needs not be a multiple of the block.
-    ``layout`` is a SparsityConfig or a tensor [heads or 1, blocks, blocks], compiled when it is first met (inside torch.compile, and for a
-    tensor that is written to later, pass ``BlockLayout(tensor, block)``).
-    ``causal`` None follows the configuration: a unidirectional one is causal within its blocks too.
-    ``key_padding_mask`` [B, S], bool or 0 and 1: keys that are attended to. ``dropout`` drops probabilities; pass 0 when not training.
-    A row without any key gives zeros, where torch's scaled_dot_product_attention gives NaN. Raises KernelError.
+    Shapes: q is [B, H, S, D]; k and v are [B, Hkv, S, D], where H is a multiple of Hkv and
+    neighbouring heads share; D is at most 256. The result is [B, H, S, D], laid out as [B, S, H,
+    D]. S needs not be a multiple of the block. ``layout`` is a SparsityConfig or a tensor [heads or
+    1, blocks, blocks], compiled when it is first met (inside torch.compile, and for a tensor that
+    is written to later, pass ``BlockLayout(tensor, block)``). ``causal`` None follows the
+    configuration: a unidirectional one is causal within its blocks too. ``key_padding_mask`` [B,
+    S], bool or 0 and 1: keys that are attended to. ``dropout`` drops probabilities; pass 0 when not
+    training. A row without any key gives zeros, where torch's scaled_dot_product_attention gives
+    NaN. Raises KernelError.
     """
     if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -53,31 +57,47 @@ def sparse_attention(
     if key_padding_mask is not None:
         if key_padding_mask.shape != (q.shape[0], q.shape[2]):
             raise KernelError(
-                f"key_padding_mask is {list(key_padding_mask.shape)} and must be [batch, length], {[q.shape[0], q.shape[2]]}: "
+                f"key_padding_mask is {list(key_padding_mask.shape)} and must be [batch, length], "
+                f"{[q.shape[0], q.shape[2]]}: "
                 "one value for each key; other masks belong into the layout"
             )
         padding = key_padding_mask.to(torch.bool)
-    seed = torch.randint(0, 2**31 - 1, (1,), device=q.device, dtype=torch.int64) if dropout else None
+    seed = (
+        torch.randint(0, 2**31 - 1, (1,), device=q.device, dtype=torch.int64) if dropout else None
+    )
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     o, _ = _attend(q, k, v, padding, seed, config.handle, causal, scale, float(dropout))
     return o
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
-    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+    if (
+        q.dim() != 4
+        or k.shape != v.shape
+        or k.dim() != 4
+        or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:])
+    ):
         raise KernelError(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; self-attention takes [B, H, S, D] and twice [B, Hkv, S, D]"
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; self-attention takes "
+            "[B, H, S, D] and twice [B, Hkv, S, D]"
         )
     if q.shape[1] % max(1, k.shape[1]) or not k.shape[1]:
         raise KernelError(
-            f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys; the first must be a multiple of the second"
+            f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys; the first "
+            "must be a multiple of the second"
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise KernelError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating dtype")
+        raise KernelError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating dtype"
+        )
     if not q.device == k.device == v.device:
-        raise KernelError(f"q, k and v are on {q.device}, {k.device} and {v.device}; they must be on one device")
+        raise KernelError(
+            f"q, k and v are on {q.device}, {k.device} and {v.device}; they must be on one device"
+        )
     if q.shape[3] > WIDEST_HEAD:
-        raise KernelError(f"heads are {q.shape[3]} wide; block-sparse attention takes at most {WIDEST_HEAD}")
+        raise KernelError(
+            f"heads are {q.shape[3]} wide; block-sparse attention takes at most {WIDEST_HEAD}"
+        )
     if not 0 <= dropout < 1:
         raise KernelError(f"dropout is {dropout}; it must be at least 0 and below 1")
 
@@ -88,11 +108,16 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
     if known is not None and known[0]() is layout and known[1] == layout._version:
         return known[2]
     if layout.dim() != 3:
-        raise KernelError(f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}")
+        raise KernelError(
+            f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}"
+        )
     blocks = layout.shape[1]
     block = next((size for size in (16, 32, 64, 128, 256, 512) if -(-length // size) == blocks), 0)
     if not block:
-        raise KernelError(f"a layout of {blocks} blocks fits {length} tokens with no block of 16, 32, 64, 128, 256 or 512")
+        raise KernelError(
+            f"a layout of {blocks} blocks fits {length} tokens with no block of 16, "
+            "32, 64, 128, 256 or 512"
+        )
     made = BlockLayout(layout, block)
     number = id(layout)
     _GIVEN[number] = weakref.ref(layout, lambda _: _GIVEN.pop(number, None)), layout._version, made
@@ -106,12 +131,18 @@ def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Plan:
 def _too_much(q: torch.Tensor) -> str:
     if q.dtype not in _DTYPES:
         return f"it computes in bf16, fp16 and fp32, not in {q.dtype}"
-    return "tiles of fp32 with heads above 128 do not fit shared memory" if q.dtype == torch.float32 and q.shape[3] > 128 else ""
+    return (
+        "tiles of fp32 with heads above 128 do not fit shared memory"
+        if q.dtype == torch.float32 and q.shape[3] > 128
+        else ""
+    )
 
 
 def _example(device: torch.device) -> tuple[object, ...]:
     q, k, v = (torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
-    handle = BigBirdSparsityConfig(2, block=64, num_random_blocks=0, num_sliding_window_blocks=1).handle
+    handle = BigBirdSparsityConfig(
+        2, block=64, num_random_blocks=0, num_sliding_window_blocks=1
+    ).handle
     return q, k, v, plan_for(handle, 128, 2, 1, False, device), None, None, False, 0.125, 0.0
 
 
@@ -121,7 +152,13 @@ def _backward_example(device: torch.device) -> tuple[object, ...]:
     return q, q, k, v, q, torch.zeros(q.shape[:3], device=device), *rest
 
 
-FORWARD = Kernel("sparse_attention", "sparse_attention:forward", reference.forward, refuses=lambda q, *_: _too_much(q), example=_example)
+FORWARD = Kernel(
+    "sparse_attention",
+    "sparse_attention:forward",
+    reference.forward,
+    refuses=lambda q, *_: _too_much(q),
+    example=_example,
+)
 BACKWARD = Kernel(
     "sparse_attention_backward",
     "sparse_attention_backward:backward",
@@ -160,7 +197,9 @@ def _attend_fake(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.empty_like_heads(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return reference.empty_like_heads(q), torch.empty(
+        q.shape[:3], dtype=torch.float32, device=q.device
+    )
 
 
 @torch.library.custom_op("hf_zero::sparse_attention_backward", mutates_args=())
@@ -179,8 +218,14 @@ def _attend_backward(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not q.numel():
-        return reference.empty_like_heads(q), reference.empty_like_heads(k), reference.empty_like_heads(v)
-    return BACKWARD(grad, q, k, v, o, lse, _plan(handle, q, k, causal), padding, seed, causal, scale, dropout)
+        return (
+            reference.empty_like_heads(q),
+            reference.empty_like_heads(k),
+            reference.empty_like_heads(v),
+        )
+    return BACKWARD(
+        grad, q, k, v, o, lse, _plan(handle, q, k, causal), padding, seed, causal, scale, dropout
+    )
 
 
 @_attend_backward.register_fake
@@ -198,7 +243,11 @@ def _attend_backward_fake(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return reference.empty_like_heads(q), reference.empty_like_heads(k), reference.empty_like_heads(v)
+    return (
+        reference.empty_like_heads(q),
+        reference.empty_like_heads(k),
+        reference.empty_like_heads(v),
+    )
 
 
 def _saved(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -2,16 +2,18 @@
 
 Each class describes a pattern and makes its layout for any length::
 
-    layout = BigBirdSparsityConfig(num_heads=16, block=64).make_layout(4096)  # int64 [16, 64, 64], 1 where a block is attended to
+    layout = BigBirdSparsityConfig(num_heads=16, block=64).make_layout(4096)  # int64 [16, 64, 64],
+    1 where a block is attended to
 
-Patterns: Fixed and Variable after "Generating Long Sequences with Sparse Transformers" (arXiv:1904.10509), BigBird (arXiv:2007.14062),
-Longformer by blocks (arXiv:2004.05150). Names, defaults and meaning are those of ``deepspeed.ops.sparse_attention``, with three
-differences: random blocks come from a generator of their own, seeded by ``seed``, so that all ranks and runs agree and no global random
-state moves; in a unidirectional layout they lie in the past, as many as there are; and a sequence of fewer blocks than a pattern names is
-attended to whole, where DeepSpeed raises.
+Patterns: Fixed and Variable after "Generating Long Sequences with Sparse Transformers"
+(arXiv:1904.10509), BigBird (arXiv:2007.14062), Longformer by blocks (arXiv:2004.05150). Names,
+defaults and meaning are those of ``deepspeed.ops.sparse_attention``, with three differences: random
+blocks come from a generator of their own, seeded by ``seed``, so that all ranks and runs agree and
+no global random state moves; in a unidirectional layout they lie in the past, as many as there are;
+and a sequence of fewer blocks than a pattern names is attended to whole, where DeepSpeed raises.
 
-A configuration does not change once it is made, because layouts compiled from it are kept. A subclass that defines ``make_layout`` works
-like these.
+A configuration does not change once it is made, because layouts compiled from it are kept. A
+subclass that defines ``make_layout`` works like these.
 """
 
 from __future__ import annotations
@@ -36,17 +38,23 @@ class _Registered(type):
 
 
 class SparsityConfig(metaclass=_Registered):
-    """What all patterns share: ``num_heads``, the ``block`` size in tokens, and whether heads differ.
+    """What all patterns share: ``num_heads``, the ``block`` size in tokens, and whether heads
+    differ.
 
-    ``attention`` is "bidirectional" or "unidirectional"; an unidirectional pattern makes sparse_attention causal, within blocks too.
+    ``attention`` is "bidirectional" or "unidirectional"; an unidirectional pattern makes
+    sparse_attention causal, within blocks too.
     """
 
     handle: int
     attention: str = "bidirectional"
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+    def __init__(
+        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
+    ) -> None:
         if num_heads < 1 or block < 1:
-            raise KernelError(f"num_heads is {num_heads} and block is {block}; both must be at least 1")
+            raise KernelError(
+                f"num_heads is {num_heads} and block is {block}; both must be at least 1"
+            )
         self.num_heads = num_heads
         self.block = block
         self.different_layout_per_head = different_layout_per_head
@@ -55,12 +63,16 @@ class SparsityConfig(metaclass=_Registered):
     def __setattr__(self, name: str, value: Any) -> None:
         if "handle" in self.__dict__:
             raise KernelError(
-                f"{type(self).__name__}.{name} cannot change once the configuration is made: layouts compiled from it are kept; make another"
+                f"{type(self).__name__}.{name} cannot change once the configuration is made: "
+                "layouts compiled from it are kept; make another"
             )
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), {name: value for name, value in self.__dict__.items() if name != "handle"})
+        return _restored, (
+            type(self),
+            {name: value for name, value in self.__dict__.items() if name != "handle"},
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SparsityConfig) and self.handle == other.handle
@@ -69,22 +81,38 @@ class SparsityConfig(metaclass=_Registered):
         return self.handle
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if name not in ("handle", "num_layout_heads"))
+        told = ", ".join(
+            f"{name}={value!r}"
+            for name, value in self.__dict__.items()
+            if name not in ("handle", "num_layout_heads")
+        )
         return f"{type(self).__name__}({told})"
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """The layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads, blocks, blocks] of 0 and 1 on the CPU."""
+        """The layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads, blocks,
+        blocks] of 0 and 1 on the CPU.
+        """
         if seq_len % self.block:
-            raise KernelError(f"a sequence of {seq_len} tokens is no multiple of the block, {self.block}; sparse_attention pads by itself")
+            raise KernelError(
+                f"a sequence of {seq_len} tokens is no multiple of the block, {self.block}; "
+                "sparse_attention pads by itself"
+            )
         blocks = seq_len // self.block
         random = torch.Generator().manual_seed(getattr(self, "seed", 0))
         made = [self.head_layout(head, blocks, random) for head in range(self.num_layout_heads)]
         layout = torch.stack(made).to(torch.int64)
-        return layout if self.num_layout_heads == self.num_heads else layout.repeat(self.num_heads, 1, 1)
+        return (
+            layout
+            if self.num_layout_heads == self.num_heads
+            else layout.repeat(self.num_heads, 1, 1)
+        )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         """The pattern of one head: bool [blocks, blocks]."""
-        raise NotImplementedError(f"{type(self).__name__} describes no pattern; use one of its subclasses, or define head_layout")
+        raise NotImplementedError(
+            f"{type(self).__name__} describes no pattern; use one of its subclasses, "
+            "or define head_layout"
+        )
 
 
 class DenseSparsityConfig(SparsityConfig):
@@ -97,8 +125,9 @@ class DenseSparsityConfig(SparsityConfig):
 class FixedSparsityConfig(SparsityConfig):
     """Windows of ``num_local_blocks``, the last ``num_global_blocks`` of each being global.
 
-    All (later) blocks attend to global blocks; with ``horizontal_global_attention`` global blocks attend to all as well. With
-    ``num_different_global_patterns`` head ``h`` takes the ``h``-th group from the end of the window, modulo that number.
+    All (later) blocks attend to global blocks; with ``horizontal_global_attention`` global blocks
+    attend to all as well. With ``num_different_global_patterns`` head ``h`` takes the ``h``-th
+    group from the end of the window, modulo that number.
     """
 
     def __init__(
@@ -116,12 +145,16 @@ class FixedSparsityConfig(SparsityConfig):
         self.attention = _direction(attention, horizontal_global_attention)
         self.horizontal_global_attention = horizontal_global_attention
         if num_global_blocks < 1 or num_local_blocks < 1 or num_local_blocks % num_global_blocks:
-            raise KernelError(f"num_local_blocks is {num_local_blocks}, which must be a multiple of num_global_blocks, {num_global_blocks}")
+            raise KernelError(
+                f"num_local_blocks is {num_local_blocks}, which must be a multiple of "
+                f"num_global_blocks, {num_global_blocks}"
+            )
         self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
         most = num_local_blocks // num_global_blocks if different_layout_per_head else 1
         if not 1 <= num_different_global_patterns <= most:
             raise KernelError(
-                f"num_different_global_patterns is {num_different_global_patterns}; it can be at most {most}: one pattern without "
+                f"num_different_global_patterns is {num_different_global_patterns}; it can be at "
+                f"most {most}: one pattern without "
                 "different_layout_per_head, else num_local_blocks / num_global_blocks"
             )
         self.num_different_global_patterns = num_different_global_patterns
@@ -138,13 +171,17 @@ class FixedSparsityConfig(SparsityConfig):
         if whole < blocks:  # the last window is short: its global blocks move to where they fit
             starts.append(max(0, min(whole + first, blocks - width)))
         spans = [(start, start + width) for start in starts]
-        return layout | _globals(blocks, spans, self.attention, horizontal=self.horizontal_global_attention)
+        return layout | _globals(
+            blocks, spans, self.attention, horizontal=self.horizontal_global_attention
+        )
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of the sizes ``local_window_blocks`` (the last one repeated), given global blocks, random blocks in each row.
+    """Windows of the sizes ``local_window_blocks`` (the last one repeated), given global blocks,
+    random blocks in each row.
 
-    ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of spans that end before these.
+    ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of
+    spans that end before these.
     """
 
     def __init__(
@@ -165,26 +202,40 @@ class VariableSparsityConfig(SparsityConfig):
         self.horizontal_global_attention = horizontal_global_attention
         self.num_random_blocks, self.seed = num_random_blocks, seed
         if not local_window_blocks or min(local_window_blocks) < 1:
-            raise KernelError(f"local_window_blocks is {list(local_window_blocks)}; give sizes of at least 1")
+            raise KernelError(
+                f"local_window_blocks is {list(local_window_blocks)}; give sizes of at least 1"
+            )
         self.local_window_blocks = tuple(local_window_blocks)
-        self.global_block_indices, self.global_block_end_indices = _spans_checked(global_block_indices, global_block_end_indices)
+        self.global_block_indices, self.global_block_end_indices = _spans_checked(
+            global_block_indices, global_block_end_indices
+        )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         rows, columns = _grid(blocks)
         sizes = self.local_window_blocks
         ends = torch.tensor(sizes).cumsum(0)
-        repeated = (torch.arange(blocks) - int(ends[-1])).div(sizes[-1], rounding_mode="floor") + len(sizes)
-        window = torch.where(torch.arange(blocks) < ends[-1], torch.bucketize(torch.arange(blocks), ends, right=True), repeated)
+        repeated = (torch.arange(blocks) - int(ends[-1])).div(
+            sizes[-1], rounding_mode="floor"
+        ) + len(sizes)
+        window = torch.where(
+            torch.arange(blocks) < ends[-1],
+            torch.bucketize(torch.arange(blocks), ends, right=True),
+            repeated,
+        )
         layout = window[:, None] == window[None, :]
         if self.attention == "unidirectional":
             layout = layout & (columns <= rows)
         layout = layout | _random(blocks, self.num_random_blocks, self.attention, random)
         spans = _spans(self.global_block_indices, self.global_block_end_indices)
-        return layout | _globals(blocks, spans, self.attention, horizontal=self.horizontal_global_attention)
+        return layout | _globals(
+            blocks, spans, self.attention, horizontal=self.horizontal_global_attention
+        )
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks in each row."""
+    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks
+    in each row.
+    """
 
     def __init__(
         self,
@@ -200,11 +251,18 @@ class BigBirdSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention)
         self.num_random_blocks, self.seed = num_random_blocks, seed
-        self.num_sliding_window_blocks, self.num_global_blocks = num_sliding_window_blocks, num_global_blocks
+        self.num_sliding_window_blocks, self.num_global_blocks = (
+            num_sliding_window_blocks,
+            num_global_blocks,
+        )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
-        layout = _sliding(blocks, self.num_sliding_window_blocks) | _random(blocks, self.num_random_blocks, self.attention, random)
-        layout = layout | _globals(blocks, [(0, self.num_global_blocks)], "bidirectional", horizontal=True)
+        layout = _sliding(blocks, self.num_sliding_window_blocks) | _random(
+            blocks, self.num_random_blocks, self.attention, random
+        )
+        layout = layout | _globals(
+            blocks, [(0, self.num_global_blocks)], "bidirectional", horizontal=True
+        )
         return layout.tril() if self.attention == "unidirectional" else layout
 
 
@@ -224,18 +282,28 @@ class BSLongformerSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention)
         self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices, self.global_block_end_indices = _spans_checked(global_block_indices, global_block_end_indices)
+        self.global_block_indices, self.global_block_end_indices = _spans_checked(
+            global_block_indices, global_block_end_indices
+        )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         spans = _spans(self.global_block_indices, self.global_block_end_indices)
-        layout = _sliding(blocks, self.num_sliding_window_blocks) | _globals(blocks, spans, "bidirectional", horizontal=True)
+        layout = _sliding(blocks, self.num_sliding_window_blocks) | _globals(
+            blocks, spans, "bidirectional", horizontal=True
+        )
         return layout.tril() if self.attention == "unidirectional" else layout
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone."""
 
-    def __init__(self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional") -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        num_sliding_window_blocks: int = 3,
+        attention: str = "unidirectional",
+    ) -> None:
         super().__init__(num_heads, block)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = _direction(attention)
@@ -246,18 +314,25 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
 
 class BlockLayout(SparsityConfig):
-    """A layout given as a tensor of [heads or 1, blocks, blocks]; whatever is not zero is attended to."""
+    """A layout given as a tensor of [heads or 1, blocks, blocks]; whatever is not zero is
+    attended to.
+    """
 
     def __init__(self, layout: torch.Tensor, block: int, attention: str = "bidirectional") -> None:
         if layout.dim() != 3 or layout.shape[1] != layout.shape[2]:
-            raise KernelError(f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}")
+            raise KernelError(
+                f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}"
+            )
         super().__init__(layout.shape[0], block, different_layout_per_head=layout.shape[0] > 1)
         self.attention = _direction(attention)
         self.layout = (layout != 0).cpu()
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         if blocks != self.layout.shape[1]:
-            raise KernelError(f"the layout is of {self.layout.shape[1]} blocks of {self.block}, and the sequence has {blocks}")
+            raise KernelError(
+                f"the layout is of {self.layout.shape[1]} blocks of {self.block}, and the "
+                f"sequence has {blocks}"
+            )
         return self.layout[head]
 
 
@@ -278,7 +353,9 @@ def _sliding(blocks: int, width: int) -> torch.Tensor:
     return (rows - columns).abs() <= width // 2
 
 
-def _globals(blocks: int, spans: list[tuple[int, int]], attention: str, *, horizontal: bool) -> torch.Tensor:
+def _globals(
+    blocks: int, spans: list[tuple[int, int]], attention: str, *, horizontal: bool
+) -> torch.Tensor:
     layout = torch.zeros(blocks, blocks, dtype=torch.bool)
     for start, end in spans:
         layout[0 if attention == "bidirectional" else start :, start:end] = True
@@ -302,18 +379,26 @@ def _random(blocks: int, count: int, attention: str, random: torch.Generator) ->
 
 def _direction(attention: str, horizontal: bool = False) -> str:
     if attention not in ("unidirectional", "bidirectional"):
-        raise KernelError(f'attention is {attention!r}; it must be "unidirectional" or "bidirectional"')
+        raise KernelError(
+            f'attention is {attention!r}; it must be "unidirectional" or "bidirectional"'
+        )
     if horizontal and attention != "bidirectional":
-        raise KernelError("horizontal_global_attention would let blocks attend to the future; it needs bidirectional attention")
+        raise KernelError(
+            "horizontal_global_attention would let blocks attend to the future; it needs "
+            "bidirectional attention"
+        )
     return attention
 
 
-def _spans_checked(starts: Sequence[int], ends: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def _spans_checked(
+    starts: Sequence[int], ends: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     if ends is None:
         return tuple(starts), None
     if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends)):
         raise KernelError(
-            f"global_block_indices {list(starts)} must be as many as global_block_end_indices {list(ends)}, each below its end"
+            f"global_block_indices {list(starts)} must be as many as global_block_end_indices "
+            f"{list(ends)}, each below its end"
         )
     return tuple(starts), tuple(ends)
 

@@ -1,12 +1,14 @@
 """A layout compiled for the kernels: which tiles of 64 × 64 each program goes through.
 
-Queries and keys are cut into tiles of 64. A row of tiles (one tile of queries) has a list of the tiles of keys it attends to; a column
-has the list of rows that attend to it, for the backward of keys and values. Blocks of more than 64 are several tiles; of blocks below
-64 a tile has the union, and 16 bits beside each entry say which parts of it are attended to.
+Queries and keys are cut into tiles of 64. A row of tiles (one tile of queries) has a list of the
+tiles of keys it attends to; a column has the list of rows that attend to it, for the backward of
+keys and values. Blocks of more than 64 are several tiles; of blocks below 64 a tile has the union,
+and 16 bits beside each entry say which parts of it are attended to.
 
-Lists are balanced here, once: a list much longer than the mean (a global row or column) is cut into parts of equal length, each a
-program of its own that writes its result in fp32 to a slot, to be combined in a fixed order; and programs are sorted longest first. So
-a global row costs what its tiles cost, spread over the device, and no program is left running alone.
+Lists are balanced here, once: a list much longer than the mean (a global row or column) is cut into
+parts of equal length, each a program of its own that writes its result in fp32 to a slot, to be
+combined in a fixed order; and programs are sorted longest first. So a global row costs what its
+tiles cost, spread over the device, and no program is left running alone.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ LONGEST = 2  # times the mean: a longer list is cut
 class Lists:
     """Programs over rows, or over columns. int32 on the device.
 
-    ``items`` [programs, 8]: tile, where its list starts, its length, slot or -1, head, number of the part, 0, 0.
-    ``index`` [entries]: tiles of keys; in columns, ``head in the group * tiles + tile`` of queries. ``bits`` [entries], or [1] unused.
-    ``splits`` [lists cut, 4]: head, tile, first slot, parts. ``slots``: results in fp32, for each head (or, ``per_head``, for each sequence).
+    ``items`` [programs, 8]: tile, where its list starts, its length, slot or -1, head, number of
+    the part, 0, 0. ``index`` [entries]: tiles of keys; in columns, ``head in the group * tiles +
+    tile`` of queries. ``bits`` [entries], or [1] unused. ``splits`` [lists cut, 4]: head, tile,
+    first slot, parts. ``slots``: results in fp32, for each head (or, ``per_head``, for each
+    sequence).
     """
 
     items: torch.Tensor
@@ -43,7 +47,9 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """``layout`` is bool [heads or 1, blocks, blocks]; ``parts`` is how many blocks a tile is wide, 1 where whole tiles are attended to."""
+    """``layout`` is bool [heads or 1, blocks, blocks]; ``parts`` is how many blocks a tile is
+    wide, 1 where whole tiles are attended to.
+    """
 
     layout: torch.Tensor
     block: int
@@ -56,29 +62,45 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_for(handle: int, length: int, heads: int, group: int, causal: bool, device: torch.device) -> Plan:
-    """The plan of a registered configuration for ``length`` tokens, ``heads`` of queries, ``group`` of which share keys and values."""
+def plan_for(
+    handle: int, length: int, heads: int, group: int, causal: bool, device: torch.device
+) -> Plan:
+    """The plan of a registered configuration for ``length`` tokens, ``heads`` of queries,
+    ``group`` of which share keys and values.
+    """
     config = config_of(handle)
     block = config.block
     if block not in (16, 32) and block % TILE:
-        raise KernelError(f"block is {block}; block-sparse attention takes blocks of 16, 32, 64 or a multiple of 64 tokens")
+        raise KernelError(
+            f"block is {block}; block-sparse attention takes blocks of 16, 32, 64 or a "
+            "multiple of 64 tokens"
+        )
     layout = config.make_layout(-(-length // block) * block) != 0
     if (layout == layout[:1]).all():
         layout = layout[:1]
     if layout.shape[0] not in (1, heads):
         raise KernelError(
-            f"the layout is of {layout.shape[0]} heads that differ and the queries have {heads}; make it with num_heads={heads}"
+            f"the layout is of {layout.shape[0]} heads that differ and the queries have {heads}; "
+            f"make it with num_heads={heads}"
         )
     if causal:
         layout = layout.tril()
     tiles, bits = _tiled(layout, block, -(-length // TILE), causal)
     count, kv_heads = tiles.shape[1], heads // group
     per_head = tiles.shape[0] > 1
-    by_group = tiles.view(kv_heads, group, count, count) if per_head else tiles[:, None].expand(1, group, count, count)
+    by_group = (
+        tiles.view(kv_heads, group, count, count)
+        if per_head
+        else tiles[:, None].expand(1, group, count, count)
+    )
     columns = by_group.permute(0, 3, 1, 2).reshape(-1, count, group * count)
     column_bits = None
     if bits is not None:
-        grouped = bits.view(kv_heads, group, count, count) if per_head else bits[:, None].expand(1, group, count, count)
+        grouped = (
+            bits.view(kv_heads, group, count, count)
+            if per_head
+            else bits[:, None].expand(1, group, count, count)
+        )
         column_bits = grouped.permute(0, 3, 1, 2).reshape(-1, count, group * count)
     return Plan(
         layout=layout.to(device),
@@ -92,8 +114,12 @@ def plan_for(handle: int, length: int, heads: int, group: int, causal: bool, dev
     )
 
 
-def _tiled(layout: torch.Tensor, block: int, count: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tiles attended to, bool [heads, tiles, tiles], and for small blocks which parts of each: int32, bit ``row part * parts + column part``."""
+def _tiled(
+    layout: torch.Tensor, block: int, count: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tiles attended to, bool [heads, tiles, tiles], and for small blocks which parts of each:
+    int32, bit ``row part * parts + column part``.
+    """
     if block >= TILE:
         times = block // TILE
         tiles = layout.repeat_interleave(times, 1).repeat_interleave(times, 2)[:, :count, :count]
@@ -102,8 +128,14 @@ def _tiled(layout: torch.Tensor, block: int, count: int, causal: bool) -> tuple[
     heads, blocks = layout.shape[:2]
     padded = layout.new_zeros(heads, count * parts, count * parts)
     padded[:, :blocks, :blocks] = layout
-    cut = padded.view(heads, count, parts, count, parts).transpose(2, 3).reshape(heads, count, count, parts * parts)
-    bits = (cut.to(torch.int32) << torch.arange(parts * parts, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    cut = (
+        padded.view(heads, count, parts, count, parts)
+        .transpose(2, 3)
+        .reshape(heads, count, count, parts * parts)
+    )
+    bits = (cut.to(torch.int32) << torch.arange(parts * parts, dtype=torch.int32)).sum(
+        -1, dtype=torch.int32
+    )
     return cut.any(-1), bits
 
 
@@ -124,9 +156,19 @@ def _lists(tiles: torch.Tensor, bits: torch.Tensor | None, device: torch.device)
     slots_before = (parts * cut).cumsum(0) - parts * cut
     slot = torch.where(cut[owner], slots_before[owner] + part, -1)
     zero = torch.zeros_like(owner)
-    items = torch.stack([owner % count, starts[owner] + start, length, slot, owner // count, part, zero, zero], 1)
+    items = torch.stack(
+        [owner % count, starts[owner] + start, length, slot, owner // count, part, zero, zero], 1
+    )
     items = items[length.argsort(descending=True, stable=True)]
-    splits = torch.stack([torch.arange(heads * count) // count, torch.arange(heads * count) % count, slots_before, parts], 1)[cut]
+    splits = torch.stack(
+        [
+            torch.arange(heads * count) // count,
+            torch.arange(heads * count) % count,
+            slots_before,
+            parts,
+        ],
+        1,
+    )[cut]
     entry_bits = bits[tiles] if bits is not None else torch.zeros(1)
 
     def put(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Block-sparse attention in plain torch: dense scores under the mask that the layout spells out, in fp32, one sequence at a time."""
+"""Block-sparse attention in plain torch: dense scores under the mask that the layout spells out,
+in fp32, one sequence at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def forward(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o`` [B, H, S, D] in the dtype of ``q``, and the log of each row's sum of exponentials, fp32 [B, H, S], inf for rows without a key."""
+    """``o`` [B, H, S, D] in the dtype of ``q``, and the log of each row's sum of exponentials,
+    fp32 [B, H, S], inf for rows without a key.
+    """
     o = empty_like_heads(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for sequence in range(q.shape[0]):
@@ -49,19 +53,25 @@ def backward(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, the last two summed over the heads that share them (Dao, arXiv:2307.08691, algorithm 2)."""
+    """Gradients of q, k and v, the last two summed over the heads that share them (Dao,
+    arXiv:2307.08691, algorithm 2).
+    """
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
     heads, (kv_heads, length, width) = q.shape[1], k.shape[1:]
     for sequence in range(q.shape[0]):
         key, value = _grouped(k, sequence, heads), _grouped(v, sequence, heads)
         kept = _kept(sequence, q, seed, dropout)
-        p = torch.exp(_scores(sequence, q, k, plan, padding, causal, scale) - lse[sequence, ..., None])
+        p = torch.exp(
+            _scores(sequence, q, k, plan, padding, causal, scale) - lse[sequence, ..., None]
+        )
         g = _wide(grad[sequence])
         delta = (g * _wide(o[sequence])).sum(-1, keepdim=True)
         ds = p * (g @ value.transpose(-1, -2) * kept - delta)
         dq[sequence] = (ds @ key * scale).to(q.dtype)
         shared = (kv_heads, heads // kv_heads, length, width)
-        dk[sequence] = (ds.transpose(-1, -2) @ _wide(q[sequence]) * scale).view(shared).sum(1).to(k.dtype)
+        dk[sequence] = (
+            (ds.transpose(-1, -2) @ _wide(q[sequence]) * scale).view(shared).sum(1).to(k.dtype)
+        )
         dv[sequence] = ((p * kept).transpose(-1, -2) @ g).view(shared).sum(1).to(v.dtype)
     return dq, dk, dv
 
@@ -69,12 +79,16 @@ def backward(
 def empty_like_heads(x: torch.Tensor) -> torch.Tensor:
     """Memory for [B, H, S, D] laid out as [B, S, H, D], as a projection's output is."""
     batch, heads, length, width = x.shape
-    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(
+        1, 2
+    )
 
 
 def allowed(plan: Plan, length: int, causal: bool) -> torch.Tensor:
     """The mask a layout stands for: bool [heads or 1, S, S]."""
-    mask = plan.layout.repeat_interleave(plan.block, 1).repeat_interleave(plan.block, 2)[:, :length, :length]
+    mask = plan.layout.repeat_interleave(plan.block, 1).repeat_interleave(plan.block, 2)[
+        :, :length, :length
+    ]
     return mask.tril() if causal else mask
 
 
@@ -87,33 +101,50 @@ def _grouped(x: torch.Tensor, sequence: int, heads: int) -> torch.Tensor:
 
 
 def _scores(
-    sequence: int, q: torch.Tensor, k: torch.Tensor, plan: Plan, padding: torch.Tensor | None, causal: bool, scale: float
+    sequence: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: Plan,
+    padding: torch.Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> torch.Tensor:
     mask = allowed(plan, q.shape[2], causal)
     if padding is not None:
         mask = mask & padding[sequence]
-    scores = _wide(q[sequence]) @ _grouped(k, sequence, q.shape[1]).transpose(-1, -2) * scale  # [heads, S, S]
+    # [heads, S, S]
+    scores = _wide(q[sequence]) @ _grouped(k, sequence, q.shape[1]).transpose(-1, -2) * scale
     return scores.masked_fill(~mask, -torch.inf)
 
 
-def _kept(sequence: int, q: torch.Tensor, seed: torch.Tensor | None, dropout: float) -> torch.Tensor | float:
+def _kept(
+    sequence: int, q: torch.Tensor, seed: torch.Tensor | None, dropout: float
+) -> torch.Tensor | float:
     """1 / (1 - p) where a probability is kept, else 0: [heads, S, S]."""
     if seed is None:
         return 1.0
     heads, length = q.shape[1:3]
-    return (dropout_words(seed, sequence * heads, heads, length) >= int(dropout * 2**31)).float() / (1 - dropout)
+    return (
+        dropout_words(seed, sequence * heads, heads, length) >= int(dropout * 2**31)
+    ).float() / (1 - dropout)
 
 
 def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> torch.Tensor:
-    """31 random bits for each probability, int64 [heads, S, S], by Philox-4x32-7 (Salmon et al., SC 2011).
+    """31 random bits for each probability, int64 [heads, S, S], by Philox-4x32-7 (Salmon et al., SC
+    2011).
 
-    The counter is (row, column / 4, sequence * heads + head, 0), and the column picks one of the four words: bit 1 of it is the
-    lower bit of the word's number, and bit 0 the upper.
+    The counter is (row, column / 4, sequence * heads + head, 0), and the column picks one of the
+    four words: bit 1 of it is the lower bit of the word's number, and bit 0 the upper.
     """
     device = seed.device
     fours = -(-length // 4)
     shape = (heads, length, fours)
     head = torch.arange(first, first + heads, device=device)[:, None, None]
-    counter = [torch.arange(length, device=device)[None, :, None], torch.arange(fours, device=device)[None, None, :], head, head * 0]
+    counter = [
+        torch.arange(length, device=device)[None, :, None],
+        torch.arange(fours, device=device)[None, None, :],
+        head,
+        head * 0,
+    ]
     c0, c1, c2, c3 = words(tuple(word.expand(shape) for word in counter), seed, _ROUNDS)  # type: ignore[arg-type]
     return torch.stack([c0, c2, c1, c3], -1).view(heads, length, fours * 4)[..., :length] >> 1

@@ -1,6 +1,8 @@
-"""Configurations by number, so that an operator is told one in an integer and torch.compile sees through it.
+"""Configurations by number, so that an operator is told one in an integer and torch.compile sees
+through it.
 
-Equal configurations share a number. They are kept for the life of the process: an operator's backward may come long after its forward.
+Equal configurations share a number. They are kept for the life of the process: an operator's
+backward may come long after its forward.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def config_of(handle: int) -> SparsityConfig:
 
 
 def _content(attributes: dict[str, Any]) -> str:
-    """A digest of everything that describes a configuration; one that cannot be pickled is like itself alone."""
+    """A digest of everything that describes a configuration; one that cannot be pickled is like
+    itself alone.
+    """
     try:
         return hashlib.sha256(pickle.dumps(sorted(attributes.items()))).hexdigest()
     except Exception:  # anything may come of a subclass's attributes

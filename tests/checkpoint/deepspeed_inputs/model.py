@@ -1,4 +1,7 @@
-"""The training that write.py did under the real DeepSpeed, and that the tests take up again. Needs torch alone."""
+"""The training that write.py did under the real DeepSpeed, and that the tests take up again.
+
+Needs torch alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class Model(nn.Module):
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.embed, self.blocks = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList(Block() for _ in range(2)),
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else nn.Identity()
@@ -32,7 +38,9 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(self.frozen(x))).float().flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.norm(self.frozen(x))).float().flatten(0, 1), labels.flatten()
+        )
 
 
 def build(frozen: bool) -> Model:
@@ -44,7 +52,10 @@ def optimizer_of(model: Model) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in trained if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+        },
     ]
     return torch.optim.AdamW(groups, lr=1e-2)
 
@@ -55,7 +66,9 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """This rank's rows of one global batch."""
-    ids = torch.randint(0, WORDS, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(
+        0, WORDS, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     each = GLOBAL_BATCH // ranks
     mine = ids[rank * each : (rank + 1) * each]
     return mine, mine.roll(1, 1)

@@ -1,9 +1,11 @@
 """Writes the checkpoints beside this file with the real DeepSpeed: which version is in each.
 
-    pip install --target FOLDER --no-deps deepspeed==0.19.8 hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm einops …
-    PYTHONPATH=FOLDER HF_ZERO_AUTOLOAD=0 DS_ACCELERATOR=cpu DS_BUILD_OPS=0 python write.py
+    pip install --target FOLDER --no-deps deepspeed==0.19.8 hjson msgpack ninja packaging psutil
+    py-cpuinfo pydantic tqdm einops … PYTHONPATH=FOLDER HF_ZERO_AUTOLOAD=0 DS_ACCELERATOR=cpu
+    DS_BUILD_OPS=0 python write.py
 
-DeepSpeed cannot stand beside hf-zero in one environment, which would answer `import deepspeed` in its place; so it has a folder of its own.
+DeepSpeed cannot stand beside hf-zero in one environment, which would answer `import deepspeed` in
+its place; so it has a folder of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# name -> ranks, stage, precision, whether some parameters are frozen, further keys of zero_optimization
+# name -> ranks, stage, precision, whether some parameters are frozen, further keys of
+# zero_optimization
 CASES = {
     "stage0": (2, 0, "fp32", False, {}),
     "stage0-frozen": (2, 0, "fp32", True, {}),
@@ -37,9 +40,9 @@ def write(name: str) -> None:
 
     assert "hf_zero" not in deepspeed.__file__
     _, stage, precision, frozen, more = CASES[name]
-    if name.endswith(
-        "-fused"
-    ):  # DeepSpeed's own fused class needs a GPU: its way of keeping a group end to end is chosen by the class alone
+    if name.endswith("-fused"):
+        # DeepSpeed's own fused class needs a GPU: its way of keeping a group end to end is chosen
+        # by the class alone
         sys.modules["deepspeed.runtime.engine"].FusedAdam = torch.optim.AdamW
     model = build(frozen)
     optimizer = optimizer_of(model)
@@ -51,7 +54,9 @@ def write(name: str) -> None:
         "zero_force_ds_cpu_optimizer": False,
         **({} if precision == "fp32" else {precision: {"enabled": True}}),
     }
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule_of(optimizer), config=config)[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule_of(optimizer), config=config
+    )[0]
     rank, ranks, losses = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
     for step in range(STEPS):
         if step == SAVED_AFTER:
@@ -86,9 +91,27 @@ if __name__ == "__main__":
                 "--rdzv-endpoint",
                 "127.0.0.1:0",
             ]
-            subprocess.run([sys.executable, *started, __file__, name], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.run(
+                [sys.executable, *started, __file__, name],
+                check=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         for name in ("stage1", "stage3"):
             shutil.rmtree(HERE / f"{name}-universal", ignore_errors=True)
-            folders = ["--input_folder", f"{HERE / name}/global_step3", "--output_folder", f"{HERE / name}-universal"]
-            subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders], check=True)
+            folders = [
+                "--input_folder",
+                f"{HERE / name}/global_step3",
+                "--output_folder",
+                f"{HERE / name}-universal",
+            ]
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "deepspeed.checkpoint.ds_to_universal",
+                    "--inject_missing_state",
+                    *folders,
+                ],
+                check=True,
+            )
             (HERE / "latest_universal").unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Tiny models of every family that fused kernels are for, their inputs, and what a forward and backward of one gives."""
+"""Tiny models of every family that fused kernels are for, their inputs, and what a forward and
+backward of one gives.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ VOCABULARY = 67
 
 @dataclass(frozen=True)
 class Animal:
-    """``model`` and ``config`` are names in transformers; ``replaced`` are the kernels that it must get, class by class."""
+    """``model`` and ``config`` are names in transformers; ``replaced`` are the kernels that it
+    must get, class by class.
+    """
 
     model: str
     config: str
@@ -61,8 +65,15 @@ def _without(table: dict[str, tuple[str, ...]], *names: str) -> dict[str, tuple[
 
 ANIMALS = {
     "llama": Animal("LlamaForCausalLM", "LlamaConfig", _GROUPED, _llama("Llama")),
-    "llama-biased": Animal("LlamaForCausalLM", "LlamaConfig", _GROUPED | {"attention_bias": True, "mlp_bias": True}, _llama("Llama")),
-    "mistral": Animal("MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 8}, _llama("Mistral")),
+    "llama-biased": Animal(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        _GROUPED | {"attention_bias": True, "mlp_bias": True},
+        _llama("Llama"),
+    ),
+    "mistral": Animal(
+        "MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 8}, _llama("Mistral")
+    ),
     "qwen2": Animal("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _llama("Qwen2")),
     "qwen3": Animal("Qwen3ForCausalLM", "Qwen3Config", _GROUPED | {"head_dim": 8}, _llama("Qwen3")),
     "gemma": Animal("GemmaForCausalLM", "GemmaConfig", _GROUPED | {"head_dim": 8}, _llama("Gemma")),
@@ -81,7 +92,14 @@ ANIMALS = {
     "phi": Animal(
         "PhiForCausalLM",
         "PhiConfig",
-        _DECODER | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        _DECODER
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
         {"LayerNorm": ("norms",), "PhiAttention": ("qkv", "rotary"), "PhiMLP": ("activations",)},
     ),
     "phi3": Animal(
@@ -97,18 +115,37 @@ ANIMALS = {
         _without(_llama("Mixtral"), "MixtralMLP"),
     ),
     "bert": Animal("BertForMaskedLM", "BertConfig", _ENCODER, _bert("Bert")),
-    "roberta": Animal("RobertaForMaskedLM", "RobertaConfig", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")),
+    "roberta": Animal(
+        "RobertaForMaskedLM", "RobertaConfig", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")
+    ),
     "deberta-v2": Animal(
         "DebertaV2ForMaskedLM",
         "DebertaV2Config",
-        _ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+        _ENCODER
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+        },
         _without(_bert("DebertaV2"), "DebertaV2SelfAttention"),
     ),
     "distilbert": Animal(
         "DistilBertForMaskedLM",
         "DistilBertConfig",
-        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64},
-        {"LayerNorm": ("norms",), "DistilBertSelfAttention": ("qkv",), "TransformerBlock": ("residual",), "FFN": ("activations",)},
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 32,
+            "hidden_dim": 48,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        {
+            "LayerNorm": ("norms",),
+            "DistilBertSelfAttention": ("qkv",),
+            "TransformerBlock": ("residual",),
+            "FFN": ("activations",),
+        },
     ),
     "gpt2": Animal(
         "GPT2LMHeadModel",
@@ -149,13 +186,27 @@ ANIMALS = {
             "patch_size": 4,
             "num_labels": 5,
         },
-        {"LayerNorm": ("norms",), "ViTAttention": ("qkv",), "ViTLayer": ("residual",), "ViTMLP": ("activations",)},
+        {
+            "LayerNorm": ("norms",),
+            "ViTAttention": ("qkv",),
+            "ViTLayer": ("residual",),
+            "ViTMLP": ("activations",),
+        },
     ),
 }
 
 
-def build(name: str, *, dropout: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
-    """The model, its weights from ``seed`` and large enough that no gradient is noise; in training mode."""
+def build(
+    name: str,
+    *,
+    dropout: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """The model, its weights from ``seed`` and large enough that no gradient is noise; in
+    training mode.
+    """
     import transformers
 
     animal = ANIMALS[name]
@@ -168,31 +219,53 @@ def build(name: str, *, dropout: bool = False, dtype: torch.dtype = torch.float3
     torch.manual_seed(seed)
     model = getattr(transformers, animal.model)(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases of zero and norms of one would hide what a kernel forgets
+        # biases of zero and norms of one would hide what a kernel forgets
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(dtype).train()
 
 
-def inputs(name: str, *, device: str = "cpu", rows: int = 3, tokens: int = 13, seed: int = 1) -> dict[str, torch.Tensor]:
+def inputs(
+    name: str, *, device: str = "cpu", rows: int = 3, tokens: int = 13, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Padded on the right where the model takes a mask; some labels are -100."""
     draw = torch.Generator().manual_seed(seed)
     if name == "vit":
-        made = {"pixel_values": torch.randn(rows, 3, 16, 16, generator=draw), "labels": torch.randint(5, (rows,), generator=draw)}
+        made = {
+            "pixel_values": torch.randn(rows, 3, 16, 16, generator=draw),
+            "labels": torch.randint(5, (rows,), generator=draw),
+        }
         return {key: value.to(device) for key, value in made.items()}
     ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=draw)
     mask = torch.ones_like(ids)
     mask[0, -4:] = 0
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.5, -100).masked_fill(mask == 0, -100)
-    return {key: value.to(device) for key, value in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.5, -100).masked_fill(
+        mask == 0, -100
+    )
+    return {
+        key: value.to(device)
+        for key, value in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()
+    }
 
 
-def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and every gradient, in fp32, of one forward and backward; dropout is drawn from seed 2."""
+def step(
+    model: nn.Module, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and every gradient, in fp32, of one forward and backward; dropout is drawn from seed
+    2.
+    """
     torch.manual_seed(2)
     floats = next(model.parameters()).dtype
-    loss = model(**{key: value.to(floats) if value.is_floating_point() else value for key, value in batch.items()}).loss
+    loss = model(
+        **{
+            key: value.to(floats) if value.is_floating_point() else value
+            for key, value in batch.items()
+        }
+    ).loss
     loss.backward()
-    grads = {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return loss.detach().float(), grads
 
@@ -200,8 +273,8 @@ def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 def error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
     """The norm of each difference over the norm of what is right.
 
-    The gradient of a key's bias is zero without rotation, since softmax does not see it, and comes out as rounding: that counts against
-    the gradient of the weight beside it.
+    The gradient of a key's bias is zero without rotation, since softmax does not see it, and comes
+    out as rounding: that counts against the gradient of the weight beside it.
     """
     assert found.keys() == right.keys()
     errors = {}

@@ -1,4 +1,6 @@
-"""Blocks with fused kernels in one graph: what a forward asks of its modules is nothing that Dynamo stops at."""
+"""Blocks with fused kernels in one graph: what a forward asks of its modules is nothing that
+Dynamo stops at.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def test_a_block_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     torch._dynamo.reset()
     batch, right = inputs(name), step(build(name), inputs(name))
     model = hf_zero.optimize(build(name), BLOCKS)
-    blocks = [module for module in model.modules() if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)]
+    blocks = [
+        module
+        for module in model.modules()
+        if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+    ]
     assert len(blocks) >= 2
     for block in blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,6 @@
-"""Fused kernels that the configuration asks for: engines of every stage on ranks as threads, against one plain process."""
+"""Fused kernels that the configuration asks for: engines of every stage on ranks as threads,
+against one plain process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Read(Fused):
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         given = inputs(self.name, seed=10 * at.step + at.rank)
         outputs = net(**given)
-        return outputs.loss + nn.functional.cross_entropy(outputs.logits.float().transpose(1, 2), given["labels"], label_smoothing=0.1)
+        return outputs.loss + nn.functional.cross_entropy(
+            outputs.logits.float().transpose(1, 2), given["labels"], label_smoothing=0.1
+        )
 
 
 @pytest.mark.parametrize("name, stage", [("llama", 2), ("llama", 3), ("bert", 3)])
@@ -66,13 +70,28 @@ def test_logits_that_are_read_train_as_the_models(name: str, stage: int) -> None
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_every_stage_trains_as_one_plain_process(name: str, stage: int) -> None:
     seen: list[int] = []
-    trace = train_on_threads(Fused(name, seen), PLAN, engine_opener(stage, kernels=[*BLOCKS, "loss"]))
+    trace = train_on_threads(
+        Fused(name, seen), PLAN, engine_opener(stage, kernels=[*BLOCKS, "loss"])
+    )
     assert min(seen) > 8
     oracle.compare(trace, oracle.run(Fused(name), PLAN), weight_floor=oracle.ROUNDING)
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "qwen3", "gemma2", "phi", "phi3", "mixtral", "roberta", "deberta-v2", "distilbert", "t5", "vit"]
+    "name",
+    [
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "phi",
+        "phi3",
+        "mixtral",
+        "roberta",
+        "deberta-v2",
+        "distilbert",
+        "t5",
+        "vit",
+    ],
 )
 def test_every_family_trains_at_stage_3(name: str) -> None:
     trace = train_on_threads(Fused(name), PLAN, engine_opener(3, kernels=[*BLOCKS, "loss"]))
@@ -85,20 +104,33 @@ def started(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "outside"), [("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}), ("llama", {"model.norm"})]
+    ("name", "outside"),
+    [
+        ("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}),
+        ("llama", {"model.norm"}),
+    ],
 )
-def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(name: str, outside: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("hf_zero.initialize"), "kind_for_auto", lambda device: "cuda")
+def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
+    name: str, outside: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("hf_zero.initialize"), "kind_for_auto", lambda device: "cuda"
+    )
     compiled = {"blocks": True, "backend": "aot_eager"}
     engine = started(name=name, kernels="auto", compile=compiled)
     lines = report(engine.module).replaced
-    blocks = [name for name, module in engine.module.named_modules() if module in {*engine._compiled._blocks}]
+    blocks = [
+        name
+        for name, module in engine.module.named_modules()
+        if module in {*engine._compiled._blocks}
+    ]
     assert len(blocks) >= 2
     inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
     assert inside == {("qkv",)}
     assert {line.where for line in lines if line.kernels == ("norms",)} == outside
     engine.destroy()
-    engine = started(name=name, kernels=["norms", "residual"], compile=compiled)  # who names them has them everywhere
+    # who names them has them everywhere
+    engine = started(name=name, kernels=["norms", "residual"], compile=compiled)
     assert {line.kernels for line in report(engine.module).replaced} == {("norms",), ("residual",)}
     engine.destroy()
     trace = train_on_threads(Fused(name), PLAN, engine_opener(3, kernels="auto", compile=compiled))
@@ -117,20 +149,34 @@ def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> 
 def test_auto_is_settled_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(kernels="auto")
     row = next(row for row in engine.config.explain() if row.key == "kernels")
-    assert row.value == ("loss", "optimizer") and row.source == "computed: config dict: kernels is auto, on cpu"
+    assert (
+        row.value == ("loss", "optimizer")
+        and row.source == "computed: config dict: kernels is auto, on cpu"
+    )
     assert {line.kernels for line in report(engine.module).lines} == {("loss",)}
     engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_lays_q_k_and_v_side_by_side(stage: int) -> None:
-    """BERT's have biases between them; with the kernels named each kind is one matrix, and one bias."""
-    parts = [[f"bert.encoder.layer.0.attention.self.{layer}.{part}" for layer in ("query", "key", "value")] for part in ("weight", "bias")]
+    """BERT's have biases between them; with the kernels named each kind is one matrix, and one
+    bias.
+    """
+    parts = [
+        [
+            f"bert.encoder.layer.0.attention.self.{layer}.{part}"
+            for layer in ("query", "key", "value")
+        ]
+        for part in ("weight", "bias")
+    ]
     for kernels, beside in (("off", False), (["qkv"], True)):
         engine = started(kernels=kernels, zero_optimization={"stage": stage})
         parameters = dict(engine.module.named_parameters())
         with hf_zero.GatheredParameters([parameters[name] for names in parts for name in names]):
-            assert [adjacent([parameters[name].data for name in names]) for names in parts] == [beside, beside]
+            assert [adjacent([parameters[name].data for name in names]) for names in parts] == [
+                beside,
+                beside,
+            ]
         engine.destroy()
         hf_zero.restore(engine.module)
         assert not any(PACKED in module.__dict__ for module in engine.module.modules())
@@ -147,7 +193,9 @@ def test_a_model_outlives_its_engine() -> None:
     model = engine.module
     engine.destroy()
     assert report(model).replaced
-    second = start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3, "kernels": ["activations"]})
+    second = start(
+        model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3, "kernels": ["activations"]}
+    )
     assert {line.kernels for line in report(model).lines} == {("activations",)}
     second.destroy()
     hf_zero.restore(model)
@@ -158,7 +206,10 @@ def test_pre_layer_norm_by_the_configuration() -> None:
     engine = started(pre_layer_norm=True)
     assert {line.kernels for line in report(engine.module).lines} == {("pre_layer_norm",)}
     engine.destroy()
-    with pytest.raises(KernelError, match="pre_layer_norm is for BERT, RoBERTa and ELECTRA, and LlamaForCausalLM has no"):
+    with pytest.raises(
+        KernelError,
+        match="pre_layer_norm is for BERT, RoBERTa and ELECTRA, and LlamaForCausalLM has no",
+    ):
         started(name="llama", pre_layer_norm=True)
 
 

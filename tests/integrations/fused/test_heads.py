@@ -1,4 +1,6 @@
-"""Fused heads against the untouched model: loss and every gradient, in all the ways a model is called."""
+"""Fused heads against the untouched model: loss and every gradient, in all the ways a model is
+called.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from hf_zero.integrations.fused.heads import HEADS, fuse_head
 from hf_zero.integrations.fused.replacement import Replacement
 from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.ranks import run_ranks
-from tests.integrations.fused.languages import CAUSAL, LANGUAGES, MASKED, SEQ2SEQ, VOCABULARY, batch, build, compare, gradients, pair
+from tests.integrations.fused.languages import (
+    CAUSAL,
+    LANGUAGES,
+    MASKED,
+    SEQ2SEQ,
+    VOCABULARY,
+    batch,
+    build,
+    compare,
+    gradients,
+    pair,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +91,24 @@ def test_printing_and_copying_outputs_makes_no_logits() -> None:
     _, fused = pair("llama")
     fuse(fused)
     outputs = fused(**batch(), use_cache=False)
-    assert "logits" not in repr(outputs) and repr(outputs).startswith("CausalLMOutputWithPast(loss=tensor(")
+    assert "logits" not in repr(outputs) and repr(outputs).startswith(
+        "CausalLMOutputWithPast(loss=tensor("
+    )
     with torch.no_grad():
         outputs["loss"] = outputs.loss.detach()
     copied = pickle.loads(pickle.dumps(outputs))
-    assert type(copied) is type(pair("llama")[0](**batch())) and copied.logits is None and torch.equal(copied.loss, outputs.loss)
+    assert (
+        type(copied) is type(pair("llama")[0](**batch()))
+        and copied.logits is None
+        and torch.equal(copied.loss, outputs.loss)
+    )
     assert outputs.logits is not None
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "distilbert", "t5"])
-def test_by_the_kernel_in_the_interpreter_too(name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> None:
+def test_by_the_kernel_in_the_interpreter_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any
+) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "1")
     plain, fused = pair(name)
     fuse(fused)
@@ -111,7 +132,9 @@ def test_evaluation_prediction_and_a_forward_without_labels_are_untouched(name: 
 
 
 @pytest.mark.parametrize("count", [23, torch.tensor(23)], ids=["a number", "a tensor"])
-@pytest.mark.parametrize("name", ["llama", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"]
+)
 def test_the_tokens_of_the_whole_step_divide(name: str, count: Any) -> None:
     plain, fused = pair(name)
     fuse(fused)
@@ -121,7 +144,10 @@ def test_the_tokens_of_the_whole_step_divide(name: str, count: Any) -> None:
         expected = step(plain, **given, num_items_in_batch=count).loss
     else:  # transformers' own ignore it
         logits = plain(**given).logits
-        expected = F.cross_entropy(logits.view(-1, VOCABULARY), given["labels"].view(-1), reduction="sum") / 23
+        expected = (
+            F.cross_entropy(logits.view(-1, VOCABULARY), given["labels"].view(-1), reduction="sum")
+            / 23
+        )
         expected.backward()
     torch.testing.assert_close(found.loss, expected, rtol=1e-6, atol=1e-6)
     compare(gradients(fused), gradients(plain))
@@ -149,16 +175,23 @@ def test_under_autocast_the_error_is_no_larger_than_torchs(name: str) -> None:
         ours, torchs = fused(**batch()), plain(**batch())
     ours.loss.backward(), torchs.loss.backward()
     assert ours.loss.dtype == torch.float32
-    true, our, their = (torch.cat([each.flatten() for each in gradients(model).values()]) for model in (truth, fused, plain))
+    true, our, their = (
+        torch.cat([each.flatten() for each in gradients(model).values()])
+        for model in (truth, fused, plain)
+    )
     assert float((our - true).norm()) <= 1.1 * float((their - true).norm())
     assert abs(float(ours.loss.detach() - exact.loss.detach())) < 0.02
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gemma2, capped", "gpt2", "bert", "distilbert", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama, tied", "gemma2, capped", "gpt2", "bert", "distilbert", "t5"]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_on_two_ranks_of_the_engine(name: str, stage: int) -> None:
     def on_rank(rank: int, models: list[Any]) -> Any:
-        engine = start(models[rank], torch.optim.AdamW(models[rank].parameters(), lr=1e-3), config_of(stage))
+        engine = start(
+            models[rank], torch.optim.AdamW(models[rank].parameters(), lr=1e-3), config_of(stage)
+        )
         losses = []
         for micro in range(2):
             outputs = engine(**batch(10 * micro + rank))
@@ -175,7 +208,9 @@ def test_on_two_ranks_of_the_engine(name: str, stage: int) -> None:
     fused = [build(name) for _ in range(2)]
     for model in fused:
         fuse(model)
-    for (losses, grads), (expected, exact) in zip(run_ranks(2, on_rank, fused), run_ranks(2, on_rank, plain)):
+    for (losses, grads), (expected, exact) in zip(
+        run_ranks(2, on_rank, fused), run_ranks(2, on_rank, plain)
+    ):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         compare(grads, exact, 2e-5)
 
@@ -186,19 +221,36 @@ def test_labels_that_are_shifted_already_and_another_ignored_label() -> None:
     given = batch()
     given["labels"] = given["labels"].where(given["labels"] != -100, 5)
     more = {"ignore_index": 5}
-    torch.testing.assert_close(fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6
+    )
     more = {"shift_labels": given["labels"].roll(3, 1)}
-    torch.testing.assert_close(fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_as_a_tuple_and_with_positional_arguments() -> None:
     plain, fused = pair("bert")
     fuse(fused)
     given = batch()
-    found = fused(given["input_ids"], given["attention_mask"], labels=given["labels"], output_hidden_states=True, return_dict=False)
-    expected = plain(given["input_ids"], given["attention_mask"], labels=given["labels"], output_hidden_states=True, return_dict=False)
+    found = fused(
+        given["input_ids"],
+        given["attention_mask"],
+        labels=given["labels"],
+        output_hidden_states=True,
+        return_dict=False,
+    )
+    expected = plain(
+        given["input_ids"],
+        given["attention_mask"],
+        labels=given["labels"],
+        output_hidden_states=True,
+        return_dict=False,
+    )
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
-    assert len(found) == len(expected) - 1 and torch.equal(found[1][-1], expected[2][-1])  # the logits are missing
+    # the logits are missing
+    assert len(found) == len(expected) - 1 and torch.equal(found[1][-1], expected[2][-1])
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -244,7 +296,11 @@ def test_a_forward_wrapped_before_and_after_as_accelerate_does() -> None:
 
 def test_with_adapters_inside_and_around() -> None:
     peft = pytest.importorskip("peft")
-    for name, targets in (("llama", ["q_proj"]), ("llama", ["lm_head"]), ("distilbert", ["vocab_transform"])):
+    for name, targets in (
+        ("llama", ["q_proj"]),
+        ("llama", ["lm_head"]),
+        ("distilbert", ["vocab_transform"]),
+    ):
         plain, fused = pair(name)
         before, after = copy.deepcopy(fused), copy.deepcopy(fused)
         fuse(before)
@@ -261,7 +317,9 @@ def test_with_adapters_inside_and_around() -> None:
         )
         expected = step(models[0], **batch())
         for model in models[1:]:
-            torch.testing.assert_close(step(model, **batch()).loss, expected.loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                step(model, **batch()).loss, expected.loss, rtol=1e-5, atol=1e-6
+            )
             compare(gradients(model), gradients(models[0]))
 
 
@@ -281,7 +339,10 @@ def test_a_model_that_generates_generates_the_same() -> None:
     ids = batch()["input_ids"]
     for model in (plain, fused):
         model.eval()
-    assert torch.equal(fused.generate(ids, max_new_tokens=5, do_sample=False), plain.generate(ids, max_new_tokens=5, do_sample=False))
+    assert torch.equal(
+        fused.generate(ids, max_new_tokens=5, do_sample=False),
+        plain.generate(ids, max_new_tokens=5, do_sample=False),
+    )
 
 
 def test_without_dropping_rows() -> None:
@@ -309,9 +370,15 @@ def test_what_cannot_be_fused_says_why() -> None:
     named = build("llama")  # as TRL's fused head does: what it wraps is in its name alone
     named.forward = functools.wraps(type(named).forward)(lambda **kwargs: None)
     assert fuse_head(named) == f"the model's forward is another one already, of {__name__}"
-    config = transformers.DebertaV2Config(vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, legacy=False)
-    reasons["DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself"] = transformers.DebertaV2ForMaskedLM(config)
-    assert {reason: fuse_head(model) for reason, model in reasons.items()} == {reason: reason for reason in reasons}
+    config = transformers.DebertaV2Config(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, legacy=False
+    )
+    reasons["DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself"] = (
+        transformers.DebertaV2ForMaskedLM(config)
+    )
+    assert {reason: fuse_head(model) for reason, model in reasons.items()} == {
+        reason: reason for reason in reasons
+    }
 
 
 def test_logits_asked_for_in_part_and_a_loss_of_its_own_run_as_before() -> None:
@@ -319,7 +386,9 @@ def test_logits_asked_for_in_part_and_a_loss_of_its_own_run_as_before() -> None:
     fuse(fused)
     given = batch()
     given["labels"] = given["labels"][:, -4:]
-    assert torch.equal(fused(**given, logits_to_keep=4).logits, plain(**given, logits_to_keep=4).logits)
+    assert torch.equal(
+        fused(**given, logits_to_keep=4).logits, plain(**given, logits_to_keep=4).logits
+    )
     fused.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     assert fused(**batch()).logits is not None
 

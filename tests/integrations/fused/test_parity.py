@@ -20,7 +20,9 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
 
 
-def assert_equal(model: nn.Module, right: nn.Module, batch: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
+def assert_equal(
+    model: nn.Module, right: nn.Module, batch: dict[str, torch.Tensor], bound: float = 1e-5
+) -> None:
     (loss, grads), (right_loss, right_grads) = step(model, batch), step(right, batch)
     torch.testing.assert_close(loss, right_loss, rtol=bound, atol=0)
     worst = max(error(grads, right_grads).items(), key=lambda item: item[1])
@@ -33,7 +35,9 @@ def test_every_known_module_is_replaced(name: str) -> None:
     found: dict[str, set[str]] = {}
     for line in report(model).replaced:
         found.setdefault(line.what, set()).update(line.kernels)
-    assert found == {kind: set(kernels) for kind, kernels in ANIMALS[name].replaced.items()}, str(report(model))
+    assert found == {kind: set(kernels) for kind, kernels in ANIMALS[name].replaced.items()}, str(
+        report(model)
+    )
 
 
 @on_every
@@ -51,20 +55,28 @@ def test_each_kernel_alone(name: str, kernel: str) -> None:
 def test_evaluation_is_that_of_the_model(name: str) -> None:
     batch = inputs(name)
     with torch.no_grad():
-        right, out = build(name).eval()(**batch), hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval()(**batch)
+        right, out = (
+            build(name).eval()(**batch),
+            hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval()(**batch),
+        )
     torch.testing.assert_close(out.logits, right.logits, rtol=1e-4, atol=1e-4)
 
 
 @on_every
 def test_the_error_of_bf16_is_no_larger(name: str) -> None:
-    """Squared errors of all gradients against fp32, over weights and batches: of a single one, a tenth either way is chance."""
+    """Squared errors of all gradients against fp32, over weights and batches: of a single one, a
+    tenth either way is chance.
+    """
     ours = plain = 0.0
     for seed in range(6):
         batch = inputs(name, seed=seed)
         kept = {"dtype": torch.bfloat16, "seed": seed}
         right = step(build(name, **kept).float(), batch)[1]
         size = sum(float(grad.square().sum()) for grad in right.values())
-        for model, is_ours in ((hf_zero.optimize(build(name, **kept), BLOCKS), True), (build(name, **kept), False)):
+        for model, is_ours in (
+            (hf_zero.optimize(build(name, **kept), BLOCKS), True),
+            (build(name, **kept), False),
+        ):
             grads = step(model, batch)[1]
             squared = sum(float((grads[key] - right[key]).square().sum()) for key in right) / size
             ours, plain = (ours + squared, plain) if is_ours else (ours, plain + squared)
@@ -75,7 +87,9 @@ def test_the_error_of_bf16_is_no_larger(name: str) -> None:
 def test_dropout_of_modules_draws_as_before(name: str) -> None:
     """Without "residual" every mask is still torch's, drawn in the same order."""
     names = [kernel for kernel in BLOCKS if kernel != "residual"]
-    assert_equal(hf_zero.optimize(build(name, dropout=True), names), build(name, dropout=True), inputs(name))
+    assert_equal(
+        hf_zero.optimize(build(name, dropout=True), names), build(name, dropout=True), inputs(name)
+    )
 
 
 class PhiloxDropout(nn.Module):
@@ -92,15 +106,29 @@ class PhiloxDropout(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, animal in ANIMALS.items() if any("residual" in kernels for kernels in animal.replaced.values())]
+    "name",
+    [
+        name
+        for name, animal in ANIMALS.items()
+        if any("residual" in kernels for kernels in animal.replaced.values())
+    ],
 )
 def test_fused_dropout_is_dropout(name: str) -> None:
     model, right = hf_zero.optimize(build(name, dropout=True), BLOCKS), build(name, dropout=True)
-    fused = {"bert_output": ("dropout",), "vit_layer": ("dropout",), "t5_": ("dropout",), "phi3_layer": ("resid_mlp_dropout",)}
+    fused = {
+        "bert_output": ("dropout",),
+        "vit_layer": ("dropout",),
+        "t5_": ("dropout",),
+        "phi3_layer": ("resid_mlp_dropout",),
+    }
     for place, module in model.named_modules():
         function = getattr(module.__dict__.get("forward"), "__func__", None)
         for start, attributes in fused.items():
-            if function is not None and function.__module__.endswith("residuals") and function.__name__.startswith(start):
+            if (
+                function is not None
+                and function.__module__.endswith("residuals")
+                and function.__name__.startswith(start)
+            ):
                 for attribute in attributes:
                     other = right.get_submodule(place)
                     setattr(other, attribute, PhiloxDropout(getattr(other, attribute).p))
@@ -110,8 +138,13 @@ def test_fused_dropout_is_dropout(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"])
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch, models = inputs(name), [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)]
-    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    batch, models = (
+        inputs(name),
+        [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)],
+    )
+    models[1].gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
     if reentrant and name != "vit":
         for model in models:
             model.enable_input_require_grads()
@@ -151,7 +184,9 @@ def test_under_autocast_the_models_own_code_runs(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss, grads = step(model, batch)
         right_loss, right_grads = step(right, batch)
-    assert torch.equal(loss, right_loss) and all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+    assert torch.equal(loss, right_loss) and all(
+        torch.equal(grads[key], right_grads[key]) for key in right_grads
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -159,4 +194,6 @@ def test_generation_is_that_of_the_model(name: str) -> None:
     ids = inputs(name)["input_ids"][1:]
     wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     right = build(name).eval().generate(ids, **wanted)
-    assert torch.equal(hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval().generate(ids, **wanted), right)
+    assert torch.equal(
+        hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval().generate(ids, **wanted), right
+    )

@@ -1,4 +1,6 @@
-"""What ``hf_zero.optimize`` leaves untouched, what ``hf_zero.restore`` gives back, and what is said where nothing is replaced."""
+"""What ``hf_zero.optimize`` leaves untouched, what ``hf_zero.restore`` gives back, and what is
+said where nothing is replaced.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 
 def same_step(model: Any, right: Any, name: str) -> bool:
     (loss, grads), (right_loss, right_grads) = step(model, inputs(name)), step(right, inputs(name))
-    return torch.equal(loss, right_loss) and all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+    return torch.equal(loss, right_loss) and all(
+        torch.equal(grads[key], right_grads[key]) for key in right_grads
+    )
 
 
 @on_every
@@ -45,7 +49,10 @@ def test_a_restored_model_is_bit_equal_and_has_nothing_left(name: str) -> None:
     hf_zero.restore(model)
     assert attributes(model) == attributes(right)
     assert not report(model).lines
-    assert all(parameter.untyped_storage().nbytes() == parameter.numel() * 4 for parameter in model.parameters())
+    assert all(
+        parameter.untyped_storage().nbytes() == parameter.numel() * 4
+        for parameter in model.parameters()
+    )
     assert same_step(model, right, name)
 
 
@@ -83,7 +90,10 @@ def test_a_copy_has_fused_kernels_of_its_own() -> None:
 
 def test_pickling_is_refused() -> None:
     model = hf_zero.optimize(build("gpt2"), ["norms"])
-    with pytest.raises(KernelError, match=r"is not pickled; call hf_zero.restore\(model\) first, or save model.state_dict\(\)"):
+    with pytest.raises(
+        KernelError,
+        match=r"is not pickled; call hf_zero.restore\(model\) first, or save model.state_dict\(\)",
+    ):
         pickle.dumps(model)
     pickle.dumps(hf_zero.restore(model))
 
@@ -96,7 +106,9 @@ def test_weights_are_saved_as_before(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     right = build("llama-biased").state_dict()
-    assert saved.keys() == right.keys() and all(torch.equal(saved[key], right[key]) for key in right)
+    assert saved.keys() == right.keys() and all(
+        torch.equal(saved[key], right[key]) for key in right
+    )
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert "forward" not in again.model.layers[0].mlp.__dict__
 
@@ -106,7 +118,9 @@ def test_q_k_and_v_lie_side_by_side() -> None:
 
     attention = hf_zero.optimize(build("llama-biased"), ["qkv"]).model.layers[0].self_attn
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
-    assert adjacent([layer.weight for layer in layers]) and adjacent([layer.bias for layer in layers])
+    assert adjacent([layer.weight for layer in layers]) and adjacent(
+        [layer.bias for layer in layers]
+    )
 
 
 def test_a_forward_that_somebody_replaced_is_left() -> None:
@@ -115,7 +129,9 @@ def test_a_forward_that_somebody_replaced_is_left() -> None:
     norm.forward = own = lambda x: x
     hf_zero.optimize(model, ["norms"])
     assert norm.forward is own
-    assert [(line.where, line.why_not) for line in report(model).left] == [("model.norm", "something else has replaced its forward")]
+    assert [(line.where, line.why_not) for line in report(model).left] == [
+        ("model.norm", "something else has replaced its forward")
+    ]
     hf_zero.restore(model)
     assert norm.forward is own
 
@@ -125,7 +141,9 @@ def test_restore_does_not_undo_what_came_later() -> None:
     ours = model.model.norm.forward
     model.model.norm.forward = lambda x: x
     with pytest.raises(
-        KernelError, match=r"the forward of model\.norm was replaced again after hf_zero\.optimize, by a \w+ of \S+; undo that"
+        KernelError,
+        match=r"the forward of model\.norm was replaced again after hf_zero\.optimize, by a "
+        r"\w+ of \S+; undo that",
     ):
         hf_zero.restore(model)
     model.model.norm.forward = ours
@@ -139,7 +157,13 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden_states) + 1
 
-    def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+    def apply_rotary_pos_emb(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> Any:
         return q, k
 
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", LlamaRMSNorm)
@@ -155,19 +179,69 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "kernels", "options", "what", "why"),
     [
-        ("bert", ["activations"], {"hidden_act": "relu"}, "BertIntermediate", "its activation is ReLU"),
-        ("phi3", ["activations"], {"hidden_act": "gelu"}, "Phi3MLP", "its activation is GELUActivation"),
-        ("distilbert", ["activations"], {"chunk_size_feed_forward": 4}, "FFN", "chunk_size_feed_forward is set"),
-        ("mixtral", ["activations"], {}, "MixtralExperts", "experts run through transformers' grouped matrix products"),
+        (
+            "bert",
+            ["activations"],
+            {"hidden_act": "relu"},
+            "BertIntermediate",
+            "its activation is ReLU",
+        ),
+        (
+            "phi3",
+            ["activations"],
+            {"hidden_act": "gelu"},
+            "Phi3MLP",
+            "its activation is GELUActivation",
+        ),
+        (
+            "distilbert",
+            ["activations"],
+            {"chunk_size_feed_forward": 4},
+            "FFN",
+            "chunk_size_feed_forward is set",
+        ),
+        (
+            "mixtral",
+            ["activations"],
+            {},
+            "MixtralExperts",
+            "experts run through transformers' grouped matrix products",
+        ),
         ("phi", ["rotary"], {"qk_layernorm": True}, "PhiAttention", r"qk_layernorm is set (Phi)"),
         ("phi", ["residual"], {}, "PhiDecoderLayer", "attention and MLP are added at once (Phi)"),
-        ("gemma2", ["residual"], {}, "Gemma2DecoderLayer", "norms stand before both sums (Gemma2, Gemma3)"),
-        ("deberta-v2", ["qkv"], {}, "DisentangledSelfAttention", "its code is not one that hf-zero knows"),
-        ("bert", ["optimizer"], {}, "optimizer", "it is the engine's update; hf_zero.initialize has it"),
-        ("vit", ["loss"], {}, "ViTForImageClassification", "no fused head for ViTForImageClassification"),
+        (
+            "gemma2",
+            ["residual"],
+            {},
+            "Gemma2DecoderLayer",
+            "norms stand before both sums (Gemma2, Gemma3)",
+        ),
+        (
+            "deberta-v2",
+            ["qkv"],
+            {},
+            "DisentangledSelfAttention",
+            "its code is not one that hf-zero knows",
+        ),
+        (
+            "bert",
+            ["optimizer"],
+            {},
+            "optimizer",
+            "it is the engine's update; hf_zero.initialize has it",
+        ),
+        (
+            "vit",
+            ["loss"],
+            {},
+            "ViTForImageClassification",
+            "no fused head for ViTForImageClassification",
+        ),
     ],
 )
-def test_why_not(name: str, kernels: list[str], options: dict[str, Any], what: str, why: str) -> None:
+def test_why_not(
+    name: str, kernels: list[str], options: dict[str, Any], what: str, why: str
+) -> None:
     model = hf_zero.optimize(build(name, **options), kernels)
     assert {(line.what, line.why_not) for line in report(model).left} == {(what, why)}
     assert why in str(report(model))
@@ -184,8 +258,13 @@ def test_the_table_counts_like_modules(heard: list[str]) -> None:
     finally:
         logger.setLevel(logging.WARNING)
     lines = str(report(model)).splitlines()
-    assert any(line.split() == ["norms", "LlamaRMSNorm", "model.layers.*.input_layernorm", "2", "×"] for line in lines), lines
-    assert any(line.split() == ["norms", "LlamaRMSNorm", "model.norm", "1", "×"] for line in lines), lines
+    assert any(
+        line.split() == ["norms", "LlamaRMSNorm", "model.layers.*.input_layernorm", "2", "×"]
+        for line in lines
+    ), lines
+    assert any(
+        line.split() == ["norms", "LlamaRMSNorm", "model.norm", "1", "×"] for line in lines
+    ), lines
     assert heard and heard[-1].startswith("fused kernels in LlamaForCausalLM:\n")
 
 
@@ -198,16 +277,25 @@ def test_auto_without_a_gpu_is_what_helps_there(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", ["norm", ["norms", "norm"]])
 def test_a_name_that_is_no_kernel(given: Any) -> None:
-    with pytest.raises(KernelError, match=r"norm is no fused kernel.*norms.*give 'auto', 'off', or names among " + ", ".join(NAMES)):
+    with pytest.raises(
+        KernelError,
+        match=r"norm is no fused kernel.*norms.*give 'auto', 'off', or names among "
+        + ", ".join(NAMES),
+    ):
         hf_zero.optimize(build("bert"), given)
 
 
 def test_an_ordinary_module() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.GELU())
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.GELU()
+    )
     x = torch.randn(5, 6)
     right = model(x)
     hf_zero.optimize(model, BLOCKS)
-    assert {(line.where, line.why_not) for line in report(model).lines} == {("1", ""), ("2", "no weight or no bias")}
+    assert {(line.where, line.why_not) for line in report(model).lines} == {
+        ("1", ""),
+        ("2", "no weight or no bias"),
+    }
     torch.testing.assert_close(model(x), right)
 
 
@@ -217,7 +305,12 @@ def test_sparse_attention_is_restored_on_the_copy_it_is_asked_for() -> None:
     assert ("sparse_attention",) in {line.kernels for line in report(model).replaced}
     assert model.config._attn_implementation == twin.config._attn_implementation == "hf_zero_sparse"
     hf_zero.restore(twin)
-    assert (model.config._attn_implementation, twin.config._attn_implementation) == ("hf_zero_sparse", "sdpa")
+    assert (model.config._attn_implementation, twin.config._attn_implementation) == (
+        "hf_zero_sparse",
+        "sdpa",
+    )
     assert same_step(twin, build("bert"), "bert")
     hf_zero.restore(model)
-    assert attributes(model) == attributes(build("bert")) and same_step(model, build("bert"), "bert")
+    assert attributes(model) == attributes(build("bert")) and same_step(
+        model, build("bert"), "bert"
+    )

@@ -1,4 +1,5 @@
-"""Trainers on the ranks of a launcher, one after another; each rank writes what it saw to ``<folder>/rank<r>.json``.
+"""Trainers on the ranks of a launcher, one after another; each rank writes what it saw to
+``<folder>/rank<r>.json``.
 
 ``trainer_ranks.py <folder> routes``: every stage and route, after a plain Trainer under DDP.
 ``trainer_ranks.py <folder> launched``: stock arguments alone; the launcher brings the ZeRO config.
@@ -37,7 +38,12 @@ def state(run: transformers.Trainer) -> dict[str, Any]:
         "eval_loss": logged(run, "eval_loss"),
     }
     if isinstance(engine, hf_zero.Engine):
-        seen |= {"stage": engine.stage, "shards": engine.shard_world, "rank": engine.global_rank, "bytes": engine.state_bytes()}
+        seen |= {
+            "stage": engine.stage,
+            "shards": engine.shard_world,
+            "rank": engine.global_rank,
+            "bytes": engine.state_bytes(),
+        }
     return seen
 
 
@@ -45,7 +51,9 @@ def digest(run: transformers.Trainer) -> float:
     return float(sum(value.double().abs().sum() for value in weights(run).values()))
 
 
-def train(args: Any, resume: str | None = None, **changes: Any) -> tuple[transformers.Trainer, dict[str, Any]]:
+def train(
+    args: Any, resume: str | None = None, **changes: Any
+) -> tuple[transformers.Trainer, dict[str, Any]]:
     run = trainer(args, **changes)
     run.train(resume_from_checkpoint=resume)
     return run, state(run)
@@ -53,7 +61,9 @@ def train(args: Any, resume: str | None = None, **changes: Any) -> tuple[transfo
 
 def routes(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    run, seen["ddp"] = train(transformers.TrainingArguments(**options(folder / "ddp", gradient_accumulation_steps=2)))
+    run, seen["ddp"] = train(
+        transformers.TrainingArguments(**options(folder / "ddp", gradient_accumulation_steps=2))
+    )
     seen["ddp"]["digest"] = digest(run)
     for stage in range(4):
         config = {"zero_optimization": {"stage": stage}}
@@ -62,20 +72,30 @@ def routes(folder: Path) -> dict[str, Any]:
         args = hf_zero.TrainingArguments(**chosen, zero_config=config)
         run, seen[f"ours{stage}"] = train(args)
         seen[f"ours{stage}"]["digest"] = digest(run)
-    args = transformers.TrainingArguments(**options(folder / "callback", gradient_accumulation_steps=2, use_cpu=False))
-    run, seen["callback3"] = train(args, callbacks=[hf_zero.ZeroCallback("zero3")])
-    seen["callback3"] |= {"tokens_per_second": logged(run, "tokens_per_second"), "memory_mib": logged(run, "memory_mib")}
     args = transformers.TrainingArguments(
-        **options(folder / "stock", gradient_accumulation_steps=2), deepspeed={"zero_optimization": {"stage": 3}}
+        **options(folder / "callback", gradient_accumulation_steps=2, use_cpu=False)
+    )
+    run, seen["callback3"] = train(args, callbacks=[hf_zero.ZeroCallback("zero3")])
+    seen["callback3"] |= {
+        "tokens_per_second": logged(run, "tokens_per_second"),
+        "memory_mib": logged(run, "memory_mib"),
+    }
+    args = transformers.TrainingArguments(
+        **options(folder / "stock", gradient_accumulation_steps=2),
+        deepspeed={"zero_optimization": {"stage": 3}},
     )
     _, seen["stock3"] = train(args)
-    _, seen["plain again"] = train(transformers.TrainingArguments(**options(folder / "plain", gradient_accumulation_steps=2)))
+    _, seen["plain again"] = train(
+        transformers.TrainingArguments(**options(folder / "plain", gradient_accumulation_steps=2))
+    )
     seen["whole"], seen["resumed"] = interrupted(folder / "resumed", 3)
     return seen
 
 
 def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An evaluation, a whole run with checkpoints, its weights saved; then a run that goes on from the second step."""
+    """An evaluation, a whole run with checkpoints, its weights saved; then a run that goes on
+    from the second step.
+    """
     plain = trainer(transformers.TrainingArguments(**options(folder)))
     before = plain.evaluate()["eval_loss"]
 
@@ -84,7 +104,12 @@ def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any
     evaluated = run.evaluate()["eval_loss"]
     rows_seen = run.predict(rows()[:5]).predictions.shape[0]
     run.train()
-    whole = state(run) | {"expected before": before, "before": evaluated, "predicted": rows_seen, "digest": digest(run)}
+    whole = state(run) | {
+        "expected before": before,
+        "before": evaluated,
+        "predicted": rows_seen,
+        "digest": digest(run),
+    }
     run.save_model(str(folder / "saved"))
     torch.distributed.barrier()
     saved = transformers.AutoModelForMaskedLM.from_pretrained(folder / "saved").state_dict()
@@ -92,15 +117,24 @@ def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any
     del run
     gc.collect()
 
-    args = hf_zero.TrainingArguments(**options(folder, **STEPWISE, load_best_model_at_end=True), zero_config=f"zero{stage}")
+    args = hf_zero.TrainingArguments(
+        **options(folder, **STEPWISE, load_best_model_at_end=True), zero_config=f"zero{stage}"
+    )
     run = trainer(args)
     run.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     # The best model is loaded by now, so the curve is compared, and the best loss found again.
-    return whole, state(run) | {"best": run.state.best_metric, "found again": run.evaluate()["eval_loss"]}
+    return whole, state(run) | {
+        "best": run.state.best_metric,
+        "found again": run.evaluate()["eval_loss"],
+    }
 
 
 def launched(folder: Path) -> dict[str, Any]:
-    run = trainer(transformers.TrainingArguments(**options(folder / "launched", gradient_accumulation_steps=2, use_cpu=False)))
+    run = trainer(
+        transformers.TrainingArguments(
+            **options(folder / "launched", gradient_accumulation_steps=2, use_cpu=False)
+        )
+    )
     before = run.evaluate()["eval_loss"]
     run.train()
     return {"launched": state(run) | {"before": before, "digest": digest(run), "length": LENGTH}}

@@ -11,7 +11,9 @@ BUFFERS = ("master", "grad", "mean", "square", "out", "table", "coefficients")
 
 def update(adam: bool, grad: str, out: str | None, occupancy: float) -> Case:
     signature = {
-        **dict.fromkeys(("master", "mean", "square", "coefficients", "divisor", "found_inf"), "*fp32"),
+        **dict.fromkeys(
+            ("master", "mean", "square", "coefficients", "divisor", "found_inf"), "*fp32"
+        ),
         "grad": f"*{grad}",
         "out": f"*{out or 'fp32'}",
         "table": "*i64",
@@ -26,13 +28,33 @@ def update(adam: bool, grad: str, out: str | None, occupancy: float) -> Case:
         "STAGES": flat_optimizers.STAGES,
     }
     name = f"{'Adam' if adam else 'Lion'}, {grad} gradient, {out or 'no'} copy"
-    return Case(flat_optimizers.update_kernel, name, signature, constexprs, BUFFERS, flat_optimizers.WARPS, 3, False, occupancy)
+    return Case(
+        flat_optimizers.update_kernel,
+        name,
+        signature,
+        constexprs,
+        BUFFERS,
+        flat_optimizers.WARPS,
+        3,
+        False,
+        occupancy,
+    )
 
 
 def squares(base: str) -> Case:
     signature = {"base": f"*{base}", "table": "*i64", "partials": "*fp64"}
     constexprs = {"BLOCK": flat_norm.BLOCK}
-    return Case(flat_norm.run_squares_kernel, base, signature, constexprs, tuple(signature), flat_norm.WARPS, 3, False, 0.375)
+    return Case(
+        flat_norm.run_squares_kernel,
+        base,
+        signature,
+        constexprs,
+        tuple(signature),
+        flat_norm.WARPS,
+        3,
+        False,
+        0.375,
+    )
 
 
 CASES = [
@@ -44,7 +66,13 @@ CASES = [
     Case(
         flat_optimizers.advance_kernel,
         "4 groups",
-        {"steps": "*fp32", "settings": "*fp64", "found_inf": "*fp32", "out": "*fp32", "rows": "i32"},
+        {
+            "steps": "*fp32",
+            "settings": "*fp64",
+            "found_inf": "*fp32",
+            "out": "*fp32",
+            "rows": "i32",
+        },
         {"HAS_FOUND": True, "ROWS": 4},
         ("steps", "settings", "out"),
         1,

@@ -13,11 +13,29 @@ POINTERS = {"labels": "*i64", **dict.fromkeys(("factors", "losses", "lses"), "*f
 
 def case(name: str, dtype: str, width: int, **flags: bool) -> Case:
     block, warps = cross_entropy.tile(width)
-    constexprs = {"GRADIENT": True, "FACTOR_A_ROW": False, "KNOWN": False, "SMOOTHED": False, "SOFTCAP": False, **flags, "BLOCK": block}
+    constexprs = {
+        "GRADIENT": True,
+        "FACTOR_A_ROW": False,
+        "KNOWN": False,
+        "SMOOTHED": False,
+        "SOFTCAP": False,
+        **flags,
+        "BLOCK": block,
+    }
     constexprs["STAGES"] = cross_entropy.stages(constexprs["SMOOTHED"])
     signature = {"logits": f"*{dtype}", **POINTERS, **SIZES, **NUMBERS}
     aligned = ("logits", "stride", "width")
-    return Case(KERNEL, f"{name}, {dtype}", signature, constexprs, aligned, warps, 3, dot=False, min_occupancy=0.5)
+    return Case(
+        KERNEL,
+        f"{name}, {dtype}",
+        signature,
+        constexprs,
+        aligned,
+        warps,
+        3,
+        dot=False,
+        min_occupancy=0.5,
+    )
 
 
 CASES = [

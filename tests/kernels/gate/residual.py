@@ -17,11 +17,31 @@ def case(kernel: Any, name: str, constants: dict[str, Any], occupancy: float) ->
         if argument not in constants
     }
     aligned = tuple(each for each in signature if each.endswith(("_ptr", "_stride", "width")))
-    return Case(kernel, name, signature, constants, aligned, residual.TILE["num_warps"], 3, dot=False, min_occupancy=occupancy)
+    return Case(
+        kernel,
+        name,
+        signature,
+        constants,
+        aligned,
+        residual.TILE["num_warps"],
+        3,
+        dot=False,
+        min_occupancy=occupancy,
+    )
 
 
 CASES = [
     case(residual._dropout_add, "bias, dropout, 4 × 1024", {"BIAS": True, "DROP": True}, 0.4),
-    case(residual._dropout_add, "bias, 4 × 1024", {"BIAS": True, "DROP": False, "seed_ptr": None}, 0.4),
-    case(residual._dropout_add_backward, "bias, dropout, 4 × 1024", {"DROP": True, "WRITE": True, "SUM": True}, 0.25),
+    case(
+        residual._dropout_add,
+        "bias, 4 × 1024",
+        {"BIAS": True, "DROP": False, "seed_ptr": None},
+        0.4,
+    ),
+    case(
+        residual._dropout_add_backward,
+        "bias, dropout, 4 × 1024",
+        {"DROP": True, "WRITE": True, "SUM": True},
+        0.25,
+    ),
 ]

@@ -1,7 +1,8 @@
-"""With this folder on PYTHONPATH and LATE_AS=cuda, a process finds the simulated device as its CUDA.
+"""With this folder on PYTHONPATH and LATE_AS=cuda, a process finds the simulated device as its
+CUDA.
 
-Only processes with RANK in their environment, or all with LATE_ALL=1: launchers stay without. What was
-found goes to stderr at the end, and to the file that LATE_REPORTS names ({rank} is filled in).
+Only processes with RANK in their environment, or all with LATE_ALL=1: launchers stay without. What
+was found goes to stderr at the end, and to the file that LATE_REPORTS names ({rank} is filled in).
 """
 
 import os
@@ -15,8 +16,11 @@ if os.environ.get("LATE_AS") == "cuda" and ("RANK" in os.environ or os.environ.g
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from tests.late import device
 
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))  # Lightning sets the first one later
-    device.configure(os.environ.get("LATE_MODE", "random"), seed=int(os.environ.get("LATE_SEED", rank)), nap=0.1)
+    # Lightning sets the first one later
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    device.configure(
+        os.environ.get("LATE_MODE", "random"), seed=int(os.environ.get("LATE_SEED", rank)), nap=0.1
+    )
 
     def report() -> None:
         device.synchronize_all()
@@ -25,7 +29,9 @@ if os.environ.get("LATE_AS") == "cuda" and ("RANK" in os.environ or os.environ.g
             path = Path(os.environ["LATE_REPORTS"].format(rank=rank))
             path.write_text(json.dumps({"reports": found, "stats": device.stats()}))
         counts = device.stats()
-        print(f"late: rank {rank}: {len(found)} reports, {counts['ops']} operations", file=sys.stderr)
+        print(
+            f"late: rank {rank}: {len(found)} reports, {counts['ops']} operations", file=sys.stderr
+        )
         for kind, text in found[:6]:
             print(f"late: {kind}: {text[:600]}", file=sys.stderr)
 

@@ -27,12 +27,17 @@ def loader(accelerator, count, batch=8):
 def prepared(accelerator, count=56, batch=8):
     model = ARCHITECTURES["llama"].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / accelerator.num_processes))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step / accelerator.num_processes)
+    )
     return accelerator.prepare(model, optimizer, loader(accelerator, count, batch), schedule)
 
 
 def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
-    """Losses over all processes of each micro-batch, norms and rates of each step. ``between`` runs wherever a script might."""
+    """Losses over all processes of each micro-batch, norms and rates of each step.
+
+    ``between`` runs wherever a script might.
+    """
     losses, steps = [], []
     for batch in data:
         between()
@@ -53,7 +58,10 @@ def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
 
 
 def uneven(accelerator, out):
-    """Seven micro-batches in windows of three: the last window is one. Then a metric over 21 rows; whole weights, three ways."""
+    """Seven micro-batches in windows of three: the last window is one.
+
+    Then a metric over 21 rows; whole weights, three ways.
+    """
     model, optimizer, data, schedule = prepared(accelerator)
     found = train(accelerator, model, optimizer, data, schedule)
     model.eval()
@@ -70,13 +78,17 @@ def uneven(accelerator, out):
     whole = accelerator.get_state_dict(model)
     os.makedirs(out, exist_ok=True)
     accelerator.save(whole, f"{out}/whole.pt")
-    accelerator.unwrap_model(model).save_pretrained(f"{out}/pretrained", is_main_process=accelerator.is_main_process, state_dict=whole)
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{out}/pretrained", is_main_process=accelerator.is_main_process, state_dict=whole
+    )
     accelerator.save_model(model, f"{out}/safe")
     return found
 
 
 def resumed(accelerator, out):
-    """Saved after the second step, gone on, gone back, gone on again; then once more in new objects."""
+    """Saved after the second step, gone on, gone back, gone on again; then once more in new
+    objects.
+    """
     accelerator.project_configuration.automatic_checkpoint_naming = False
     model, optimizer, data, schedule = prepared(accelerator, 72)
     batches = list(data)
@@ -94,7 +106,9 @@ def resumed(accelerator, out):
 
 
 def looked_at(accelerator, out):
-    """Evaluated before training, between forward and backward, in the middle of windows; generated from, too: bit for bit the same."""
+    """Evaluated before training, between forward and backward, in the middle of windows;
+    generated from, too: bit for bit the same.
+    """
     curves, weights = [], []
     for looking in (False, True):
         model, optimizer, data, schedule = prepared(accelerator, 48)
@@ -103,13 +117,19 @@ def looked_at(accelerator, out):
         def look(model=model, held_out=held_out):
             model.eval()
             with torch.no_grad():
-                loss = model(input_ids=held_out["input_ids"][None], labels=held_out["labels"][None]).loss
+                loss = model(
+                    input_ids=held_out["input_ids"][None], labels=held_out["labels"][None]
+                ).loss
             asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
-            made = accelerator.unwrap_model(model).generate(held_out["input_ids"][None, :4], **asked)
+            made = accelerator.unwrap_model(model).generate(
+                held_out["input_ids"][None, :4], **asked
+            )
             assert loss.isfinite() and made.shape[1] > 4
             model.train()
 
-        curves.append(train(accelerator, model, optimizer, data, schedule, look if looking else lambda: None))
+        curves.append(
+            train(accelerator, model, optimizer, data, schedule, look if looking else lambda: None)
+        )
         weights.append(accelerator.get_state_dict(model))
         model, optimizer, data, schedule = accelerator.free_memory(model, optimizer, data, schedule)
     assert curves[0] == curves[1]
@@ -139,7 +159,9 @@ def fitted(accelerator, out):
 
 
 def refused(accelerator, out):
-    """What Accelerate does not do for sharded models, it says; uneven inputs are made even by its loaders."""
+    """What Accelerate does not do for sharded models, it says; uneven inputs are made even by
+    its loaders.
+    """
     model, optimizer, data, schedule = prepared(accelerator, 20)
     with contextlib.suppress(NotImplementedError), accelerator.join_uneven_inputs([model]):
         found = train(accelerator, model, optimizer, data, schedule)
@@ -156,7 +178,11 @@ def tracked(accelerator, out):
     model, optimizer, data, schedule = prepared(accelerator, 24)
     for step, loss in enumerate(train(accelerator, model, optimizer, data, schedule)["losses"]):
         accelerator.log({"loss": loss}, step=step)
-    return {"told": accelerator.get_tracker("notes", unwrap=True) if accelerator.is_main_process else None}
+    return {
+        "told": accelerator.get_tracker("notes", unwrap=True)
+        if accelerator.is_main_process
+        else None
+    }
 
 
 def with_tracker(out):

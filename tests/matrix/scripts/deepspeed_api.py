@@ -1,7 +1,8 @@
-"""The ways in which scripts written for DeepSpeed call it, each a small training: with ``--deepspeed`` through the API, else plainly.
+"""The ways in which scripts written for DeepSpeed call it, each a small training: with
+``--deepspeed`` through the API, else plainly.
 
-The plain run is one process over the batches of ``--ranks`` ranks together. Both report the same: losses of the micro-batches,
-gradient norms, learning rates, and weights.
+The plain run is one process over the batches of ``--ranks`` ranks together. Both report the same:
+losses of the micro-batches, gradient norms, learning rates, and weights.
 """
 
 from __future__ import annotations
@@ -42,13 +43,21 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 def collate(rows: list[dict[str, Any]]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    return [row["place"] for row in rows], torch.stack([row["row"] for row in rows]), torch.stack([row["kind"] for row in rows])
+    return (
+        [row["place"] for row in rows],
+        torch.stack([row["row"] for row in rows]),
+        torch.stack([row["kind"] for row in rows]),
+    )
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.outer(torch.tanh(self.inner(self.norm(x))))
@@ -64,7 +73,11 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = self.checkpoint(block, x) if self.checkpoint and torch.is_grad_enabled() else block(x)
+            x = (
+                self.checkpoint(block, x)
+                if self.checkpoint and torch.is_grad_enabled()
+                else block(x)
+            )
         return nn.functional.cross_entropy(self.head(x), kinds)
 
 
@@ -76,7 +89,10 @@ def build(**options: Any) -> Model:
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "lr": 0.02},
+    ]
 
 
 def falling(optimizer: Any) -> Any:
@@ -107,7 +123,11 @@ class Unit:
 
 @dataclass
 class Case:
-    """What a case trains. ``batch`` are the batch keys of the config, and what they come to: (micro, accumulation) on two ranks."""
+    """What a case trains.
+
+    ``batch`` are the batch keys of the config, and what they come to: (micro, accumulation) on two
+    ranks.
+    """
 
     batch: dict[str, int]
     means: tuple[int, int]
@@ -123,20 +143,41 @@ class Case:
 
     def torch_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         name, settings = self.optimizer
-        return getattr(torch.optim, PLAINLY.get(name, name))(groups(model) if self.grouped else model.parameters(), **settings)
+        return getattr(torch.optim, PLAINLY.get(name, name))(
+            groups(model) if self.grouped else model.parameters(), **settings
+        )
 
 
 PLAINLY = {"DeepSpeedCPUAdam": "AdamW"}  # what a script without DeepSpeed would write
 CASES = {
     "file": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), clip=0.5),
-    "total": Case({"train_batch_size": 16, "gradient_accumulation_steps": 4}, (2, 4), optimizer=("SGD", SGD), set_epoch=True),
+    "total": Case(
+        {"train_batch_size": 16, "gradient_accumulation_steps": 4},
+        (2, 4),
+        optimizer=("SGD", SGD),
+        set_epoch=True,
+    ),
     "micro": Case({"train_micro_batch_size_per_gpu": 5}, (5, 1), rows=64, drop_last=True),
     "groups": Case({"train_batch_size": 8}, (4, 1), grouped=True, schedule=True, clip=0.5),
     "objects": Case({"train_batch_size": 8}, (4, 1), optimizer=("SGD", SGD), schedule=True),
-    "mpu": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), grouped=True, schedule=True, clip=0.5),
+    "mpu": Case(
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4},
+        (4, 2),
+        grouped=True,
+        schedule=True,
+        clip=0.5,
+    ),
     "init": Case({"train_batch_size": 8}, (4, 1), optimizer=("SGD", SGD)),
-    "resumed": Case({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), schedule=True),
-    "cpu_adam": Case({"train_batch_size": 8}, (4, 1), optimizer=("DeepSpeedCPUAdam", ADAMW), schedule=True, clip=0.5),
+    "resumed": Case(
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (4, 2), schedule=True
+    ),
+    "cpu_adam": Case(
+        {"train_batch_size": 8},
+        (4, 1),
+        optimizer=("DeepSpeedCPUAdam", ADAMW),
+        schedule=True,
+        clip=0.5,
+    ),
 }
 HALF = 3  # steps before the checkpoint of "resumed", and before the weights of "init" are changed
 
@@ -167,7 +208,9 @@ def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
     micro, accumulation = case.means
     data = Rows(case.rows)
     sampler: Any = DistributedSampler(data, 1, 0)
-    loader = DataLoader(data, micro * ranks, sampler=sampler, collate_fn=collate, drop_last=case.drop_last)
+    loader = DataLoader(
+        data, micro * ranks, sampler=sampler, collate_fn=collate, drop_last=case.drop_last
+    )
     record, done = Record(), 0
 
     def micro_batches() -> Iterator[Any]:
@@ -196,7 +239,9 @@ def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
                 model.head.weight.mul_(0.5)
         if done == case.steps:
             break
-    record.told["weights"] = {key: value.flatten().tolist() for key, value in model.state_dict().items()}
+    record.told["weights"] = {
+        key: value.flatten().tolist() for key, value in model.state_dict().items()
+    }
     return record.told
 
 
@@ -212,7 +257,11 @@ def mean_of_ranks(value: torch.Tensor) -> float:
 def config_of(case: Case, zero: dict[str, Any], named_optimizer: bool) -> dict[str, Any]:
     return {
         **case.batch,
-        **({"optimizer": {"type": case.optimizer[0], "params": case.optimizer[1]}} if named_optimizer else {}),
+        **(
+            {"optimizer": {"type": case.optimizer[0], "params": case.optimizer[1]}}
+            if named_optimizer
+            else {}
+        ),
         **({"gradient_clipping": case.clip} if case.clip else {}),
         **({"dataloader_drop_last": True} if case.drop_last else {}),
         "zero_optimization": zero,
@@ -226,51 +275,86 @@ def start(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any])
     stage = zero["stage"]
     data = Rows(case.rows)
     own = {"training_data": data, "collate_fn": collate}
-    if name == "file":  # everything from the file that --deepspeed_config names; parameters as an iterator
-        model = build()
-        made = deepspeed.initialize(args=args, model=model, model_parameters=filter(lambda p: p.requires_grad, model.parameters()), **own)
-    elif name == "groups":  # groups for the optimizer of the config, and a callable for the schedule
+    # everything from the file that --deepspeed_config names; parameters as an iterator
+    if name == "file":
         model = build()
         made = deepspeed.initialize(
-            model=model, model_parameters=groups(model), lr_scheduler=falling, config=config_of(case, zero, True), **own
+            args=args,
+            model=model,
+            model_parameters=filter(lambda p: p.requires_grad, model.parameters()),
+            **own,
+        )
+    elif name == "groups":
+        # groups for the optimizer of the config, and a callable for the schedule
+        model = build()
+        made = deepspeed.initialize(
+            model=model,
+            model_parameters=groups(model),
+            lr_scheduler=falling,
+            config=config_of(case, zero, True),
+            **own,
         )
     elif name in ("objects", "resumed", "cpu_adam"):
         model = build()
         chosen, settings = case.optimizer
         own_class = getattr(deepspeed.ops.adam, chosen, None)
-        optimizer = own_class(model.parameters(), **settings) if own_class else case.torch_optimizer(model)
+        optimizer = (
+            own_class(model.parameters(), **settings) if own_class else case.torch_optimizer(model)
+        )
         made = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=falling(optimizer), config_params=config_of(case, zero, False), **own
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=falling(optimizer),
+            config_params=config_of(case, zero, False),
+            **own,
         )
         assert made[1] is not None and made[3] is not None
     elif name == "mpu":
         mpu = Unit()
-        deepspeed.checkpointing.configure(mpu, deepspeed_config=args.deepspeed_config, num_checkpoints=2)
+        deepspeed.checkpointing.configure(
+            mpu, deepspeed_config=args.deepspeed_config, num_checkpoints=2
+        )
         deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
         model = build(checkpoint=deepspeed.checkpointing.checkpoint)
         optimizer = case.torch_optimizer(model)
         schedule = falling(optimizer)
         made = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, mpu=mpu, config=config_of(case, zero, False), **own
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            mpu=mpu,
+            config=config_of(case, zero, False),
+            **own,
         )
     elif name == "init":
         config = config_of(case, zero, True)
         with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else nullcontext():
             model = build()
-        with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0, enabled=stage == 3):
+        with deepspeed.zero.GatheredParameters(
+            model.head.weight, modifier_rank=0, enabled=stage == 3
+        ):
             # At stage 3 only what the modifying rank writes is kept.
             if deepspeed.comm.get_rank() == 0 or stage < 3:
                 torch.nn.init.constant_(model.head.weight, 0.25)
-        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **own)
+        made = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config, **own
+        )
     else:
         model = build()
-        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(case, zero, True), **own)
+        made = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=config_of(case, zero, True),
+            **own,
+        )
     engine, _, loader, _ = made
     assert engine.module is model
     return engine, loader
 
 
-def train(engine: Any, loader: Any, case: Case, record: Record, steps: int, skip: int, name: str) -> None:
+def train(
+    engine: Any, loader: Any, case: Case, record: Record, steps: int, skip: int, name: str
+) -> None:
     """``steps`` steps; ``skip`` micro-batches have been trained on before."""
     epoch, done = divmod(skip, len(loader))
     target = engine.global_steps + steps
@@ -289,7 +373,9 @@ def train(engine: Any, loader: Any, case: Case, record: Record, steps: int, skip
                 continue
             record.step(float(engine.get_global_grad_norm()), engine.get_lr())
             if name == "init" and engine.global_steps == HALF:
-                with deepspeed.zero.GatheredParameters([engine.module.head.weight], modifier_rank=0):
+                with deepspeed.zero.GatheredParameters(
+                    [engine.module.head.weight], modifier_rank=0
+                ):
                     deepspeed_safe_scale(engine, 0.5)
             if engine.global_steps == target:
                 return
@@ -297,7 +383,9 @@ def train(engine: Any, loader: Any, case: Case, record: Record, steps: int, skip
 
 
 def deepspeed_safe_scale(engine: Any, factor: float) -> None:
-    """Scale the head's weights: under stage 3 the gathered ones, which rank 0 may write, below it the masters."""
+    """Scale the head's weights: under stage 3 the gathered ones, which rank 0 may write, below
+    it the masters.
+    """
     weight = engine.module.head.weight
     if engine.zero_optimization_stage() == 3:
         if deepspeed.comm.get_rank() == 0:
@@ -316,12 +404,20 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
     return whole
 
 
-def through_the_api(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
+def through_the_api(
+    name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]
+) -> dict[str, Any]:
     record = Record()
     engine, loader = start(name, case, args, zero)
     micro, accumulation = case.means
-    sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
-    assert sizes == (micro * accumulation * deepspeed.comm.get_world_size(), micro, accumulation), sizes
+    sizes = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    )
+    assert sizes == (micro * accumulation * deepspeed.comm.get_world_size(), micro, accumulation), (
+        sizes
+    )
     if name != "resumed":
         train(engine, loader, case, record, case.steps, 0, name)
     else:
@@ -331,7 +427,10 @@ def through_the_api(name: str, case: Case, args: argparse.Namespace, zero: dict[
         engine.destroy()
         engine, loader = start(name, case, args, zero)
         path, client = engine.load_checkpoint(str(folder))
-        assert Path(path).is_relative_to(folder) and (client["done"], client["words"]) == (HALF, ["a", "b"]), (path, client)
+        assert Path(path).is_relative_to(folder) and (client["done"], client["words"]) == (
+            HALF,
+            ["a", "b"],
+        ), (path, client)
         assert engine.global_steps == HALF
         train(engine, loader, case, record, case.steps - HALF, client["done"] * accumulation, name)
         engine.save_checkpoint(str(folder), tag="final", client_state={})
@@ -348,15 +447,24 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     args = parser.parse_args()
     if not args.deepspeed:
-        report = {name: plainly(name, copy.deepcopy(case), args.ranks) for name, case in CASES.items()}
+        report = {
+            name: plainly(name, copy.deepcopy(case), args.ranks) for name, case in CASES.items()
+        }
         (args.out / "report-0.json").write_text(json.dumps(report))
         return
     deepspeed.init_distributed()
     rank = deepspeed.comm.get_rank()
     device = deepspeed.get_accelerator()
     zero = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]
-    deepspeed.utils.logger.info("%d ranks, stage %d, on %s", deepspeed.comm.get_world_size(), zero["stage"], device.device_name())
-    report = {name: through_the_api(name, copy.deepcopy(case), args, zero) for name, case in CASES.items()}
+    deepspeed.utils.logger.info(
+        "%d ranks, stage %d, on %s",
+        deepspeed.comm.get_world_size(),
+        zero["stage"],
+        device.device_name(),
+    )
+    report = {
+        name: through_the_api(name, copy.deepcopy(case), args, zero) for name, case in CASES.items()
+    }
     endless = deepspeed.utils.RepeatingLoader(DataLoader(Rows(6), 4, collate_fn=collate))
     report["endless"] = [next(endless)[0] for _ in range(3)]
     deepspeed.comm.barrier()

@@ -1,7 +1,8 @@
-"""A plain loop of hf_zero.initialize, on any number of ranks; without a launcher the same loop in plain torch: the oracle.
+"""A plain loop of hf_zero.initialize, on any number of ranks; without a launcher the same loop in
+plain torch: the oracle.
 
-``--case NAME=STAGE/REPLICAS`` may be given several times. ``--until-lost SECONDS`` steps on until a peer is gone, which has to be an
-error, with that time as the limit of a silent wait.
+``--case NAME=STAGE/REPLICAS`` may be given several times. ``--until-lost SECONDS`` steps on until a
+peer is gone, which has to be an error, with that time as the limit of a silent wait.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ WIDTH = 16
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
@@ -82,7 +85,9 @@ def case(stage: int, replicas: int) -> dict[str, Any]:
     import hf_zero
 
     model, optimizer = build()
-    config = hf_zero.ZeroConfig(stage=stage, replicate_size=replicas, train_micro_batch_size_per_gpu=1, timeout=60.0)
+    config = hf_zero.ZeroConfig(
+        stage=stage, replicate_size=replicas, train_micro_batch_size_per_gpu=1, timeout=60.0
+    )
     engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
     losses = []
     for step in range(STEPS):
@@ -93,7 +98,12 @@ def case(stage: int, replicas: int) -> dict[str, Any]:
         losses.append(loss.item())
     with hf_zero.GatheredParameters(list(model.parameters())):
         final = weights(model)
-    found = {"losses": losses, "weights": final, "shards": engine.comm.shard.ranks, "replicas": engine.comm.replicate.ranks}
+    found = {
+        "losses": losses,
+        "weights": final,
+        "shards": engine.comm.shard.ranks,
+        "replicas": engine.comm.replicate.ranks,
+    }
     engine.destroy()
     return found
 
@@ -103,7 +113,8 @@ def until_lost(out: Path, limit: float) -> None:
 
     model, optimizer = build()
     config = hf_zero.ZeroConfig(stage=3, train_micro_batch_size_per_gpu=1, timeout=limit)
-    hf_zero.init_distributed(timeout=120.0)  # ranks may come late; the limit is for those that have been there
+    # ranks may come late; the limit is for those that have been there
+    hf_zero.init_distributed(timeout=120.0)
     engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(100_000):
         x, y = share(step % 100, engine.global_rank, engine.world_size)
@@ -118,8 +129,21 @@ def place() -> dict[str, Any]:
     """Where this rank runs, as the launcher and the network have it."""
     from hf_zero.core.interface import own_address
 
-    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "MARK")
-    return {"address": own_address(os.environ["MASTER_ADDR"]), "argv": sys.argv[1:], **{name: os.environ.get(name) for name in named}}
+    named = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME",
+        "MARK",
+    )
+    return {
+        "address": own_address(os.environ["MASTER_ADDR"]),
+        "argv": sys.argv[1:],
+        **{name: os.environ.get(name) for name in named},
+    }
 
 
 def main() -> None:
@@ -140,8 +164,15 @@ def main() -> None:
         import hf_zero
 
         hf_zero.init_distributed(timeout=120.0)
-        cases = {name: spec.split("/") for name, _, spec in (text.partition("=") for text in given.case)}
-        report = {"cases": {name: case(int(stage), int(replicas)) for name, (stage, replicas) in cases.items()}, "place": place()}
+        cases = {
+            name: spec.split("/") for name, _, spec in (text.partition("=") for text in given.case)
+        }
+        report = {
+            "cases": {
+                name: case(int(stage), int(replicas)) for name, (stage, replicas) in cases.items()
+            },
+            "place": place(),
+        }
         report["local_rank"] = given.local_rank
         print(f"rank {os.environ['RANK']} is done")
     (given.out / f"report-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))

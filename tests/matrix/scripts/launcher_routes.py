@@ -1,4 +1,6 @@
-"""Each route to ZeRO in a process that srun or mpirun has started: nothing but the launcher's own variables says which rank it is."""
+"""Each route to ZeRO in a process that srun or mpirun has started: nothing but the launcher's
+own variables says which rank it is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 import hf_zero
 
-CONFIG: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4, "timeout": 60.0}
+CONFIG: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": 4,
+    "timeout": 60.0,
+}
 ROWS = [{"x": x, "labels": y} for step in range(STEPS) for x, y in zip(*batch(step))]
 
 
@@ -37,7 +43,9 @@ class Trainer(transformers.Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(ROWS)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> torch.Tensor:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         loss = model(**inputs)["loss"]
         self.__dict__.setdefault("losses", []).append(loss.item())
         return loss
@@ -58,7 +66,12 @@ def loop(initialize: Any) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return {"losses": losses, "weights": gathered(model), "rank": engine.global_rank, "world": engine.world_size}
+    return {
+        "losses": losses,
+        "weights": gathered(model),
+        "rank": engine.global_rank,
+        "world": engine.world_size,
+    }
 
 
 def initialize() -> dict[str, Any]:
@@ -86,24 +99,46 @@ def accelerate() -> dict[str, Any]:
         prepared.step()
         prepared.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "weights": gathered(model), "rank": accelerator.process_index, "world": accelerator.num_processes}
+    return {
+        "losses": losses,
+        "weights": gathered(model),
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+    }
 
 
 def trained(args: Any, **more: Any) -> dict[str, Any]:
     model, optimizer = build()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    run = Trainer(WithLoss(model), args, train_dataset=ROWS, optimizers=(optimizer, schedule), **more)
+    run = Trainer(
+        WithLoss(model), args, train_dataset=ROWS, optimizers=(optimizer, schedule), **more
+    )
     run.train()
-    return {"losses": run.losses, "weights": gathered(model), "rank": run.args.process_index, "world": run.args.world_size}
+    return {
+        "losses": run.losses,
+        "weights": gathered(model),
+        "rank": run.args.process_index,
+        "world": run.args.world_size,
+    }
 
 
 def options(out: Path, **more: Any) -> dict[str, Any]:
-    common = {"per_device_train_batch_size": 4, "max_steps": STEPS, "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no"}
+    common = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "max_grad_norm": 0.0,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
     return {"output_dir": str(out / "trainer"), "disable_tqdm": True, **common, **more}
 
 
 def stock(out: Path) -> dict[str, Any]:
-    return trained(transformers.TrainingArguments(**options(out, use_cpu=True), deepspeed={"zero_optimization": {"stage": 3}}))
+    return trained(
+        transformers.TrainingArguments(
+            **options(out, use_cpu=True), deepspeed={"zero_optimization": {"stage": 3}}
+        )
+    )
 
 
 def ours(out: Path) -> dict[str, Any]:
@@ -111,7 +146,10 @@ def ours(out: Path) -> dict[str, Any]:
 
 
 def callback(out: Path) -> dict[str, Any]:
-    return trained(transformers.TrainingArguments(**options(out, use_cpu=True)), callbacks=[hf_zero.ZeroCallback("zero3")])
+    return trained(
+        transformers.TrainingArguments(**options(out, use_cpu=True)),
+        callbacks=[hf_zero.ZeroCallback("zero3")],
+    )
 
 
 def main() -> None:
@@ -122,7 +160,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with_folder = {"stock": stock, "ours": ours, "callback": callback}
     without = {"initialize": initialize, "deepspeed": deepspeed, "accelerate": accelerate}
-    case = with_folder[given.route](given.out) if given.route in with_folder else without[given.route]()
+    case = (
+        with_folder[given.route](given.out)
+        if given.route in with_folder
+        else without[given.route]()
+    )
     report = {"cases": {given.route: case}, "place": place()}
     (given.out / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
 

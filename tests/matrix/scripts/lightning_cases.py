@@ -1,9 +1,12 @@
-"""A LightningModule in many ways, by the name of a strategy; ``plain`` is Lightning's own loop in one process.
+"""A LightningModule in many ways, by the name of a strategy; ``plain`` is Lightning's own loop in
+one process.
 
-    python lightning_cases.py --out FOLDER --package lightning.pytorch --devices 2 --strategies zero_stage_2,zero_stage_3 --cases fit,manual
+    python lightning_cases.py --out FOLDER --package lightning.pytorch --devices 2 --strategies
+    zero_stage_2,zero_stage_3 --cases fit,manual
 
-A report has, for each strategy and case, the losses of this rank, the norms of the gradient and what else the case shows;
-weights lie in ``FOLDER/<strategy>-<case>.pt``. One rank of plain Lightning has the rows of two.
+A report has, for each strategy and case, the losses of this rank, the norms of the gradient and
+what else the case shows; weights lie in ``FOLDER/<strategy>-<case>.pt``. One rank of plain
+Lightning has the rows of two.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ parser.add_argument("--accelerator", default="cpu")
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--strategies", default="plain")
 parser.add_argument("--cases", required=True)
-parser.add_argument("--samples", type=int, default=52, help="52: the last batch of an epoch is short, and so is its window")
+parser.add_argument(
+    "--samples",
+    type=int,
+    default=52,
+    help="52: the last batch of an epoch is short, and so is its window",
+)
 parser.add_argument("--model", type=Path, help="a folder that holds a pretrained BERT")
 parser.add_argument("--resume", type=Path, help="a checkpoint of another run to resume from")
 arguments = parser.parse_args()
@@ -54,7 +62,9 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
             return
         torch.manual_seed(0)
         width = self.hparams.width
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)
+        )
         self.again = nn.Linear(width, width)
         self.again.weight = self.body[0][0].weight
         self.frozen = nn.Linear(width, width).requires_grad_(False)
@@ -87,7 +97,11 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def on_train_batch_end(self, *ignored: Any) -> None:
         engine = engine_of(self)
-        if engine is not None and (id(engine), engine.global_steps) != self.noted and engine.was_step_applied():
+        if (
+            engine is not None
+            and (id(engine), engine.global_steps) != self.noted
+            and engine.was_step_applied()
+        ):
             self.noted = (id(engine), engine.global_steps)
             self.norms.append(engine.get_global_grad_norm())
 
@@ -105,7 +119,9 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         return super().cpu()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert bool(checkpoint["state_dict"]) == (engine_of(self) is None), "all weights are made whole for a checkpoint in shards"
+        assert bool(checkpoint["state_dict"]) == (engine_of(self) is None), (
+            "all weights are made whole for a checkpoint in shards"
+        )
 
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
         return self(batch[0])
@@ -113,7 +129,12 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.hparams.rate, eps=1e-6)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
+            },
+        }
 
 
 class Manual(Net):
@@ -139,13 +160,17 @@ class Manual(Net):
         if index % 2:
             self.note_norm()
             if self.clip:
-                self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+                )
             optimizer.step()
             optimizer.zero_grad()
             self.lr_schedulers().step()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate, momentum=0.9
+        )
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)]
 
 
@@ -160,7 +185,9 @@ class Discarding(Manual):
 
 
 class CarriedOver(Net):
-    """What DeepSpeedStrategy makes of windows of two: they cross the end of an epoch, and the loss is divided twice."""
+    """What DeepSpeedStrategy makes of windows of two: they cross the end of an epoch, and the
+    loss is divided twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +226,9 @@ class Pretrained(pl.LightningModule):  # type: ignore[name-defined, misc]
         from transformers import BertForMaskedLM
 
         if not hasattr(self, "bert"):
-            self.bert = BertForMaskedLM.from_pretrained(self.hparams.path, attn_implementation="eager").eval()
+            self.bert = BertForMaskedLM.from_pretrained(
+                self.hparams.path, attn_implementation="eager"
+            ).eval()
             self.kinds = sorted({type(p).__name__ for p in self.bert.parameters()})
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -218,17 +247,23 @@ class OwnHooks(Net):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         if self.trainer.current_epoch == 0:  # the later epochs are not clipped at all
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
-    def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         for group in optimizer.param_groups:
             group["lr"] = self.hparams.rate * min(1.0, (self.trainer.global_step + 1) / 4)
         optimizer.step(closure=optimizer_closure)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate
+        )
 
 
 def engine_of(module: Any) -> Any:
@@ -237,7 +272,9 @@ def engine_of(module: Any) -> Any:
 
 
 def loader(samples: int = arguments.samples) -> Any:
-    """Rank ``r`` of ``n`` has each n-th row: together the rows of one rank. (Lightning's own sampler would shuffle them.)"""
+    """Rank ``r`` of ``n`` has each n-th row: together the rows of one rank. (Lightning's own
+    sampler would shuffle them.)
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, WIDTH, generator=generator)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
@@ -263,7 +300,13 @@ def trainer_of(name: str, **more: Any) -> Any:
         "enable_checkpointing": False,
     }
     return pl.Trainer(
-        **{"accelerator": arguments.accelerator, "devices": arguments.devices, "strategy": strategy_of(name), **settings, **more}
+        **{
+            "accelerator": arguments.accelerator,
+            "devices": arguments.devices,
+            "strategy": strategy_of(name),
+            **settings,
+            **more,
+        }
     )
 
 
@@ -273,7 +316,11 @@ def weights_of(module: Any) -> dict[str, torch.Tensor]:
 
     weights = {}
     for name, parameter in module.named_parameters():
-        whole = hf_zero.safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hf_zero_flat") else None
+        whole = (
+            hf_zero.safe_get_full_fp32_param(parameter)
+            if hasattr(parameter, "_hf_zero_flat")
+            else None
+        )
         with hf_zero.GatheredParameters([parameter]):
             weights[name] = (parameter if whole is None else whole).detach().float().cpu().clone()
     return weights
@@ -287,7 +334,9 @@ def shown(module: Any, name: str, case: str) -> dict[str, Any]:
 
 
 def fit(name: str) -> dict[str, Any]:
-    """Accumulation with a short last window, clipping, a schedule, validation in between, test and prediction after."""
+    """Accumulation with a short last window, clipping, a schedule, validation in between, test
+    and prediction after.
+    """
     module = Net()
     trainer = trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5)
     trainer.fit(module, loader(), loader())
@@ -299,7 +348,9 @@ def fit(name: str) -> dict[str, Any]:
 
 def scheduled_accumulation(name: str) -> dict[str, Any]:
     module = Net()
-    callback = importlib.import_module(f"{arguments.package}.callbacks").GradientAccumulationScheduler({0: 1, 1: 3})
+    callback = importlib.import_module(
+        f"{arguments.package}.callbacks"
+    ).GradientAccumulationScheduler({0: 1, 1: 3})
     trainer_of(name, callbacks=[callback]).fit(module, loader())
     return shown(module, name, "scheduled_accumulation")
 
@@ -340,7 +391,9 @@ def pretrained(name: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     data = torch.randint(5, 64, (16, 12), generator=generator)
     sampler = torch.utils.data.DistributedSampler(data, arguments.devices, RANK, shuffle=False)  # type: ignore[arg-type]
-    batches = torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)  # type: ignore[arg-type]
+    batches = torch.utils.data.DataLoader(
+        data, batch_size=ROWS // arguments.devices, sampler=sampler
+    )  # type: ignore[arg-type]
     trainer_of(name, max_epochs=3).fit(module, batches)
     return {**shown(module, name, "pretrained"), "kinds": module.kinds}
 
@@ -356,10 +409,14 @@ def evaluated_first(name: str) -> dict[str, Any]:
 
 
 def saved(name: str) -> dict[str, Any]:
-    """One epoch, a checkpoint by callback; a second one by a new module and Trainer that resume; what lies on the disk."""
+    """One epoch, a checkpoint by callback; a second one by a new module and Trainer that resume;
+    what lies on the disk.
+    """
     callbacks = importlib.import_module(f"{arguments.package}.callbacks")
     folder = arguments.out / f"{name}-checkpoints"
-    checkpoint = callbacks.ModelCheckpoint(folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}")
+    checkpoint = callbacks.ModelCheckpoint(
+        folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}"
+    )
     whole = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "enable_checkpointing": True}
     trainer = trainer_of(name, max_epochs=1, callbacks=[checkpoint], **whole)
     trainer.fit(Net(), loader(), loader())
@@ -370,35 +427,63 @@ def saved(name: str) -> dict[str, Any]:
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     report = shown(module, name, "saved")
     fresh = Net()
-    report["tested"] = trainer.test(fresh, loader(), ckpt_path=folder / "last.ckpt", verbose=False)[0]["val_loss"]
-    report["tested_whole"] = trainer.test(Net(), loader(), ckpt_path=folder / "weights.ckpt", verbose=False)[0]["val_loss"]
-    return {**report, "global_step": trainer.global_step, "best": Path(checkpoint.best_model_path).name}
+    report["tested"] = trainer.test(fresh, loader(), ckpt_path=folder / "last.ckpt", verbose=False)[
+        0
+    ]["val_loss"]
+    report["tested_whole"] = trainer.test(
+        Net(), loader(), ckpt_path=folder / "weights.ckpt", verbose=False
+    )[0]["val_loss"]
+    return {
+        **report,
+        "global_step": trainer.global_step,
+        "best": Path(checkpoint.best_model_path).name,
+    }
 
 
 def resumed(name: str) -> dict[str, Any]:
     """The second epoch of a run that other ranks, perhaps at another stage, began."""
     module = Net()
-    trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(module, loader(), loader(), ckpt_path=arguments.resume)
+    trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(
+        module, loader(), loader(), ckpt_path=arguments.resume
+    )
     return shown(module, name, "resumed")
 
 
 def converted(name: str) -> dict[str, Any]:
-    """A sharded checkpoint as one file by Lightning's own function, and a module loaded from that file."""
-    convert = importlib.import_module(f"{arguments.package}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
+    """A sharded checkpoint as one file by Lightning's own function, and a module loaded from
+    that file.
+    """
+    convert = importlib.import_module(
+        f"{arguments.package}.utilities.deepspeed"
+    ).convert_zero_checkpoint_to_fp32_state_dict
     convert(arguments.resume.with_name("last.ckpt"), arguments.out / "whole.ckpt")
     module = Net.load_from_checkpoint(arguments.out / "whole.ckpt")
-    torch.save({key: p.detach().cpu() for key, p in module.named_parameters()}, arguments.out / f"{name}-converted.pt")
+    torch.save(
+        {key: p.detach().cpu() for key, p in module.named_parameters()},
+        arguments.out / f"{name}-converted.pt",
+    )
     content = torch.load(arguments.out / "whole.ckpt", weights_only=True)
-    return {"keys": sorted(content), "epoch": content["epoch"], "rate": module.hparams.rate, "shift": module.shift.item()}
+    return {
+        "keys": sorted(content),
+        "epoch": content["epoch"],
+        "rate": module.hparams.rate,
+        "shift": module.shift.item(),
+    }
 
 
 def precision(name: str, kind: str) -> dict[str, Any]:
     module = Net()
     settings: dict[str, Any] = {}
-    if name.startswith("zero") and kind.startswith("16"):  # from a scale that fits on: a step that overflows is left out
+    # from a scale that fits on: a step that overflows is left out
+    if name.startswith("zero") and kind.startswith("16"):
         home = {"lightning.pytorch": "lightning"}.get(arguments.package, arguments.package)
-        zero = {"zero_optimization": {"stage": int(name[-1])}, "fp16": {"enabled": True, "initial_scale_power": 8}}
-        settings["strategy"] = importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(config=zero)
+        zero = {
+            "zero_optimization": {"stage": int(name[-1])},
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+        }
+        settings["strategy"] = importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(
+            config=zero
+        )
     trainer = trainer_of(name, precision=kind, max_epochs=4, **settings)
     before = trainer.validate(module, loader(), verbose=False)[0]["val_loss"]
     trainer.fit(module, loader(), loader())
@@ -431,11 +516,17 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
         pretrained,
     )
 }
-CASES |= {kind: lambda name, kind=kind: precision(name, kind) for kind in ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")}  # type: ignore[misc]
+CASES |= {
+    kind: lambda name, kind=kind: precision(name, kind)
+    for kind in ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+}  # type: ignore[misc]
 
 
 def main() -> None:
-    report = {name: {case: CASES[case](name) for case in arguments.cases.split(",")} for name in arguments.strategies.split(",")}
+    report = {
+        name: {case: CASES[case](name) for case in arguments.cases.split(",")}
+        for name in arguments.strategies.split(",")
+    }
     (arguments.out / f"report-{RANK}.json").write_text(json.dumps(report))
 
 

@@ -1,4 +1,6 @@
-"""What a Trainer under ZeroStrategy refuses: each case's error, as ``Class: message``, in one process."""
+"""What a Trainer under ZeroStrategy refuses: each case's error, as ``Class: message``, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +66,25 @@ class NoOptimizer(Net):
 
 
 def loader() -> Any:
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=2)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=2
+    )
 
 
 def trainer(strategy: Any = "zero_stage_3", **more: Any) -> Any:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "max_epochs": 1}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+    }
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "strategy": strategy, **quiet, **more})
 
 
-def fit(module: Any = None, strategy: Any = "zero_stage_3", ckpt_path: Any = None, **more: Any) -> Any:
+def fit(
+    module: Any = None, strategy: Any = "zero_stage_3", ckpt_path: Any = None, **more: Any
+) -> Any:
     made = trainer(strategy, **more)
     made.fit(Net() if module is None else module, loader(), ckpt_path=ckpt_path)
     return made
@@ -93,7 +105,9 @@ def storage_options() -> None:
 
 def value_clipping_by_hand() -> None:
     class ByHand(Net):
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
     fit(ByHand())
@@ -118,21 +132,29 @@ def another_group() -> None:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "two optimizers": lambda: fit(Two()),
-    "two schedulers": lambda: fit(WithSchedule(), with_config(scheduler={"type": "WarmupLR", "params": {}})),
+    "two schedulers": lambda: fit(
+        WithSchedule(), with_config(scheduler={"type": "WarmupLR", "params": {}})
+    ),
     "two stages": lambda: ZeroStrategy({"zero_optimization": {"stage": 2}}, stage=3),
     "precision in two places": lambda: fit(strategy=with_config(bf16={"enabled": True})),
     "double precision": lambda: trainer(precision="64-true"),
     "a foreign plugin": lambda: trainer(plugins=[MixedPrecision("bf16-mixed", "cpu")]),
     "clipping by value": lambda: fit(gradient_clip_val=1.0, gradient_clip_algorithm="value"),
     "clipping by value by hand": value_clipping_by_hand,
-    "clipping in two places": lambda: fit(strategy=with_config(gradient_clipping=2.0), gradient_clip_val=1.0),
+    "clipping in two places": lambda: fit(
+        strategy=with_config(gradient_clipping=2.0), gradient_clip_val=1.0
+    ),
     "accumulation in two places": lambda: fit(strategy=with_config(gradient_accumulation_steps=4)),
-    "batches that do not fit": lambda: fit(strategy=with_config(train_batch_size=6, train_micro_batch_size_per_gpu=4)),
+    "batches that do not fit": lambda: fit(
+        strategy=with_config(train_batch_size=6, train_micro_batch_size_per_gpu=4)
+    ),
     "averaged weights": lambda: fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
     "averaged weights by their callback": lambda: fit(callbacks=[WeightAveraging()]),
     "compiled": lambda: fit(torch.compile(Net(), backend="eager")),
     "an optimizer of whole tensors": lambda: fit(
-        type("Lbfgs", (Net,), {"configure_optimizers": lambda s: torch.optim.LBFGS(s.parameters())})()
+        type(
+            "Lbfgs", (Net,), {"configure_optimizers": lambda s: torch.optim.LBFGS(s.parameters())}
+        )()
     ),
     "resume from a file": resume_from_a_file,
     "resume from nothing": lambda: fit(ckpt_path=OUT),
@@ -151,8 +173,16 @@ def accepted() -> dict[str, Any]:
         gradient_clipping="auto",
         bf16={"enabled": "auto"},
     )
-    filled = fit(strategy=auto, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.5).strategy.engine.config
-    named = fit(NoOptimizer(), with_config(optimizer={"type": "SGD", "params": {"lr": 0.1}}, scheduler={"type": "WarmupLR", "params": {}}))
+    filled = fit(
+        strategy=auto, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.5
+    ).strategy.engine.config
+    named = fit(
+        NoOptimizer(),
+        with_config(
+            optimizer={"type": "SGD", "params": {"lr": 0.1}},
+            scheduler={"type": "WarmupLR", "params": {}},
+        ),
+    )
     idle = fit(NoOptimizer())
     skipping = fit(Nothing())
     return {
@@ -176,5 +206,8 @@ def message(attempt: Callable[[], Any]) -> str:
 
 
 if __name__ == "__main__":
-    report = {"refused": {name: message(attempt) for name, attempt in REFUSED.items()}, "accepted": accepted()}
+    report = {
+        "refused": {name: message(attempt) for name, attempt in REFUSED.items()},
+        "accepted": accepted(),
+    }
     (OUT / "report-0.json").write_text(json.dumps(report))

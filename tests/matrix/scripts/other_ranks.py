@@ -1,7 +1,9 @@
-"""Runs that save and go on, on any number of ranks with the same rows a step; each rank reports the rows it saw, the losses and what was said.
+"""Runs that save and go on, on any number of ranks with the same rows a step; each rank reports the
+rows it saw, the losses and what was said.
 
-``--save`` trains to the end and saves in between; without it the run goes on from what is in ``--runs``: from the first save, with
-``--last`` from the last one that is whole. ``--die N``: the last rank is killed when it has written half of its file of the Nth save.
+``--save`` trains to the end and saves in between; without it the run goes on from what is in
+``--runs``: from the first save, with ``--last`` from the last one that is whole. ``--die N``: the
+last rank is killed when it has written half of its file of the Nth save.
 """
 
 import argparse
@@ -17,7 +19,8 @@ import transformers
 import hf_zero
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
-ROWS, A_STEP, STEPS, AT = 32, 8, 7, 3  # an epoch has four steps: the save is in the first one, the end in the second
+# an epoch has four steps: the save is in the first one, the end in the second
+ROWS, A_STEP, STEPS, AT = 32, 8, 7, 3
 said = []
 
 
@@ -43,7 +46,10 @@ def trainer(args, ranks, folder):
         model=ARCHITECTURES["gpt2"].build(),
         args=hf_zero.TrainingArguments(
             folder,
-            zero_config={"zero_optimization": {"stage": args.stage}, "checkpoint": {"async_save": args.beside}},
+            zero_config={
+                "zero_optimization": {"stage": args.stage},
+                "checkpoint": {"async_save": args.beside},
+            },
             use_cpu=True,
             max_steps=STEPS,
             per_device_train_batch_size=A_STEP // ranks // args.accumulate,
@@ -60,7 +66,9 @@ def trainer(args, ranks, folder):
         ),
         train_dataset=data(),
     )
-    run.train(resume_from_checkpoint=None if args.save else args.last or f"{folder}/checkpoint-{AT}")
+    run.train(
+        resume_from_checkpoint=None if args.save else args.last or f"{folder}/checkpoint-{AT}"
+    )
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     return {"rows": run.rows, "losses": losses if args.save else losses[AT:]}
 
@@ -68,7 +76,11 @@ def trainer(args, ranks, folder):
 def loop(args, ranks, folder):
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
 
-    config = {"zero_optimization": {"stage": args.stage}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    config = {
+        "zero_optimization": {"stage": args.stage},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }
     accelerator = Accelerator(
         cpu=True,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
@@ -81,7 +93,9 @@ def loop(args, ranks, folder):
     model = ARCHITECTURES["gpt2"].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, STEPS)
-    shuffled = torch.utils.data.DataLoader(data(), batch_size=A_STEP // ranks // args.accumulate, shuffle=True)
+    shuffled = torch.utils.data.DataLoader(
+        data(), batch_size=A_STEP // ranks // args.accumulate, shuffle=True
+    )
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, shuffled, schedule)
     per_epoch, step = len(batches) // args.accumulate, 0
     if not args.save:
@@ -129,7 +143,10 @@ def die_in_a_save(number):
 
         return written
 
-    behind.write_image, writer.write_tensors = dying(behind.write_image), dying(writer.write_tensors)
+    behind.write_image, writer.write_tensors = (
+        dying(behind.write_image),
+        dying(writer.write_tensors),
+    )
 
 
 def main():

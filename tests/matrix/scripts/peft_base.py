@@ -42,7 +42,10 @@ class StandInQuantizer(HfQuantizer):
 
 CASES = {
     "lora": lambda: peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"], task_type="CAUSAL_LM"
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
     ),
     "saved": lambda: peft.LoraConfig(
         r=4,
@@ -51,8 +54,12 @@ CASES = {
         trainable_token_indices={"embed_tokens": TOKENS},
         task_type="CAUSAL_LM",
     ),
-    "qlora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
-    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"),
+    "qlora": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"
+    ),
 }
 
 
@@ -69,7 +76,12 @@ def arguments():
 def make_base(folder):
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -77,10 +89,13 @@ def make_base(folder):
 def base(folder, case=""):
     if case != "qlora":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=StandInConfig()).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=StandInConfig()
+    ).train()
     model.is_loaded_in_4bit = True
     model = peft.prepare_model_for_kbit_training(model)
-    model.is_loaded_in_4bit = False  # the Trainer asks the real bitsandbytes how many parameters such a model has
+    # the Trainer asks the real bitsandbytes how many parameters such a model has
+    model.is_loaded_in_4bit = False
     return model
 
 
@@ -91,11 +106,20 @@ def adapted(folder, case):
 
 
 def rows(count):
-    """[count] samples of LENGTH tokens, all of one length, so that a mean over ranks is the mean over rows."""
+    """[count] samples of LENGTH tokens, all of one length, so that a mean over ranks is the mean
+    over rows.
+    """
     torch.manual_seed(23)
     ids = torch.randint(2, VOCABULARY, (count, LENGTH))
     ids[:, 2] = TOKENS[0]
-    return [{"input_ids": each, "labels": each.clone(), "attention_mask": torch.ones(LENGTH, dtype=torch.long)} for each in ids]
+    return [
+        {
+            "input_ids": each,
+            "labels": each.clone(),
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+        }
+        for each in ids
+    ]
 
 
 def whole(model):
@@ -117,7 +141,9 @@ def account(engine):
     if not hasattr(engine, "state_bytes"):
         return {}
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
+    frozen = sum(
+        p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad
+    )
     moved = engine.comm.ledger.bytes
     return {
         "trained": trained,

@@ -1,4 +1,6 @@
-"""PEFT in loops for Accelerate, as their users write them: trained, saved, resumed, loaded again and merged, case after case."""
+"""PEFT in loops for Accelerate, as their users write them: trained, saved, resumed, loaded again
+and merged, case after case.
+"""
 
 import json
 
@@ -27,13 +29,17 @@ def train(accelerator, model, optimizer, batches, save_to=None):
 
 
 def prepared(accelerator, model):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6
+    )
     loader = DataLoader(rows(ROWS * STEPS), batch_size=ROWS // accelerator.num_processes)
     return accelerator.prepare(model, optimizer, loader)
 
 
 def save(accelerator, model, folder, **options):
-    accelerator.unwrap_model(model).save_pretrained(folder, state_dict=accelerator.get_state_dict(model), **options)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder, state_dict=accelerator.get_state_dict(model), **options
+    )
     accelerator.wait_for_everyone()
 
 
@@ -41,7 +47,13 @@ def save(accelerator, model, folder, **options):
 def evaluated(accelerator, model):
     """The loss of a model that no engine trains: as it was loaded."""
     model.eval()
-    batch = next(iter(accelerator.prepare_data_loader(DataLoader(rows(ROWS), batch_size=ROWS // accelerator.num_processes))))
+    batch = next(
+        iter(
+            accelerator.prepare_data_loader(
+                DataLoader(rows(ROWS), batch_size=ROWS // accelerator.num_processes)
+            )
+        )
+    )
     return accelerator.gather(model(**batch).loss).mean().item()
 
 
@@ -52,13 +64,16 @@ def run(accelerator, folder, path, case):
     seen["account"] = account(model)
     save(accelerator, model, folder / "adapter", is_main_process=accelerator.is_main_process)
     accelerator.load_state(str(folder / "state"))
-    seen["resumed"] = train(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2))
+    seen["resumed"] = train(
+        accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2)
+    )
     unwrapped = accelerator.unwrap_model(model)
     if case not in ("prompt", "qlora"):
         with whole(unwrapped):
             merged = unwrapped.merge_and_unload()
             torch.save(
-                {name: value.clone() for name, value in merged.state_dict().items()}, folder / f"merged-{accelerator.process_index}.pt"
+                {name: value.clone() for name, value in merged.state_dict().items()},
+                folder / f"merged-{accelerator.process_index}.pt",
             )
     del unwrapped
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)

@@ -1,4 +1,7 @@
-"""PEFT under the Trainer: trained with checkpoints, resumed from one, saved. ``--stage`` trains sharded, without it nothing is."""
+"""PEFT under the Trainer: trained with checkpoints, resumed from one, saved.
+
+``--stage`` trains sharded, without it nothing is.
+"""
 
 import json
 import os
@@ -19,7 +22,9 @@ def trainer(args, folder, case):
         logging_steps=1,
         save_steps=2,
         learning_rate=1e-2,
-        adam_epsilon=1e-4,  # smaller, and how the rows are added up decides some signs: plain training is then 1e-5 off float64 itself
+        # smaller, and how the rows are added up decides some signs: plain training is then 1e-5 off
+        # float64 itself
+        adam_epsilon=1e-4,
         lr_scheduler_type="linear",
         average_tokens_across_devices=False,
         report_to=[],
@@ -32,7 +37,11 @@ def trainer(args, folder, case):
 
 
 def logged(run):
-    return [[entry["loss"], entry["grad_norm"]] for entry in run.state.log_history if "grad_norm" in entry]
+    return [
+        [entry["loss"], entry["grad_norm"]]
+        for entry in run.state.log_history
+        if "grad_norm" in entry
+    ]
 
 
 def run(args, case):

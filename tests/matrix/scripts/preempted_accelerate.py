@@ -1,4 +1,7 @@
-"""A loop for Accelerate that may be told to end at any time. Under ZeRO the prepared model listens; plain, nobody does."""
+"""A loop for Accelerate that may be told to end at any time.
+
+Under ZeRO the prepared model listens; plain, nobody does.
+"""
 
 import argparse
 import json
@@ -17,7 +20,9 @@ STEPS, ROWS = 12, 4  # ROWS of all ranks together
 
 def model():
     torch.manual_seed(5)
-    return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(24, 24), nn.Tanh())), nn.Linear(24, 3))
+    return nn.Sequential(
+        *(module for _ in range(3) for module in (nn.Linear(24, 24), nn.Tanh())), nn.Linear(24, 3)
+    )
 
 
 def rows():

@@ -1,6 +1,8 @@
-"""A loop of plain PyTorch with hf-zero's engine that may be told to end at any time; ``--plain`` is the same without an engine.
+"""A loop of plain PyTorch with hf-zero's engine that may be told to end at any time; ``--plain`` is
+the same without an engine.
 
-Every step is noted when it begins, in ``OUT/begun-RANK``; the losses of all ranks are in the reports.
+Every step is noted when it begins, in ``OUT/begun-RANK``; the losses of all ranks are in the
+reports.
 """
 
 import argparse
@@ -19,7 +21,9 @@ STEPS, ROWS, RANKS = 12, 3, 2
 
 def model():
     torch.manual_seed(5)
-    return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(24, 24), nn.Tanh())), nn.Linear(24, 3))
+    return nn.Sequential(
+        *(module for _ in range(3) for module in (nn.Linear(24, 24), nn.Tanh())), nn.Linear(24, 3)
+    )
 
 
 def batch(step, rank):
@@ -49,7 +53,9 @@ def trained(out, stage):
 
     net = model()
     config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": ROWS}
-    engine, *_ = hf_zero.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-6), config=config)
+    engine, *_ = hf_zero.initialize(
+        model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-6), config=config
+    )
     engine.stop_on(signal.SIGTERM)
     if (out / "run").exists():
         engine.load_checkpoint(out / "run")

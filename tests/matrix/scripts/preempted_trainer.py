@@ -1,4 +1,7 @@
-"""A Trainer with ``enable_jit_checkpoint`` that may be told to end at any time. ``--stage`` trains sharded, without it nothing is."""
+"""A Trainer with ``enable_jit_checkpoint`` that may be told to end at any time.
+
+``--stage`` trains sharded, without it nothing is.
+"""
 
 import argparse
 import json
@@ -30,7 +33,12 @@ class Notes(transformers.TrainerCallback):
 def model():
     torch.manual_seed(5)
     config = transformers.BertConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=16
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=16,
     )
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return transformers.BertForSequenceClassification(config)
@@ -38,7 +46,10 @@ def model():
 
 def rows():
     torch.manual_seed(23)
-    return [{"input_ids": torch.randint(1, 61, (LENGTH,)), "labels": int(torch.randint(2, ()))} for _ in range(2 * ROWS * STEPS)]
+    return [
+        {"input_ids": torch.randint(1, 61, (LENGTH,)), "labels": int(torch.randint(2, ()))}
+        for _ in range(2 * ROWS * STEPS)
+    ]
 
 
 if __name__ == "__main__":
@@ -63,9 +74,15 @@ if __name__ == "__main__":
         average_tokens_across_devices=False,
         deepspeed=None if args.stage is None else {"zero_optimization": {"stage": args.stage}},
     )
-    trainer = transformers.Trainer(model(), options, train_dataset=rows(), callbacks=[Notes(args.out, rank)])
+    trainer = transformers.Trainer(
+        model(), options, train_dataset=rows(), callbacks=[Notes(args.out, rank)]
+    )
     (args.out / f"pid-{rank}").write_text(str(os.getpid()))
-    last = transformers.trainer_utils.get_last_checkpoint(options.output_dir) if (args.out / "run").exists() else None
+    last = (
+        transformers.trainer_utils.get_last_checkpoint(options.output_dir)
+        if (args.out / "run").exists()
+        else None
+    )
     trainer.train(resume_from_checkpoint=last)
     losses = [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
     first = int(last.rpartition("-")[2]) if last else 0

@@ -1,6 +1,8 @@
-"""Scripts with several models, as their users write them for Accelerate: nothing in the cases knows of ZeRO.
+"""Scripts with several models, as their users write them for Accelerate: nothing in the cases knows
+of ZeRO.
 
-A case ``NAME:3,2`` gives its two models a DeepSpeedPlugin each, of these stages; else the launcher says what is used.
+A case ``NAME:3,2`` gives its two models a DeepSpeedPlugin each, of these stages; else the launcher
+says what is used.
 """
 
 import argparse
@@ -23,7 +25,8 @@ class Net(nn.Module):
         set_seed(seed)
         self.enter = nn.Linear(WIDTH, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(depth)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+            for _ in range(depth)
         )
         self.leave = nn.Linear(width, WIDTH)
 
@@ -51,7 +54,9 @@ class Notes:
         self.numbers = {}
 
     def loss(self, key, value):
-        self.numbers.setdefault(key, []).append(self.accelerator.gather(value.detach().reshape(1)).mean().item())
+        self.numbers.setdefault(key, []).append(
+            self.accelerator.gather(value.detach().reshape(1)).mean().item()
+        )
 
     def number(self, key, value):
         self.numbers.setdefault(key, []).append(float(value))
@@ -69,7 +74,9 @@ def adversarial(accelerator, notes):
     generator, critic = Net(1), Net(2)
     of_generator, of_critic = adam(generator), adam(critic, 2e-2)
     slower = torch.optim.lr_scheduler.StepLR(of_generator, accelerator.num_processes, gamma=0.8)
-    generator, of_generator, data, slower = accelerator.prepare(generator, of_generator, loader(accelerator, 5), slower)
+    generator, of_generator, data, slower = accelerator.prepare(
+        generator, of_generator, loader(accelerator, 5), slower
+    )
     critic, of_critic = accelerator.prepare(critic, of_critic)
     for real in data:
         made = generator(real.roll(1, dims=-1))
@@ -82,7 +89,9 @@ def adversarial(accelerator, notes):
         loss = (critic(made) - 1).pow(2).mean()
         of_generator.zero_grad()
         accelerator.backward(loss)
-        notes.number("norm of the generator", accelerator.clip_grad_norm_(generator.parameters(), LIMIT))
+        notes.number(
+            "norm of the generator", accelerator.clip_grad_norm_(generator.parameters(), LIMIT)
+        )
         of_generator.step()
         slower.step()
         notes.loss("generator", loss)
@@ -114,9 +123,14 @@ def distilled(accelerator, notes):
 
 
 def two_halves(accelerator, notes):
-    """One loss through two models with an optimizer each, accumulated over two micro-batches with an uneven end."""
+    """One loss through two models with an optimizer each, accumulated over two micro-batches
+    with an uneven end.
+    """
     encoder, decoder = Net(5), Net(6)
-    of_encoder, of_decoder = adam(encoder), torch.optim.SGD(decoder.parameters(), lr=0.1, momentum=0.9)
+    of_encoder, of_decoder = (
+        adam(encoder),
+        torch.optim.SGD(decoder.parameters(), lr=0.1, momentum=0.9),
+    )
     encoder, of_encoder, data = accelerator.prepare(encoder, of_encoder, loader(accelerator, 7))
     decoder, of_decoder = accelerator.prepare(decoder, of_decoder)
     for x in data:
@@ -125,8 +139,12 @@ def two_halves(accelerator, notes):
             loss = (decoder(code) - x).pow(2).mean() + 0.01 * code.pow(2).mean()
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                notes.number("norm of the encoder", accelerator.clip_grad_norm_(encoder.parameters(), LIMIT))
-                notes.number("norm of the decoder", accelerator.clip_grad_norm_(decoder.parameters(), LIMIT))
+                notes.number(
+                    "norm of the encoder", accelerator.clip_grad_norm_(encoder.parameters(), LIMIT)
+                )
+                notes.number(
+                    "norm of the decoder", accelerator.clip_grad_norm_(decoder.parameters(), LIMIT)
+                )
             for optimizer in (of_encoder, of_decoder):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -138,7 +156,10 @@ def two_halves(accelerator, notes):
 def plugin(stage):
     return DeepSpeedPlugin(
         hf_ds_config={
-            "zero_optimization": {"stage": int(stage), "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_optimization": {
+                "stage": int(stage),
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": LIMIT,
@@ -173,12 +194,16 @@ def a_plugin_each(accelerator, notes):
 
 
 def an_accelerator_each(accelerator, notes):
-    """As Accelerate's guide has it for two models that train: a second Accelerator with a plugin of its own."""
+    """As Accelerate's guide has it for two models that train: a second Accelerator with a plugin
+    of its own.
+    """
     other = Accelerator()
     generator, critic = Net(1), Net(2)
     of_generator, of_critic = adam(generator), adam(critic)
     select(accelerator, "first")
-    generator, of_generator, data = accelerator.prepare(generator, of_generator, loader(accelerator, 5))
+    generator, of_generator, data = accelerator.prepare(
+        generator, of_generator, loader(accelerator, 5)
+    )
     select(other, "second")
     critic, of_critic, _ = other.prepare(critic, of_critic, loader(accelerator, 1))
     for real in data:
@@ -217,7 +242,11 @@ def main():
         accelerator = Accelerator(gradient_accumulation_steps=2, **chosen)
         notes = Notes(accelerator, name, args.out)
         globals()[name](accelerator, notes)
-        report[case] = {**notes.numbers, "type": str(accelerator.distributed_type), "stages": getattr(notes, "stages", None)}
+        report[case] = {
+            **notes.numbers,
+            "type": str(accelerator.distributed_type),
+            "stages": getattr(notes, "stages", None),
+        }
     with open(f"{args.out}/report-{accelerator.process_index}.json", "w") as file:
         json.dump(report, file)
     accelerator.end_training()

@@ -1,4 +1,6 @@
-"""TRL's DPOTrainer: with a reference model of its own, given, synchronised, computed beforehand, or the model without its adapters."""
+"""TRL's DPOTrainer: with a reference model of its own, given, synchronised, computed beforehand,
+or the model without its adapters.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,38 @@ def implied(run: Run, case: str) -> Report:
 
 
 def explicit(run: Run, case: str) -> Report:
-    args = DPOConfig(**run.options(case, max_length=128, gradient_accumulation_steps=2, per_device_train_batch_size=2 // run.world))
+    args = DPOConfig(
+        **run.options(
+            case,
+            max_length=128,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=2 // run.world,
+        )
+    )
     reference = AutoModelForCausalLM.from_pretrained(run.model("reference"))
     return trained(trainer(run, args, ref_model=reference), run, case)
 
 
 def synchronised(run: Run, case: str) -> Report:
     """The reference follows the model."""
-    args = DPOConfig(**run.options(case, max_length=128, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5))
+    args = DPOConfig(
+        **run.options(
+            case,
+            max_length=128,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            ref_model_mixup_alpha=0.5,
+        )
+    )
     return trained(trainer(run, args), run, case)
 
 
 def precomputed(run: Run, case: str) -> Report:
-    args = DPOConfig(**run.options(case, max_length=128, precompute_ref_log_probs=True, eval_strategy="steps", eval_steps=2))
+    args = DPOConfig(
+        **run.options(
+            case, max_length=128, precompute_ref_log_probs=True, eval_strategy="steps", eval_steps=2
+        )
+    )
     return trained(trainer(run, args, eval_dataset=run.rows().select(range(8))), run, case)
 
 
@@ -45,7 +66,9 @@ def adapters(run: Run, case: str) -> Report:
 
 
 def adapters_precomputed(run: Run, case: str) -> Report:
-    args = DPOConfig(**run.options(case, max_length=128, learning_rate=1e-2, precompute_ref_log_probs=True))
+    args = DPOConfig(
+        **run.options(case, max_length=128, learning_rate=1e-2, precompute_ref_log_probs=True)
+    )
     return trained(trainer(run, args, peft_config=lora()), run, case)
 
 

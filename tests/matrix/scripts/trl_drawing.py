@@ -1,7 +1,8 @@
 """A model whose samples, and a reward whose values, hang on what is said alone.
 
-Ranks draw other random numbers than one process, so what is sampled must not hang on the state of a generator: this model
-draws every token from what its row says so far. Completions then have many lengths, and are the same for any number of ranks.
+Ranks draw other random numbers than one process, so what is sampled must not hang on the state of a
+generator: this model draws every token from what its row says so far. Completions then have many
+lengths, and are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ ENDS = 4.0  # how much likelier the end is than the model believes
 
 
 class Drawn(LogitsProcessor):
-    """A draw from the model's distribution: its noise comes from the tokens of the row and its number in the group."""
+    """A draw from the model's distribution: its noise comes from the tokens of the row and its
+    number in the group.
+    """
 
     def __init__(self, pad: int, end: int, halves: bool):
         self.pad, self.end, self.halves = pad, end, halves
@@ -37,7 +40,8 @@ class Drawn(LogitsProcessor):
 
 
 class DrawingLlama(LlamaForCausalLM):
-    halves = False  # whether the completions of a prompt lie half a batch apart, and not side by side
+    # whether the completions of a prompt lie half a batch apart, and not side by side
+    halves = False
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(*args, **kwargs)
@@ -59,7 +63,11 @@ class Letters:
 
 
 def prompts(run: Run) -> Dataset:
-    return run.rows().select_columns("prompt").map(lambda row: {"prompt": " ".join(row["prompt"].split()[:5])})
+    return (
+        run.rows()
+        .select_columns("prompt")
+        .map(lambda row: {"prompt": " ".join(row["prompt"].split()[:5])})
+    )
 
 
 def model(run: Run) -> DrawingLlama:

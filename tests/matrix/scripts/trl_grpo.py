@@ -1,4 +1,6 @@
-"""TRL's GRPO on gathered and on sharded weights, with a reference, adapters, a reward model; and RLOO."""
+"""TRL's GRPO on gathered and on sharded weights, with a reference, adapters, a reward model; and
+RLOO.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,17 @@ def rewarded(run: Run, case: str, trainer: GRPOTrainer | RLOOTrainer, reward: Le
 
 def gathered(run: Run, case: str) -> Report:
     """Weights whole while generating (TRL's default); each batch used twice; a reference model."""
-    reward, args = Letters(), GRPOConfig(**options(run, case, beta=0.1, num_iterations=2, max_steps=4))
+    reward, args = (
+        Letters(),
+        GRPOConfig(**options(run, case, beta=0.1, num_iterations=2, max_steps=4)),
+    )
     return rewarded(run, case, GRPOTrainer(model(run), reward, args, prompts(run)), reward)
 
 
 def sharded(run: Run, case: str) -> Report:
-    """Weights gathered unit by unit in every decoding step, by ranks whose rows end at different steps."""
+    """Weights gathered unit by unit in every decoding step, by ranks whose rows end at different
+    steps.
+    """
     reward, args = Letters(), GRPOConfig(**options(run, case, ds3_gather_for_generation=False))
     return rewarded(run, case, GRPOTrainer(model(run), reward, args, prompts(run)), reward)
 
@@ -33,7 +40,15 @@ def sharded(run: Run, case: str) -> Report:
 def evaluated(run: Run, case: str) -> Report:
     """Evaluation generates, too: before there is an engine, and in the middle of training."""
     args = GRPOConfig(
-        **options(run, case, eval_strategy="steps", eval_steps=1, max_steps=2, per_device_eval_batch_size=GROUP, loss_type="grpo")
+        **options(
+            run,
+            case,
+            eval_strategy="steps",
+            eval_steps=1,
+            max_steps=2,
+            per_device_eval_batch_size=GROUP,
+            loss_type="grpo",
+        )
     )
     data = prompts(run)
     trainer = GRPOTrainer(model(run), Letters(), args, data, eval_dataset=data.select(range(4)))
@@ -44,20 +59,29 @@ def evaluated(run: Run, case: str) -> Report:
 def windows(run: Run, case: str) -> Report:
     """One generation for two micro-batches."""
     reward = Letters()
-    args = GRPOConfig(**options(run, case, gradient_accumulation_steps=2, shuffle_dataset=False, loss_type="grpo"))
+    args = GRPOConfig(
+        **options(run, case, gradient_accumulation_steps=2, shuffle_dataset=False, loss_type="grpo")
+    )
     return rewarded(run, case, GRPOTrainer(model(run), reward, args, prompts(run)), reward)
 
 
 def adapters(run: Run, case: str) -> Report:
     reward, args = Letters(), GRPOConfig(**options(run, case, beta=0.1, learning_rate=1e-2))
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    return rewarded(run, case, GRPOTrainer(model(run), reward, args, prompts(run), peft_config=lora), reward)
+    return rewarded(
+        run, case, GRPOTrainer(model(run), reward, args, prompts(run), peft_config=lora), reward
+    )
 
 
 def judged(run: Run, case: str) -> Report:
     """A reward model beside the reward function, and a reference that follows the policy."""
-    reward, args = Letters(), GRPOConfig(**options(run, case, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1))
-    return rewarded(run, case, GRPOTrainer(model(run), [reward, run.model("judge")], args, prompts(run)), reward)
+    reward, args = (
+        Letters(),
+        GRPOConfig(**options(run, case, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1)),
+    )
+    return rewarded(
+        run, case, GRPOTrainer(model(run), [reward, run.model("judge")], args, prompts(run)), reward
+    )
 
 
 def rloo(run: Run, case: str) -> Report:

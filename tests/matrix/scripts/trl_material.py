@@ -1,4 +1,5 @@
-"""What the TRL scripts read: a tokenizer trained on Python's own help texts, rows of that text, and tiny models in folders.
+"""What the TRL scripts read: a tokenizer trained on Python's own help texts, rows of that text, and
+tiny models in folders.
 
 Made once, before anything is trained: the scripts then load all of it from disk, as users do.
 """
@@ -16,7 +17,8 @@ VOCAB = 512
 ROWS = 24
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] "
+    "}}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -25,7 +27,9 @@ TEMPLATE = (
 def sentences() -> list[str]:
     """Sentences of the help texts, each of five to thirty words."""
     text = re.sub(r"\s+", " ", " ".join(topics.topics[name] for name in sorted(topics.topics)))
-    return [sentence for sentence in re.split(r"(?<=[.:]) ", text) if 5 <= len(sentence.split()) <= 30]
+    return [
+        sentence for sentence in re.split(r"(?<=[.:]) ", text) if 5 <= len(sentence.split()) <= 30
+    ]
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -37,20 +41,35 @@ def save_tokenizer(folder: Path) -> None:
     bare.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bare.train_from_iterator(sentences(), trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bare, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=TEMPLATE
+    )
     made.save_pretrained(folder)
 
 
 def save_models(folder: Path) -> None:
-    """Causal models, one with a tied head and two without, and one that rewards; their values are large enough to tell runs apart."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+    """Causal models, one with a tied head and two without, and one that rewards; their values
+    are large enough to tell runs apart.
+    """
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
 
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "initializer_range": 0.1, "bos_token_id": None,
+        "eos_token_id": 2, "pad_token_id": 3,
     }  # fmt: skip
     torch.manual_seed(11)
     for name, made in (
@@ -68,5 +87,10 @@ def save_rows(folder: Path) -> None:
     said = sentences()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "rows.jsonl", "w") as file:
-        for prompt, chosen, rejected in zip(said[:ROWS], said[ROWS : 2 * ROWS], said[2 * ROWS : 3 * ROWS]):
-            file.write(json.dumps({"prompt": prompt, "chosen": " " + chosen, "rejected": " " + rejected}) + "\n")
+        for prompt, chosen, rejected in zip(
+            said[:ROWS], said[ROWS : 2 * ROWS], said[2 * ROWS : 3 * ROWS]
+        ):
+            file.write(
+                json.dumps({"prompt": prompt, "chosen": " " + chosen, "rejected": " " + rejected})
+                + "\n"
+            )

@@ -1,4 +1,6 @@
-"""What the TRL scripts have in common: their command line, the options of every trainer, and what a run reports."""
+"""What the TRL scripts have in common: their command line, the options of every trainer, and
+what a run reports.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,31 @@ class Run:
         return str(self.material / name)
 
     def rows(self) -> Dataset:
-        """Prompts, and what may and what may not follow them; the ranks of this start share the cache, other starts do not."""
-        return load_dataset("json", data_files=str(self.material / "rows.jsonl"), split="train", cache_dir=str(self.out / "cache"))
+        """Prompts, and what may and what may not follow them; the ranks of this start share the
+        cache, other starts do not.
+        """
+        return load_dataset(
+            "json",
+            data_files=str(self.material / "rows.jsonl"),
+            split="train",
+            cache_dir=str(self.out / "cache"),
+        )
 
     def options(self, case: str, **changes: Any) -> dict[str, Any]:
-        """Arguments of any of TRL's config classes. Everything that TRL chooses by itself and that is not named here stays."""
+        """Arguments of any of TRL's config classes.
+
+        Everything that TRL chooses by itself and that is not named here stays.
+        """
         chosen = {
             "output_dir": str(self.out / case),
             "per_device_train_batch_size": ROWS // self.world,
-            "per_device_eval_batch_size": 1,  # the mean over batches is then the mean over rows for any number of ranks
+            # the mean over batches is then the mean over rows for any number of ranks
+            "per_device_eval_batch_size": 1,
             "max_steps": STEPS,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
-            "adam_epsilon": 1e-4,  # Adam turns the rounding of small gradients (a key bias has hardly any) into weights
+            # Adam turns the rounding of small gradients (a key bias has hardly any) into weights
+            "adam_epsilon": 1e-4,
             "bf16": False,
             "logging_steps": 1,
             "save_strategy": "no",
@@ -75,7 +89,9 @@ class Run:
         return {**chosen, **changes}
 
     def main(self, cases: Mapping[str, Callable[[Run, str], Report]]) -> None:
-        """Run the cases named on the command line, one after another in this process, and write what they report."""
+        """Run the cases named on the command line, one after another in this process, and write
+        what they report.
+        """
         report: Report = {"world": self.world}
         for name in self.cases:
             print(f"== {name}", flush=True)
@@ -89,12 +105,18 @@ class Run:
 def logged(trainer: Any) -> dict[str, list[float]]:
     """Every number of the log that does not tell the time, in the order of the steps."""
     history = trainer.state.log_history
-    return {key: [entry[key] for entry in history if key in entry] for key in LOGGED if any(key in entry for entry in history)}
+    return {
+        key: [entry[key] for entry in history if key in entry]
+        for key in LOGGED
+        if any(key in entry for entry in history)
+    }
 
 
 def trained(trainer: Any, run: Run, case: str, resume: str | None = None) -> Report:
     """Train, save the model as its user would, and say what was seen."""
-    loaded = [parameter for parameter in trainer.model.parameters() if hasattr(parameter, "ds_tensor")]
+    loaded = [
+        parameter for parameter in trainer.model.parameters() if hasattr(parameter, "ds_tensor")
+    ]
     before = {
         "loaded": sum(parameter.numel() for parameter in loaded),
         "loaded_here": sum(parameter.ds_tensor.numel() for parameter in loaded),

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer: packed, on completions only, on the assistant's turns only, with adapters, and resumed."""
+"""TRL's SFTTrainer: packed, on completions only, on the assistant's turns only, with adapters,
+and resumed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ def completions(run: Run) -> Dataset:
 
 def turns(run: Run) -> Dataset:
     def talk(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
-        return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]}
+        return {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["chosen"]},
+            ]
+        }
 
     rows = run.rows()
     return rows.map(talk, remove_columns=rows.column_names)
@@ -26,7 +33,9 @@ def turns(run: Run) -> Dataset:
 
 def plain(run: Run, case: str) -> Report:
     args = SFTConfig(**run.options(case, max_length=48, eval_strategy="steps", eval_steps=2))
-    trainer = SFTTrainer(run.model("tied"), args, train_dataset=texts(run), eval_dataset=texts(run).select(range(8)))
+    trainer = SFTTrainer(
+        run.model("tied"), args, train_dataset=texts(run), eval_dataset=texts(run).select(range(8))
+    )
     return trained(trainer, run, case)
 
 
@@ -43,7 +52,11 @@ def packed_bfd(run: Run, case: str) -> Report:
 def completion(run: Run, case: str) -> Report:
     args = SFTConfig(
         **run.options(
-            case, max_length=96, completion_only_loss=True, gradient_accumulation_steps=2, per_device_train_batch_size=2 // run.world
+            case,
+            max_length=96,
+            completion_only_loss=True,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=2 // run.world,
         )
     )
     return trained(SFTTrainer(run.model("untied"), args, train_dataset=completions(run)), run, case)
@@ -57,7 +70,9 @@ def assistant(run: Run, case: str) -> Report:
 def adapters(run: Run, case: str) -> Report:
     args = SFTConfig(**run.options(case, max_length=48, learning_rate=1e-2))
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    return trained(SFTTrainer(run.model("untied"), args, train_dataset=texts(run), peft_config=lora), run, case)
+    return trained(
+        SFTTrainer(run.model("untied"), args, train_dataset=texts(run), peft_config=lora), run, case
+    )
 
 
 def smoothed(run: Run, case: str) -> Report:

@@ -13,7 +13,8 @@ from hf_zero.ops.sparse_attention import (
 )
 
 BertSparseSelfAttention = type_of(
-    "deepspeed.ops.sparse_attention.BertSparseSelfAttention", "use hf_zero.optimize(model, sparse_attention=config), which keeps the layers"
+    "deepspeed.ops.sparse_attention.BertSparseSelfAttention",
+    "use hf_zero.optimize(model, sparse_attention=config), which keeps the layers",
 )
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""``deepspeed.runtime.base_optimizer``: the engine keeps the user's own optimizer object, which is a torch one."""
+"""``deepspeed.runtime.base_optimizer``: the engine keeps the user's own optimizer object, which
+is a torch one.
+"""
 
 from torch.optim import Optimizer as DeepSpeedOptimizer
 

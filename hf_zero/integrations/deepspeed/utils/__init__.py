@@ -9,7 +9,12 @@ from hf_zero.core.gathered import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from hf_zero.integrations.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
+from hf_zero.integrations.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from hf_zero.integrations.repeating import RepeatingLoader
 from hf_zero.integrations.telling import log_dist
 from hf_zero.logs import logger
