@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.core import comm
 from hf_zero.core.compiled import to_be_compiled
-from hf_zero.core.discovery import announce
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
 from hf_zero.core.mpu import check_mpu
 from hf_zero.device.kinds import device_count
+from hf_zero.distributed import comm
+from hf_zero.distributed.discovery import announce
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger

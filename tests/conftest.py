@@ -93,7 +93,7 @@ def no_group_is_left() -> Iterator[None]:
     without.
     """
     yield
-    comm = sys.modules.get("hf_zero.core.comm")
+    comm = sys.modules.get("hf_zero.distributed.comm")
     if comm is not None:
         comm.choose_device(None)  # what a Trainer of this test may have chosen
         if torch.distributed.is_initialized():

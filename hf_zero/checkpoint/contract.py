@@ -42,7 +42,7 @@ class Flat(Protocol):
 
     @property
     def states(self) -> Any:
-        """The :class:`hf_zero.core.states.States` where master and optimizer state live that are
+        """The :class:`hf_zero.storage.states.States` where master and optimizer state live that are
         offloaded, else None.
         """
 
@@ -89,8 +89,8 @@ class Comm(Protocol):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
     def mailbox(self, topic: str) -> Any:
-        """A :class:`hf_zero.core.mailbox.Mailbox` for a thread of this rank; None for one rank,
-        and where ranks share no store.
+        """A :class:`hf_zero.distributed.mailbox.Mailbox` for a thread of this rank; None for one
+        rank, and where ranks share no store.
         """
 
 

@@ -13,8 +13,8 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.flat import Flat
-from hf_zero.core.placement import Placement
-from hf_zero.core.states import MASTER
+from hf_zero.storage.placement import Placement
+from hf_zero.storage.states import MASTER
 
 
 @dataclass

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hf_zero.core.comm import Comm
 from hf_zero.core.parameter import OwnedParameter, given_class, owned_class
+from hf_zero.distributed.comm import Comm
 
 
 def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,11 +14,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm as comms
 from hf_zero.core.activations import Activations
 from hf_zero.core.answers import Answers, Counters
 from hf_zero.core.attention import AttentionOrder
-from hf_zero.core.comm import Comm
 from hf_zero.core.compiled import CompiledBlocks, check_compilation
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
@@ -35,7 +33,6 @@ from hf_zero.core.layout import Slot
 from hf_zero.core.losses import Losses
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.parameter import owner_of
-from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.recompute import blocks_to_checkpoint
@@ -52,6 +49,8 @@ from hf_zero.core.updating import Updating
 from hf_zero.core.usage import Usage
 from hf_zero.core.wrap import cut
 from hf_zero.device import kinds
+from hf_zero.distributed import comm as comms
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.ops import native
@@ -60,6 +59,7 @@ from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.offloaded import OffloadedOptimizer
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect, numbers_kept
+from hf_zero.storage.placement import Placement
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps

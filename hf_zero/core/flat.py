@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.core.axis import Axis
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.core.parameter import (
     LiveParameter,
@@ -29,11 +28,12 @@ from hf_zero.core.parameter import (
     given_class,
     owned_class,
 )
-from hf_zero.core.states import MASTER, States
-from hf_zero.core.storage import Storage
 from hf_zero.core.writes import UserWrites
 from hf_zero.device import streams
+from hf_zero.distributed.axis import Axis
 from hf_zero.errors import PartitionError
+from hf_zero.storage.states import MASTER, States
+from hf_zero.storage.storage import Storage
 
 if TYPE_CHECKING:
     from hf_zero.core.unit import Unit

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core import comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.axis import Handle
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
 from hf_zero.core.norm import sums_of_squares
@@ -35,6 +33,8 @@ from hf_zero.core.precision import Scaling
 from hf_zero.core.sparse import dense
 from hf_zero.core.unit import Unit
 from hf_zero.core.usage import Usage
+from hf_zero.distributed.axis import Handle
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import PartitionError
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once

@@ -7,9 +7,9 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
 from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
+from hf_zero.distributed import comm
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.core.flat import Flat
-from hf_zero.core.states import Take
 from hf_zero.device import streams
 from hf_zero.ops import host
+from hf_zero.storage.states import Take
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
 # gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run

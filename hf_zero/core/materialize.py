@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from hf_zero.core import attributes
-from hf_zero.core.comm import Comm, agreed
 from hf_zero.core.flat import Flat
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of, source_of
-from hf_zero.core.placement import Chunk, Placement
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import CASTABLE, compute_dtype, is_raw
 from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import Cut
+from hf_zero.distributed.comm import Comm, agreed
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.memory.host import give_back_freed
 from hf_zero.optim.table import pieces
+from hf_zero.storage.placement import Chunk, Placement
 
 T = TypeVar("T")
 

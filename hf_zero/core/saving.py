@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.agreement import STOP
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.trouble import refuse_half_done
+from hf_zero.distributed.agreement import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 

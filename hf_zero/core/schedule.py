@@ -21,10 +21,10 @@ from functools import partial
 
 from torch import nn
 
-from hf_zero.core.comm import Comm, first_line
 from hf_zero.core.order import merged
 from hf_zero.core.unit import State, Unit
 from hf_zero.device import kinds, streams
+from hf_zero.distributed.comm import Comm, first_line
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0

@@ -8,8 +8,8 @@ from collections import deque
 
 import torch
 
-from hf_zero.core.states import Take
 from hf_zero.errors import HostMemoryError
+from hf_zero.storage.states import Take
 
 # bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
 FIRST, MOST = 16 << 20, 256 << 20

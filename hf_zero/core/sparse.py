@@ -9,8 +9,8 @@ import weakref
 
 import torch
 
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
+from hf_zero.distributed.comm import Comm
 from hf_zero.logs import log_rank0
 
 _warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # of engines

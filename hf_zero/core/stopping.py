@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.core.comm import Comm
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import PartitionError
 from hf_zero.logs import log_rank0
 

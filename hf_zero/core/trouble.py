@@ -7,11 +7,11 @@ The last update is complete all the same, because what could not be written stay
 
 from __future__ import annotations
 
-from hf_zero.core.comm import Comm
-from hf_zero.core.placement import Placement
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.update import Updater
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, PartitionError
+from hf_zero.storage.placement import Placement
 
 
 def failed_writes(

@@ -10,7 +10,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from hf_zero.core.axis import Handle
 from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import (
     LiveParameter,
@@ -21,6 +20,7 @@ from hf_zero.core.parameter import (
     owned_class,
 )
 from hf_zero.device import kinds, streams
+from hf_zero.distributed.axis import Handle
 
 
 class State(Enum):

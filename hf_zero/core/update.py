@@ -23,11 +23,8 @@ from itertools import count
 
 import torch
 
-from hf_zero.core.axis import Axis
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
-from hf_zero.core.lane import Wait
 from hf_zero.core.parameter import (
     OwnedParameter,
     UpdatingParameter,
@@ -35,10 +32,13 @@ from hf_zero.core.parameter import (
     given_class,
     owned_class,
 )
-from hf_zero.core.states import Take
 from hf_zero.core.unit import Unit
 from hf_zero.device import kinds, streams
+from hf_zero.distributed.axis import Axis
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.lane import Wait
 from hf_zero.optim.piecewise import Update
+from hf_zero.storage.states import Take
 
 # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
 STAGED = 3

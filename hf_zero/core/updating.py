@@ -12,23 +12,23 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.answers import Counters
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.losses import Losses
 from hf_zero.core.materialize import ways_back
 from hf_zero.core.norm import squared_norm
-from hf_zero.core.placement import Chunk, Placement, room_beside_a_step
 from hf_zero.core.precision import LossScaler
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.states import MASTER
 from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.core.usage import Usage
+from hf_zero.distributed.comm import Comm
 from hf_zero.logs import logger
+from hf_zero.storage.placement import Chunk, Placement, room_beside_a_step
+from hf_zero.storage.states import MASTER
 
 
 class Updating:

@@ -17,11 +17,11 @@ from operator import mul
 
 import torch
 
-from hf_zero.core.axis import Handle
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.unit import Unit
 from hf_zero.device import pinned
+from hf_zero.distributed.axis import Handle
+from hf_zero.distributed.comm import Comm
 
 EXACT = 1 << 53  # integers up to here are exact in fp64
 

@@ -260,7 +260,7 @@ def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
 def _start_on_cpu(**kwargs: Any) -> None:
     from accelerate.state import PartialState
 
-    from hf_zero.core import comm
+    from hf_zero.distributed import comm
 
     if launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -272,8 +272,8 @@ def _join_group(state: Any, timeout: Any) -> None:
     """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise:
     make one of one rank.
     """
-    from hf_zero.core import comm
     from hf_zero.device import kinds
+    from hf_zero.distributed import comm
 
     if kinds.is_host(state.device) and kinds.accelerator() is not None:
         # the engine computes where Accelerate puts the batches

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
 from hf_zero.core.holding import hold
+from hf_zero.distributed import comm
 from hf_zero.integrations.loading import Loading, asked_for, forced, loading_now
 from hf_zero.loading import Building, make_pending, make_real, record_in
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm, recompute
+from hf_zero.core import recompute
 from hf_zero.core.activations import offload_of
 from hf_zero.core.mpu import check_mpu
 from hf_zero.core.saved import Offload
+from hf_zero.distributed import comm
 
 
 @dataclass

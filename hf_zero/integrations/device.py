@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.comm import backend_for, default_device
 from hf_zero.device import kinds
+from hf_zero.distributed.comm import backend_for, default_device
 from hf_zero.integrations import cpu_device
 
 

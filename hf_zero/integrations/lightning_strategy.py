@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.objects import split
-from hf_zero.core import comm
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import hold, release_holders
 from hf_zero.core.parameter import owner_of
+from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder

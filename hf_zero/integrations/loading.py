@@ -20,9 +20,9 @@ from torch import nn
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
 from hf_zero.core.holding import hold
 from hf_zero.core.parameter import owner_of
+from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.loading import LazyTensor, Opened, make_pending, make_real

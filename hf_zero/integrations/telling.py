@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.integrations.device import get_accelerator
 from hf_zero.logs import logger
 

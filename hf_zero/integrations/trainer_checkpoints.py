@@ -16,7 +16,7 @@ from typing import Any
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.written_in_pieces import (

@@ -19,7 +19,7 @@ from typing import Any
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.together import told
 from hf_zero.checkpoint.wholeness import trouble
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 

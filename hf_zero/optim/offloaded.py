@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.core.states import Form, form_of
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.optim import state, torch_fused
@@ -27,6 +26,7 @@ from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.table import Flat, Region, Segment, apart, cut
+from hf_zero.storage.states import Form, form_of
 
 # in their first step the gradient itself is the momentum
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)

@@ -41,7 +41,7 @@ class Flat(Protocol):
     def grad(self) -> Tensor | None: ...
     @property
     def states(self) -> Any:
-        """Where master weights and moments live that are offloaded (``hf_zero.core.states``), or
+        """Where master weights and moments live that are offloaded (``hf_zero.storage.states``), or
         None.
         """
 

@@ -31,10 +31,10 @@ import torch
 
 from hf_zero.core.grads import IN_FLIGHT
 from hf_zero.core.schedule import AHEAD
-from hf_zero.core.states import Form, form_of
-from hf_zero.core.states_in_files import paged, size_in_file
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
 from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
+from hf_zero.storage.states import Form, form_of
+from hf_zero.storage.states_in_files import paged, size_in_file
 
 STAGING = 3  # pieces of parameters on their way to the GPU
 

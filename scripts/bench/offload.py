@@ -183,9 +183,9 @@ def bandwidth(folder: str) -> dict[str, float]:
     """
     import torch
 
-    from hf_zero.core.tier import FileTier
     from hf_zero.ops.files import Priority
     from hf_zero.ops.host_memory import HostArena
+    from hf_zero.storage.tier import FileTier
 
     piece = 16 << 20
     tier, memory = FileTier([folder]), HostArena().take(piece, torch.uint8)

@@ -403,9 +403,9 @@ class Recorder:
         return stepped
 
     def _proxy_files(self, replace: Any) -> None:
-        from hf_zero.core.states_in_files import StatesInFiles, paged
-        from hf_zero.core.storage_in_files import StorageInFiles
         from hf_zero.ops.blocks import BLOCK
+        from hf_zero.storage.states_in_files import StatesInFiles, paged
+        from hf_zero.storage.storage_in_files import StorageInFiles
 
         for flat in self._engine.flats:
             factor = self._factor(flat)

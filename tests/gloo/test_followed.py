@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.core import axis
+from hf_zero.distributed import axis
 from hf_zero.errors import RankMismatchError
 from tests.gloo.test_divergence import ODD, Job
 from tests.helpers.backends import PLAIN, join_again

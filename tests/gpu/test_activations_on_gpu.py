@@ -17,10 +17,10 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ActivationOffload
-from hf_zero.core import comm
 from hf_zero.core.activations import offload_of
 from hf_zero.core.saved import Offload
 from hf_zero.core.transfers import Streams
+from hf_zero.distributed import comm
 from hf_zero.integrations import checkpointing
 from tests.helpers.models import seeded
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_zero
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from tests.helpers.engines import STAGES
 
 DEVICE = "cuda"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from tests.helpers.engines import STAGES
 from tests.helpers.stacks import stack
 

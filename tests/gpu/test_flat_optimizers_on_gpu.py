@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
     Piece,

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core import comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
+from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.optim.piecewise import Update
@@ -219,7 +219,7 @@ ALONE = """
 import json, sys, torch
 from pathlib import Path
 from tests.gpu.test_offload_on_gpu import train
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from tests.helpers.offloads import offload
 comm.init_distributed()
 way, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

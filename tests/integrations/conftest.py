@@ -38,7 +38,7 @@ def forget() -> None:
     """Accelerate's state and the process group, as if nothing had been made in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from hf_zero.core import comm
+    from hf_zero.distributed import comm
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

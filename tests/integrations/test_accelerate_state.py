@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.errors import RankMismatchError
 from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations import finder

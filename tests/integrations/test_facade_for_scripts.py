@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError
 
 

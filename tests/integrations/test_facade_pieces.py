@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import activations, comm
+from hf_zero.core import activations
+from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations import building, checkpointing, device, leaf_modules, optimizers
 from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save

@@ -28,7 +28,7 @@ ENDS = """
 import atexit, threading
 atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
 import torch.distributed as dist
-from hf_zero.core.agreement import Agreement
+from hf_zero.distributed.agreement import Agreement
 class Owner:
     def read(self, unit):
         return b""

@@ -13,9 +13,9 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
 from hf_zero.core.holding import hold
 from hf_zero.core.parameter import ReleasedParameter, pending
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.storage_in_files import StorageInFiles
+from hf_zero.storage.storage_in_files import StorageInFiles
 from tests.helpers.engines import config_of, start
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks

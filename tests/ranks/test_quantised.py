@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import comm
 from hf_zero.core.attributes import refusal
 from hf_zero.core.parameter import OwnedParameter, ReleasedParameter
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start

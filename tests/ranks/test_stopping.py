@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from hf_zero.core import agreement as agreeing
-from hf_zero.core import comm
 from hf_zero.core.stopping import _Handler
+from hf_zero.distributed import agreement as agreeing
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.core.comm import agreed
+from hf_zero.distributed.comm import agreed
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed

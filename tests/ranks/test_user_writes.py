@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hf_zero
-from hf_zero.core import comm
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start

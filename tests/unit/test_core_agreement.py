@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.core import agreement as module
-from hf_zero.core.agreement import Agreement
+from hf_zero.distributed import agreement as module
+from hf_zero.distributed.agreement import Agreement
 from hf_zero.errors import RankMismatchError
 
 

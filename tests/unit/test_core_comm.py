@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import comm
-from hf_zero.core.axis import Axis, Handle, Ledger
-from hf_zero.core.comm import Comm
-from hf_zero.core.lane import Wait
-from hf_zero.core.watch import Watch
+from hf_zero.distributed import comm
+from hf_zero.distributed.axis import Axis, Handle, Ledger
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.lane import Wait
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import ConfigError
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.accelerators import play_accelerator

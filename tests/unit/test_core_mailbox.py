@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from hf_zero.core.mailbox import Mailbox
+from hf_zero.distributed.mailbox import Mailbox
 from hf_zero.errors import RankMismatchError
 
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.comm import Comm
 from hf_zero.core.flat import Flat
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.materialize import partition
-from hf_zero.core.placement import Placement
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import cut
+from hf_zero.distributed.comm import Comm
+from hf_zero.storage.placement import Placement
 
 META = torch.device("meta")
 # ranks, replicas, this rank

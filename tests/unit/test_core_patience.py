@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.core.patience import PatientStore
+from hf_zero.distributed.patience import PatientStore
 
 
 def test_it_answers_as_the_store_does() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.core import presence as module
-from hf_zero.core import watch as watching
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.presence import Post, Presence, judge
-from hf_zero.core.watch import Watch
+from hf_zero.distributed import presence as module
+from hf_zero.distributed import watch as watching
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.presence import Post, Presence, judge
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import RankMismatchError
 
 WORLD = range(3)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import comm
 from hf_zero.core.parameter import ReleasedParameter
+from hf_zero.distributed import comm
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import STAGES, config_of, start

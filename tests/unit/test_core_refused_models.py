@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core import comm
 from hf_zero.core.materialize import check_parameters
 from hf_zero.core.wrap import cut
+from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.ranks import RankFailed

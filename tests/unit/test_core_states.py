@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.core.states import MASTER, Form, States, StatesInMemory
-from hf_zero.core.states_in_files import Buffers, StatesInFiles
-from hf_zero.core.tier import FileTier
 from hf_zero.ops.host import Blocks
+from hf_zero.storage.states import MASTER, Form, States, StatesInMemory
+from hf_zero.storage.states_in_files import Buffers, StatesInFiles
+from hf_zero.storage.tier import FileTier
 
 PIECES = [(0, 4096), (4096, 8192), (8192, 8201), (8201, 9001)]
 NUMEL = 9001

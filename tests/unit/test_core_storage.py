@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
-from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
-from hf_zero.core.tier import FileTier
+from hf_zero.storage.storage import DeviceStorage, HostStorage, Storage
+from hf_zero.storage.storage_in_files import ShardBuffers, StorageInFiles
+from hf_zero.storage.tier import FileTier
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.core import tier as tier_module
-from hf_zero.core.tier import FileTier
 from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
 from hf_zero.ops.files import FileQueue, Priority, parse_faults
+from hf_zero.storage import tier as tier_module
+from hf_zero.storage.tier import FileTier
 from tests.helpers.file_backends import BACKENDS
 
 BLOCK = 8192

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.core.tier import PREFIX, FileTier, remove_leftovers
+from hf_zero.storage.tier import PREFIX, FileTier, remove_leftovers
 
 LIVING = """
 import sys, torch
-from hf_zero.core.tier import FileTier
+from hf_zero.storage.tier import FileTier
 tier = FileTier([sys.argv[1]], 0, block_size=8192)
 region = tier.allocate("r", 1 << 22)
 values = torch.arange(1 << 20, dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_living_processes_leave_each_other_alone(tmp_path: Path) -> None:
 
 KILLED_EARLY = """
 import os, signal, sys
-from hf_zero.core import tier
+from hf_zero.storage import tier
 tier.open_direct = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 tier.FileTier([sys.argv[1]])
 """

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.core import presence as presences
-from hf_zero.core import watch as module
-from hf_zero.core.axis import Handle
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.presence import Presence
-from hf_zero.core.watch import Watch
+from hf_zero.distributed import presence as presences
+from hf_zero.distributed import watch as module
+from hf_zero.distributed.axis import Handle
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.presence import Presence
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import RankMismatchError
 from tests.helpers.accelerators import play_streams
 

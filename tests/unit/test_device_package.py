@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.comm import backend_for
 from hf_zero.device import kinds, pinned, streams, usage
+from hf_zero.distributed.comm import backend_for
 from hf_zero.ops.host_memory import HostArena, numa_node
 
 ROOT = Path(__file__).resolve().parents[2]

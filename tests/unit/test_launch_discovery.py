@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hf_zero.core import comm, discovery
-from hf_zero.core.discovery import DEFAULT_PORT, FIRST_PORT, PORTS, Place, announce, discover
-from hf_zero.core.nodelist import expand_hosts, expand_tasks
+from hf_zero.distributed import comm, discovery
+from hf_zero.distributed.discovery import DEFAULT_PORT, FIRST_PORT, PORTS, Place, announce, discover
+from hf_zero.distributed.nodelist import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 TORCHRUN = {

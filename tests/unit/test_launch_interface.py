@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hf_zero.core import interface
-from hf_zero.core.interface import VARIABLES, choose_interface, interface_of, interfaces
+from hf_zero.distributed import interface
+from hf_zero.distributed.interface import VARIABLES, choose_interface, interface_of, interfaces
 from hf_zero.errors import LaunchError
 
 

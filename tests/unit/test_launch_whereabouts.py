@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from hf_zero.core import whereabouts
-from hf_zero.core.axis import Handle
-from hf_zero.core.lane import Lane
-from hf_zero.core.watch import Watch
+from hf_zero.distributed import whereabouts
+from hf_zero.distributed.axis import Handle
+from hf_zero.distributed.lane import Lane
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import RankMismatchError
 
 

@@ -30,7 +30,9 @@ LAYERS = {
     "hf_zero.memory": 0,
     "hf_zero.sizes": 0,
     "hf_zero.uncaught": 0,
-    "hf_zero.core": 0,
+    "hf_zero.distributed": 0,
+    "hf_zero.storage": 1,
+    "hf_zero.core": 1,
     **CORE,
     "hf_zero.ops": 1,
     "hf_zero.optim": 2,
@@ -110,11 +112,11 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             if name != "hf_zero" and other is not None and other > own:
                 found.append(f"{module} (layer {own}) imports {name} (layer {other})")
         elif name.startswith("torch.distributed") and module not in (
-            "hf_zero.core.comm",
-            "hf_zero.core.axis",
+            "hf_zero.distributed.comm",
+            "hf_zero.distributed.axis",
             "hf_zero.uncaught",
         ):
-            found.append(f"{module} imports {name}; only core/comm.py does")
+            found.append(f"{module} imports {name}; only distributed/comm.py does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
     return found

@@ -5,8 +5,8 @@ here.
 from datetime import timedelta
 from typing import Any
 
-from hf_zero.core import comm as _comm
-from hf_zero.core.comm import (
+from hf_zero.distributed import comm as _comm
+from hf_zero.distributed.comm import (
     barrier,
     destroy_process_group,
     get_local_rank,
@@ -28,8 +28,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """``hf_zero.core.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in the
-    launcher's variables, without mpi4py.
+    """``hf_zero.distributed.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in
+    the launcher's variables, without mpi4py.
     """
     if dist_init_required is not False:
         _comm.init_distributed(

@@ -127,7 +127,7 @@ def until_lost(out: Path, limit: float) -> None:
 
 def place() -> dict[str, Any]:
     """Where this rank runs, as the launcher and the network have it."""
-    from hf_zero.core.interface import own_address
+    from hf_zero.distributed.interface import own_address
 
     named = (
         "RANK",

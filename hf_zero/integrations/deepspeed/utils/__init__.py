@@ -1,6 +1,5 @@
 """``deepspeed.utils``."""
 
-from hf_zero.core.comm import is_initialized
 from hf_zero.core.gathered import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -9,6 +8,7 @@ from hf_zero.core.gathered import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from hf_zero.distributed.comm import is_initialized
 from hf_zero.integrations.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,

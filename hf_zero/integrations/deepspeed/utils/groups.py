@@ -2,8 +2,8 @@
 built.
 """
 
-from hf_zero.core.comm import get_rank as _get_data_parallel_rank
-from hf_zero.core.comm import get_world_size as _get_data_parallel_world_size
+from hf_zero.distributed.comm import get_rank as _get_data_parallel_rank
+from hf_zero.distributed.comm import get_world_size as _get_data_parallel_world_size
 from hf_zero.integrations.not_built import function
 
 _INSTEAD = "set sp_size to 1"

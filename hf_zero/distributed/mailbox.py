@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.core.patience import PatientStore
+from hf_zero.distributed.patience import PatientStore
 from hf_zero.errors import RankMismatchError
 
 FIRST_PAUSE, LAST_PAUSE = 0.002, 0.25  # seconds between looks

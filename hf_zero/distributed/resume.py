@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.patience import PatientStore
-from hf_zero.core.watch import Watch
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.patience import PatientStore
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import RankMismatchError
 
 POLL_SECONDS = 0.05

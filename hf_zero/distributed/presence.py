@@ -29,12 +29,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.patience import PatientStore
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.patience import PatientStore
 from hf_zero.errors import RankMismatchError
 
 if TYPE_CHECKING:
-    from hf_zero.core.resume import Resumptions
+    from hf_zero.distributed.resume import Resumptions
 
 Post = dict[str, Any]
 

@@ -15,17 +15,26 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import whereabouts
-from hf_zero.core.agreement import Agreement
-from hf_zero.core.axis import BLOCKING, CPU, DEFAULT_TIMEOUT, Axis, Handle, Ledger, break_off, meet
-from hf_zero.core.discovery import LOOPBACK, announce
-from hf_zero.core.interface import choose_interface
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.mailbox import Mailbox
-from hf_zero.core.presence import Presence, first_line
-from hf_zero.core.resume import Passes, Resumptions
-from hf_zero.core.watch import Watch
 from hf_zero.device import kinds
+from hf_zero.distributed import whereabouts
+from hf_zero.distributed.agreement import Agreement
+from hf_zero.distributed.axis import (
+    BLOCKING,
+    CPU,
+    DEFAULT_TIMEOUT,
+    Axis,
+    Handle,
+    Ledger,
+    break_off,
+    meet,
+)
+from hf_zero.distributed.discovery import LOOPBACK, announce
+from hf_zero.distributed.interface import choose_interface
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.mailbox import Mailbox
+from hf_zero.distributed.presence import Presence, first_line
+from hf_zero.distributed.resume import Passes, Resumptions
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logs import log_rank0
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.states import Form, Piece, Take, put
 from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.host import BLOCK, Blocks, Moment
+from hf_zero.storage.states import Form, Piece, Take, put
 
 
 def paged(nbytes: int) -> int:

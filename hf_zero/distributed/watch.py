@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.core import whereabouts
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.presence import PATIENCE_SECONDS, POLL_SECONDS, Presence, Verdict
+from hf_zero.distributed import whereabouts
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.presence import PATIENCE_SECONDS, POLL_SECONDS, Presence, Verdict
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.states import Take
-from hf_zero.core.states_in_files import let_end, paged
 from hf_zero.device import streams
 from hf_zero.ops.files import Priority
+from hf_zero.storage.states import Take
+from hf_zero.storage.states_in_files import let_end, paged
 
 
 class ShardBuffers:

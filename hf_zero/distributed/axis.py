@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.watch import Watch
 from hf_zero.device import kinds, streams
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.watch import Watch
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.states import MASTER, Form, Piece, States, StatesInMemory, form_of
-from hf_zero.core.states_in_files import Buffers, StatesInFiles, paged, size_in_file
-from hf_zero.core.storage import DeviceStorage, HostStorage, Storage
-from hf_zero.core.storage_in_files import ShardBuffers, StorageInFiles
-from hf_zero.core.tier import FileTier
 from hf_zero.device import kinds, usage
 from hf_zero.ops.host_memory import HostArena
+from hf_zero.storage.states import MASTER, Form, Piece, States, StatesInMemory, form_of
+from hf_zero.storage.states_in_files import Buffers, StatesInFiles, paged, size_in_file
+from hf_zero.storage.storage import DeviceStorage, HostStorage, Storage
+from hf_zero.storage.storage_in_files import ShardBuffers, StorageInFiles
+from hf_zero.storage.tier import FileTier
 
 # a piece is a multiple of this many, so that it begins at a page and at a block
 PIECE_ELEMENTS = 4096

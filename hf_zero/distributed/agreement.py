@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.core.lane import Lane, Wait
-from hf_zero.core.watch import Watch
+from hf_zero.distributed.lane import Lane, Wait
+from hf_zero.distributed.watch import Watch
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logs import logger
 
