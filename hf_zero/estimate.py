@@ -290,7 +290,7 @@ def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
 def _open(model: Any) -> tuple[str, nn.Module]:
     if isinstance(model, nn.Module):
         return type(model).__name__, model
-    from hf_zero.integrations.meta_model import build_on_meta
+    from hf_zero.integrations.transformers.meta_model import build_on_meta
 
     module = build_on_meta(model)
     return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(

@@ -152,7 +152,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     if not getattr(module, "peft_config", None):
         return {}
     inner = within(module)
-    described = importlib.import_module("hf_zero.integrations.adapter_files").described(
+    described = importlib.import_module("hf_zero.integrations.peft.adapter_files").described(
         inner, set(persistent_buffers(inner))
     )
     outer = "" if inner is module else "_orig_mod."

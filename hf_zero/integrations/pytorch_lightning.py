@@ -7,8 +7,8 @@ from __future__ import annotations
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from hf_zero.integrations.lightning_precision import PrecisionMethods
-from hf_zero.integrations.lightning_strategy import StrategyMethods, register
+from hf_zero.integrations.lightning.precision import PrecisionMethods
+from hf_zero.integrations.lightning.strategy import StrategyMethods, register
 
 
 class ZeroPrecision(PrecisionMethods, Precision):  # type: ignore[misc]

@@ -66,7 +66,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.commands.utils:CustomArgumentParser.add_argument",
         signature="(self, *args, **kwargs)",
-        wrapper="hf_zero.integrations.launching:alias_config",
+        wrapper="hf_zero.integrations.accelerate.launch:alias_config",
         versions=ACCELERATE,
         why="`accelerate launch --config FILE` means --config_file; the parser "
         "takes no abbreviations",
@@ -74,14 +74,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.commands.launch:_validate_launch_command",
         signature="(args)",
-        wrapper="hf_zero.integrations.launching:check_zero_launch",
+        wrapper="hf_zero.integrations.accelerate.launch:check_zero_launch",
         versions=ACCELERATE,
         why="`--cpu` beside a DEEPSPEED file starts one plain process without a word",
     ),
     Seam(
         target="accelerate.utils.launch:prepare_deepspeed_cmd_env",
         signature="(args)",
-        wrapper="hf_zero.integrations.launching:prepare_ranks",
+        wrapper="hf_zero.integrations.accelerate.launch:prepare_ranks",
         versions=ACCELERATE,
         why=(
             "several machines default to `pdsh`, which runs a program named deepspeed; neither "
@@ -92,7 +92,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
         signature="(args)",
-        wrapper="hf_zero.integrations.launching:refuse_plain_launch",
+        wrapper="hf_zero.integrations.accelerate.launch:refuse_plain_launch",
         versions=ACCELERATE,
         why="the last place before a plain, unsharded process where a ZeRO "
         "configuration was asked for",
@@ -100,7 +100,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.utils.operations:_gpu_gather",
         signature="(tensor)",
-        wrapper="hf_zero.integrations.accelerate:gather_without_deprecation",
+        wrapper="hf_zero.integrations.accelerate.state:gather_without_deprecation",
         versions=ACCELERATE,
         why="under torch 2.13 every rank of a device run warns that all_gather_into_tensor is "
         "deprecated, which no user can change",
@@ -108,7 +108,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.state:PartialState._prepare_backend",
         signature="(self, cpu=False, sagemaker_dp=False, backend=None)",
-        wrapper="hf_zero.integrations.accelerate:answer_gloo",
+        wrapper="hf_zero.integrations.accelerate.state:answer_gloo",
         versions=ACCELERATE,
         why="ranks without an accelerator get no backend under DEEPSPEED and "
         "each believe to be alone",
@@ -121,7 +121,7 @@ SEAMS: tuple[Seam, ...] = (
             "torch_tp_plugin=None, megatron_lm_plugin=None, parallelism_config=None, "
             "_from_accelerator=False, **kwargs)"
         ),
-        wrapper="hf_zero.integrations.accelerate:shard_on_cpu",
+        wrapper="hf_zero.integrations.accelerate.state:shard_on_cpu",
         versions=ACCELERATE,
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no "
         "group and wait_for_everyone raises",
@@ -129,7 +129,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
         signature="(self, config_file_or_dict)",
-        wrapper="hf_zero.integrations.accelerate:read_strictly",
+        wrapper="hf_zero.integrations.accelerate.state:read_strictly",
         versions=ACCELERATE,
         why="a path that does not exist ends in an error about base64; presets are not known, and "
         "a key given twice is not seen",
@@ -137,7 +137,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.__post_init__",
         signature="(self)",
-        wrapper="hf_zero.integrations.accelerate:add_written_keys",
+        wrapper="hf_zero.integrations.accelerate.state:add_written_keys",
         versions=ACCELERATE,
         why="a plugin made from a file without deepspeed_config_file knows eight keys; kernels and "
         "the like come to it here",
@@ -145,7 +145,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",
         signature="(self, ds_key_long, mismatches=None, must_match=True, **kwargs)",
-        wrapper="hf_zero.integrations.accelerate:leave_own_autos",
+        wrapper="hf_zero.integrations.accelerate.state:leave_own_autos",
         versions=ACCELERATE,
         why="takes every auto for a hole and raises where nothing fills it; "
         "offload_optimizer.ratio and kernels mean it",
@@ -153,7 +153,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:map_pytorch_optim_to_deepspeed",
         signature="(optimizer)",
-        wrapper="hf_zero.integrations.accelerate:keep_the_optimizer",
+        wrapper="hf_zero.integrations.accelerate.state:keep_the_optimizer",
         versions=ACCELERATE,
         why="under offload every optimizer that is not Adagrad or Lion becomes Adam, "
         "SGD too, without a word",
@@ -161,7 +161,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",
         signature="(self, *args)",
-        wrapper="hf_zero.integrations.accelerate:prepare_engines",
+        wrapper="hf_zero.integrations.accelerate.state:prepare_engines",
         versions=ACCELERATE,
         why="TRL handles names of engines at stage 3; of several models that train, one "
         "Accelerator steps the first whatever the loss is",
@@ -169,7 +169,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.clip_grad_norm_",
         signature="(self, parameters, max_norm, norm_type=2)",
-        wrapper="hf_zero.integrations.several:clip_by_the_engine",
+        wrapper="hf_zero.integrations.accelerate.multiple_models:clip_by_the_engine",
         versions=ACCELERATE,
         why="drops max_norm in silence, knows the norm of one engine alone, and reads "
         "it back in each step",
@@ -177,7 +177,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.prepare_optimizer",
         signature="(self, optimizer, device_placement=None)",
-        wrapper="hf_zero.integrations.accelerate:refuse_optimizer_apart",
+        wrapper="hf_zero.integrations.accelerate.state:refuse_optimizer_apart",
         versions=ACCELERATE,
         why="under DEEPSPEED it and prepare_model leave each rank with a model of its own, which "
         "trains apart without a word",
@@ -185,14 +185,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.no_sync",
         signature="(self, model)",
-        wrapper="hf_zero.integrations.several:add_up_in_no_sync",
+        wrapper="hf_zero.integrations.accelerate.multiple_models:add_up_in_no_sync",
         versions=ACCELERATE,
         why="does nothing for engines of stages 2 and 3, whose backward inside would be a step",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
         signature="(self, model, unwrap=True)",
-        wrapper="hf_zero.integrations.accelerate:empty_elsewhere",
+        wrapper="hf_zero.integrations.accelerate.state:empty_elsewhere",
         versions=ACCELERATE,
         why="rank 0 alone gets the weights; None on the others makes save_pretrained gather "
         "again, without rank 0",
@@ -200,7 +200,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.save_state",
         signature="(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
-        wrapper="hf_zero.integrations.accelerate_states:keep_until_saved",
+        wrapper="hf_zero.integrations.accelerate.checkpoints:keep_until_saved",
         versions=ACCELERATE,
         why="total_limit removes the oldest states before the new one is written: with 1 there is "
         "none meanwhile; a torn state ends the job",
@@ -208,14 +208,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.load_state",
         signature="(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs)",
-        wrapper="hf_zero.integrations.accelerate_states:resume_from_whole",
+        wrapper="hf_zero.integrations.accelerate.checkpoints:resume_from_whole",
         versions=ACCELERATE,
         why="loads the state with the highest number, torn or not",
     ),
     Seam(
         target="accelerate.data_loader:send_to_device",
         signature="(tensor, device, non_blocking=False, skip_keys=None)",
-        wrapper="hf_zero.integrations.padding:note_padding",
+        wrapper="hf_zero.integrations.transformers.attention_masks:note_padding",
         versions=ACCELERATE,
         why="the last place where an attention mask can be read without waiting for the device",
     ),
@@ -223,7 +223,7 @@ SEAMS: tuple[Seam, ...] = (
         Seam(
             f"transformers.masking_utils:{name}",
             signature,
-            f"hf_zero.integrations.padding:{wrapper}",
+            f"hf_zero.integrations.transformers.attention_masks:{wrapper}",
             TRANSFORMERS,
             why,
         )
@@ -254,7 +254,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.modeling_utils:is_deepspeed_zero3_enabled",
         signature="()",
-        wrapper="hf_zero.integrations.loading:take_the_ordinary_path",
+        wrapper="hf_zero.integrations.transformers.loading:take_the_ordinary_path",
         versions=TRANSFORMERS,
         why="while a model is made: the zero3 path reads on rank 0 alone, and knows neither "
         "conversions nor mismatched keys",
@@ -262,14 +262,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
         signature="(cls, pretrained_model_name_or_path, **kwargs)",
-        wrapper="hf_zero.integrations.loading:name_sharded",
+        wrapper="hf_zero.integrations.transformers.loading:name_sharded",
         versions=TRANSFORMERS,
         why="of a folder with a sharded checkpoint it says that config.json lacks a model_type",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
         signature="(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True)",
-        wrapper="hf_zero.integrations.loading:refuse_resize",
+        wrapper="hf_zero.integrations.transformers.loading:refuse_resize",
         versions=TRANSFORMERS,
         why="the embeddings of a model under an engine lie in its shards, whose layout is fixed",
     ),
@@ -282,21 +282,21 @@ SEAMS: tuple[Seam, ...] = (
             "use_safetensors=None, weights_only=True, fusion_config=None, "
             "disable_mmap=None, **kwargs)"
         ),
-        wrapper="hf_zero.integrations.loading:load_in_shards",
+        wrapper="hf_zero.integrations.transformers.loading:load_in_shards",
         versions=TRANSFORMERS,
         why="the model that comes back is sharded, and no rank has held it",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._load_pretrained_model",
         signature="(model, state_dict, checkpoint_files, load_config, expected_keys=None)",
-        wrapper="hf_zero.integrations.loading:open_lazily",
+        wrapper="hf_zero.integrations.transformers.loading:open_lazily",
         versions=TRANSFORMERS,
         why="the loader gets tensors that nobody has read",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
         signature="(model, load_config, loading_info)",
-        wrapper="hf_zero.integrations.loading:finish_lazily",
+        wrapper="hf_zero.integrations.transformers.loading:finish_lazily",
         versions=TRANSFORMERS,
         why="buffers are read before weights are initialised; weights that nothing "
         "initialises are an error",
@@ -304,14 +304,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._move_missing_keys_from_meta_to_device",
         signature="(self, missing_keys, device_map, device_mesh, hf_quantizer)",
-        wrapper="hf_zero.integrations.loading:mark_missing",
+        wrapper="hf_zero.integrations.transformers.loading:mark_missing",
         versions=TRANSFORMERS,
         why="missing weights start as whatever is in memory, which nobody could tell from values",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",
         signature="(cls, config, **kwargs)",
-        wrapper="hf_zero.integrations.building:build_in_shards",
+        wrapper="hf_zero.integrations.transformers.building:build_in_shards",
         versions=TRANSFORMERS,
         why="a model from a configuration comes back sharded, and no rank has held it",
     ),
@@ -324,7 +324,7 @@ SEAMS: tuple[Seam, ...] = (
             "negative_prompt_attention_mask=None, "
             "custom_generate=None, **kwargs)"
         ),
-        wrapper="hf_zero.integrations.generation:gather_for_generate",
+        wrapper="hf_zero.integrations.transformers.generation:gather_for_generate",
         versions=TRANSFORMERS,
         why="a sharded model is gathered once for all tokens where it fits; else ranks must keep "
         "together until the last one is done",
@@ -332,7 +332,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.training_args:TrainingArguments.__post_init__",
         signature="(self)",
-        wrapper="hf_zero.integrations.launching:see_ranks",
+        wrapper="hf_zero.integrations.accelerate.launch:see_ranks",
         versions=TRANSFORMERS,
         why="arguments with use_cpu look for ranks without asking for ZeRO, and each process of "
         "srun would believe to be alone",
@@ -340,7 +340,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
         signature="(self, args, auto_find_batch_size=False)",
-        wrapper="hf_zero.integrations.trainer_config:fill_from_arguments",
+        wrapper="hf_zero.integrations.transformers.trainer_config:fill_from_arguments",
         versions=TRANSFORMERS,
         why="what the ZeRO config leaves out comes from the arguments; a config without "
         "gradient_clipping silences max_grad_norm",
@@ -354,7 +354,7 @@ SEAMS: tuple[Seam, ...] = (
             "optimizers=(None, None), "
             "optimizer_cls_and_kwargs=None, preprocess_logits_for_metrics=None)"
         ),
-        wrapper="hf_zero.integrations.trainer_seams:find_zero_callback",
+        wrapper="hf_zero.integrations.transformers.trainer:find_zero_callback",
         versions=TRANSFORMERS,
         why="a callback never receives its Trainer, and its first event comes after the "
         "Accelerator was made",
@@ -362,7 +362,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer.create_accelerator_and_postprocess",
         signature="(self)",
-        wrapper="hf_zero.integrations.trainer_seams:route_accelerator",
+        wrapper="hf_zero.integrations.transformers.trainer:route_accelerator",
         versions=TRANSFORMERS,
         why="routes a Trainer that has a ZeroCallback, proves that ZeRO is on, and keeps it from "
         "leaking into the next Trainer",
@@ -370,7 +370,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer.train",
         signature="(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None)",
-        wrapper="hf_zero.integrations.trainer_seams:train_anew",
+        wrapper="hf_zero.integrations.transformers.trainer:train_anew",
         versions=TRANSFORMERS,
         why="a second train() destroys the first one's engine, and leaves a sharded model without "
         "values; resuming takes the highest number, torn or not",
@@ -378,7 +378,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer._finalize_training",
         signature="(self, trial, num_train_samples, start_time)",
-        wrapper="hf_zero.integrations.trainer_checkpoints:end_with_whole_ones",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:end_with_whole_ones",
         versions=TRANSFORMERS,
         why=(
             "a best checkpoint that is damaged, or still being written, ends the job with an error "
@@ -389,7 +389,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer._push_from_checkpoint",
         signature="(self, checkpoint_folder)",
-        wrapper="hf_zero.integrations.trainer_checkpoints:push_whole_ones",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:push_whole_ones",
         versions=TRANSFORMERS,
         why="uploads a checkpoint that is still being written, by a thread or by other ranks",
     ),
@@ -397,14 +397,14 @@ SEAMS: tuple[Seam, ...] = (
         target="transformers.trainer:rotate_checkpoints",
         signature="(output_dir, save_total_limit=None, best_model_checkpoint=None, "
         "use_mtime=False, checkpoint_prefix='checkpoint')",
-        wrapper="hf_zero.integrations.trainer_checkpoints:keep_whole_ones",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:keep_whole_ones",
         versions=TRANSFORMERS,
         why="counts torn folders as checkpoints, and a removal that is cut off leaves one more",
     ),
     Seam(
         target="transformers.trainer:Trainer._prepare_for_training",
         signature="(self, max_steps, train_dataloader, resume_from_checkpoint)",
-        wrapper="hf_zero.integrations.trainer_seams:prepare_engine",
+        wrapper="hf_zero.integrations.transformers.trainer:prepare_engine",
         versions=TRANSFORMERS,
         why="a model that is wrapped in something else than the engine would train "
         "unsharded in silence",
@@ -412,14 +412,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer._get_grad_norm",
         signature="(self, model, grad_norm=None)",
-        wrapper="hf_zero.integrations.trainer_seams:leave_norm_on_device",
+        wrapper="hf_zero.integrations.transformers.trainer:leave_norm_on_device",
         versions=TRANSFORMERS,
         why="reads the norm back in each step, also where it is not logged",
     ),
     Seam(
         target="transformers.trainer:deepspeed_init",
         signature="(trainer, num_training_steps, inference=False)",
-        wrapper="hf_zero.integrations.trainer_seams:keep_what_was_given",
+        wrapper="hf_zero.integrations.transformers.trainer:keep_what_was_given",
         versions=TRANSFORMERS,
         why="drops the optimizer and the scheduler of Trainer(optimizers=...) in silence, and sets "
         "the level of our logger",
@@ -428,7 +428,7 @@ SEAMS: tuple[Seam, ...] = (
         target="transformers.trainer:Trainer.evaluation_loop",
         signature="(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, "
         "metric_key_prefix='eval')",
-        wrapper="hf_zero.integrations.trainer_seams:evaluate_raw",
+        wrapper="hf_zero.integrations.transformers.trainer:evaluate_raw",
         versions=TRANSFORMERS,
         why="evaluation before training raises at stages 0 to 2 and spoils the "
         "training after it at stage 3",
@@ -436,7 +436,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer.save_model",
         signature="(self, output_dir=None, _internal_call=False)",
-        wrapper="hf_zero.integrations.trainer_seams:save_untrained",
+        wrapper="hf_zero.integrations.transformers.trainer:save_untrained",
         versions=TRANSFORMERS,
         why="asks an engine that does not exist yet when nothing was trained",
     ),
@@ -444,7 +444,7 @@ SEAMS: tuple[Seam, ...] = (
         Seam(
             f"{package}.{target}",
             signature,
-            f"hf_zero.integrations.lightning_seams:{wrapper}",
+            f"hf_zero.integrations.lightning.wrappers:{wrapper}",
             LIGHTNING,
             why,
         )
@@ -516,7 +516,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer_jit_checkpoint:JITCheckpointCallback.set_trainer",
         signature="(self, trainer)",
-        wrapper="hf_zero.integrations.preemption:agree_to_stop",
+        wrapper="hf_zero.integrations.transformers.preemption:agree_to_stop",
         versions=TRANSFORMERS,
         why="ranks that get SIGTERM at different moments save at different steps, or wait for "
         "a rank that got none",
@@ -524,7 +524,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
         signature="(self, weight, rows, embed_dim)",
-        wrapper="hf_zero.integrations.adapters:read_token_rows",
+        wrapper="hf_zero.integrations.peft.adapters:read_token_rows",
         versions=PEFT,
         why="asks torch for the current CUDA device under ZeRO-3, and sends "
         "rows that every rank has",
@@ -533,7 +533,7 @@ SEAMS: tuple[Seam, ...] = (
         target="peft.utils.save_and_load:get_peft_model_state_dict",
         signature="(model, state_dict=None, adapter_name='default', unwrap_compiled=False, "
         "save_embedding_layers='auto')",
-        wrapper="hf_zero.integrations.adapters:read_state_dict",
+        wrapper="hf_zero.integrations.peft.adapters:read_state_dict",
         versions=PEFT,
         why="rank 0 saves alone, and would gather modules that are saved whole and prompt "
         "encoders; other ranks look up keys in {}",
@@ -545,7 +545,7 @@ SEAMS: tuple[Seam, ...] = (
             "save_embedding_layers='auto', is_main_process=True, "
             "path_initial_model_for_weight_conversion=None, **kwargs)"
         ),
-        wrapper="hf_zero.integrations.adapters:leave_files_to_rank_0",
+        wrapper="hf_zero.integrations.peft.adapters:leave_files_to_rank_0",
         versions=PEFT,
         why="ranks without the weights would write an empty adapter over that of rank 0",
     ),

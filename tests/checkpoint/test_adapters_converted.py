@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.integrations import adapter_files
+from hf_zero.integrations.peft import adapter_files
 from tests.checkpoint.fakes import Engine, Job, good, run, train_some
 from tests.helpers.adapters import KINDS, llama
 from tests.helpers.engines import full_weights, start

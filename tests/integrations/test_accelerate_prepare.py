@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.accelerate import refuse_optimizer_apart
+from hf_zero.integrations.accelerate.state import refuse_optimizer_apart
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
 

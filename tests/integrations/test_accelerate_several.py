@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.core.engine import Engine
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.several import SeveralEngines
+from hf_zero.integrations.accelerate.multiple_models import SeveralEngines
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
 

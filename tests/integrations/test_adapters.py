@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 
-from hf_zero.integrations.adapters import written as names_written
+from hf_zero.integrations.peft.adapters import written as names_written
 from tests.helpers.adapters import KINDS, llama
 
 

@@ -17,8 +17,9 @@ import hf_zero
 from hf_zero.core import activations
 from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.integrations import building, checkpointing, device, leaf_modules, optimizers
+from hf_zero.integrations import checkpointing, device, leaf_modules, optimizers
 from hf_zero.integrations.state_dicts import clone_tensors_for_torch_save
+from hf_zero.integrations.transformers import building
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
 from tests.helpers.late_transfers import Late

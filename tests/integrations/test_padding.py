@@ -15,8 +15,8 @@ from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 from transformers import masking_utils
 
-from hf_zero.integrations import padding
-from hf_zero.integrations.training_arguments import TrainingArguments
+from hf_zero.integrations.transformers import attention_masks
+from hf_zero.integrations.transformers.training_arguments import TrainingArguments
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
 from tests.integrations import tiny_trainer
@@ -84,7 +84,7 @@ def test_masks_are_those_of_transformers(architecture: str, attention: str, padd
     more = {} if architecture == "bert" else {"past_key_values": None}
     embeds = torch.zeros(*mask.shape, config.hidden_size)
     expected = make(config, embeds, mask.clone(), **more)
-    padding._note(mask, padded)
+    attention_masks._note(mask, padded)
     with HostSyncs() as syncs:
         got = make(config, embeds, mask, **more)
     assert not syncs.found
@@ -93,10 +93,10 @@ def test_masks_are_those_of_transformers(architecture: str, attention: str, padd
 
 def test_values_that_change_are_read_again() -> None:
     batch = {"attention_mask": torch.ones(2, 5, dtype=torch.long)}
-    padding._note(batch["attention_mask"], False)
-    assert padding.known_padding(batch["attention_mask"]) is False
+    attention_masks._note(batch["attention_mask"], False)
+    assert attention_masks.known_padding(batch["attention_mask"]) is False
     batch["attention_mask"][:, 3:] = 0
-    assert padding.known_padding(batch["attention_mask"]) is None
+    assert attention_masks.known_padding(batch["attention_mask"]) is None
     config = ARCHITECTURES["bert"].build().config
     assert (
         masking_utils.create_bidirectional_mask(
@@ -114,7 +114,7 @@ def test_a_mask_shorter_than_the_cache_is_kept() -> None:
         transformers.StaticCache(config=config, max_cache_len=8),
     )
     cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
-    padding._note(mask, False)
+    attention_masks._note(mask, False)
     _, kept, *_ = masking_utils._preprocess_mask_arguments(
         config, torch.zeros(2, 5, 32), mask, cache, None, 0
     )
@@ -123,7 +123,7 @@ def test_a_mask_shorter_than_the_cache_is_kept() -> None:
 
 def test_without_zero_masks_are_left_alone() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(rows(False), batch_size=ROWS))  # type: ignore[arg-type]
-    assert all(padding.known_padding(batch["attention_mask"]) is None for batch in loader)
+    assert all(attention_masks.known_padding(batch["attention_mask"]) is None for batch in loader)
 
 
 def batches_of_any_kind() -> Iterator[Any]:
@@ -142,11 +142,11 @@ def test_batches_of_any_kind_pass() -> None:
     accelerated("bert", False)
     known = []
     for batch in batches_of_any_kind():
-        sent = padding.note_padding(
+        sent = attention_masks.note_padding(
             lambda tensor, device, non_blocking=False, skip_keys=None: tensor
         )(batch, "cpu")
         found = sent.values() if hasattr(sent, "values") else ()
-        known.append([padding.known_padding(value) for value in found])
+        known.append([attention_masks.known_padding(value) for value in found])
     assert known == [[False], [False, None, None], [], [None]]
 
 

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 
 from hf_zero.checkpoint import behind, folders
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations.written_in_pieces import engines_part, trainers
+from hf_zero.integrations.checkpoint_folders import engines_part, trainers
 from tests.integrations.test_accelerate_torn import Loop, names
 from tests.integrations.test_lightning_torn import Net
 from tests.integrations.test_trainer_checkpoints import EVERY_STEP, hub  # noqa: F401

@@ -18,8 +18,11 @@ from transformers import HfArgumentParser
 import hf_zero
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.integrations import finder
-from hf_zero.integrations.trainer_config import open_left_out, read
-from hf_zero.integrations.training_arguments import TrainingArguments, require_answering_imports
+from hf_zero.integrations.transformers.trainer_config import open_left_out, read
+from hf_zero.integrations.transformers.training_arguments import (
+    TrainingArguments,
+    require_answering_imports,
+)
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

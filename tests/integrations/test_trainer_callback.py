@@ -19,8 +19,9 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 import hf_zero
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import finder, zero_callback
-from hf_zero.integrations.zero_callback import Throughput, ZeroCallback, memory
+from hf_zero.integrations import finder
+from hf_zero.integrations.transformers import zero_callback
+from hf_zero.integrations.transformers.zero_callback import Throughput, ZeroCallback, memory
 from tests.integrations.tiny_trainer import (
     LENGTH,
     ROWS_A_BATCH,

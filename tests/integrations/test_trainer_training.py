@@ -19,7 +19,7 @@ from torch import nn
 import hf_zero
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.handing_back import hand_back
+from hf_zero.integrations.engine_teardown import hand_back
 from hf_zero.logs import logger
 from tests.integrations.conftest import forget
 from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights

@@ -61,7 +61,7 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     from hf_zero.core.parameter import ReleasedParameter
-    from hf_zero.integrations import building
+    from hf_zero.integrations.transformers import building
     from hf_zero.loading import building as lazily
 
     small = transformers.AutoModel.from_config(configurations()["vit"][1])

@@ -13,8 +13,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.parameter import ReleasedParameter, owner_of
-from hf_zero.integrations import building
-from hf_zero.integrations.building import Init
+from hf_zero.integrations.transformers import building
+from hf_zero.integrations.transformers.building import Init
 from hf_zero.loading import building as lazily
 from tests.helpers.processes import run_processes, say
 

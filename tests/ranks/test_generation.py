@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import hf_zero
 from hf_zero.errors import ReleasedParameterError
-from hf_zero.integrations import generation
+from hf_zero.integrations.transformers import generation
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES

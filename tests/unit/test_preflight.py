@@ -20,7 +20,7 @@ import hf_zero
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.core.wrap import cut
 from hf_zero.errors import DoesNotFitError
-from hf_zero.integrations.meta_model import build_on_meta
+from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.memory import DiskFree, Free
 from hf_zero.preflight import (
     ACTIVATIONS,

@@ -2,8 +2,8 @@
 
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.core.parameter import ZeroParamStatus
-from hf_zero.integrations.building import Init, register_external_parameter
 from hf_zero.integrations.not_built import type_of
+from hf_zero.integrations.transformers.building import Init, register_external_parameter
 
 from . import partition_parameters, stage3, stage_1_and_2
 

@@ -26,10 +26,10 @@ from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
-from hf_zero.integrations.building import Init
-from hf_zero.integrations.handing_back import hand_back
-from hf_zero.integrations.lightning_settings import read, settle
-from hf_zero.integrations.loading import made_under
+from hf_zero.integrations.engine_teardown import hand_back
+from hf_zero.integrations.lightning.settings import read, settle
+from hf_zero.integrations.transformers.building import Init
+from hf_zero.integrations.transformers.loading import made_under
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)

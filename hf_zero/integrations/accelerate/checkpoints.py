@@ -16,7 +16,7 @@ from hf_zero.checkpoint.folders import DROPPED
 from hf_zero.checkpoint.pending import once_whole
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import (
+from hf_zero.integrations.checkpoint_folders import (
     Parts,
     by_number,
     decided,

@@ -14,7 +14,7 @@ from hf_zero.distributed.discovery import announce
 from hf_zero.distributed.interface import choose_interface
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.sources import LAUNCH_FILE
+from hf_zero.integrations.accelerate.config_sources import LAUNCH_FILE
 
 STANDARD = "standard"
 # what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON

@@ -10,8 +10,8 @@ from __future__ import annotations
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from hf_zero.integrations.lightning_precision import PrecisionMethods
-from hf_zero.integrations.lightning_strategy import StrategyMethods, register
+from hf_zero.integrations.lightning.precision import PrecisionMethods
+from hf_zero.integrations.lightning.strategy import StrategyMethods, register
 
 
 class ZeroPrecision(PrecisionMethods, Precision):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.lightning_precision import KINDS
+from hf_zero.integrations.lightning.precision import KINDS
 
 TOTAL, MICRO, ACCUMULATION = (
     "train_batch_size",

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.written_in_pieces import (
+from hf_zero.integrations.checkpoint_folders import (
     STATE,
     by_number,
     decided,
@@ -88,7 +88,7 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        from hf_zero.integrations.trainer_seams import under_zero
+        from hf_zero.integrations.transformers.trainer import under_zero
 
         if under_zero(self):
             self.deepspeed.wait_for_checkpoint()
@@ -112,7 +112,7 @@ def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        from hf_zero.integrations.trainer_seams import under_zero
+        from hf_zero.integrations.transformers.trainer import under_zero
 
         if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
             self.deepspeed.wait_for_checkpoint()

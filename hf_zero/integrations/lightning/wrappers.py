@@ -16,15 +16,20 @@ from hf_zero.checkpoint.retention import remove
 from hf_zero.core.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.handing_back import hand_back
-from hf_zero.integrations.lightning_precision import PrecisionMethods
-from hf_zero.integrations.lightning_strategy import (
+from hf_zero.integrations.checkpoint_folders import (
+    by_number,
+    engines_part,
+    last_whole,
+    of_an_engine,
+)
+from hf_zero.integrations.engine_teardown import hand_back
+from hf_zero.integrations.lightning.precision import PrecisionMethods
+from hf_zero.integrations.lightning.strategy import (
     StrategyMethods,
     engine_of,
     left_in_place,
     register,
 )
-from hf_zero.integrations.written_in_pieces import by_number, engines_part, last_whole, of_an_engine
 from hf_zero.logs import log_rank0
 
 HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and resumes from by itself

@@ -21,8 +21,8 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.trainer_checkpoints import whole_to_resume
-from hf_zero.integrations.trainer_route import (
+from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
+from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     engine_environment,
     environment,
@@ -90,7 +90,7 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
             from hf_zero.core.engine import Engine
 
             if isinstance(self.deepspeed, Engine):
-                from hf_zero.integrations.handing_back import hand_back
+                from hf_zero.integrations.engine_teardown import hand_back
 
                 hand_back(self.deepspeed)
                 self.model_wrapped, self.deepspeed = self.model, None
@@ -124,7 +124,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 "hf-zero's engine and would train unsharded; "
                 "pass the plain model to Trainer, without DataParallel or another wrapper around it"
             )
-        from hf_zero.integrations.adapters import keep_what_is_written
+        from hf_zero.integrations.peft.adapters import keep_what_is_written
 
         keep_what_is_written(self.deepspeed)
         return result

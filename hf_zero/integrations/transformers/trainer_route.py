@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.trainer_config import refuse_contradictions, value_at
+from hf_zero.integrations.transformers.trainer_config import refuse_contradictions, value_at
 from hf_zero.logs import logger
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
@@ -40,7 +40,7 @@ def find_callback(
     except TypeError:
         return None  # the constructor itself says better what is wrong with its arguments
     # not imported: then nobody has one
-    ours = sys.modules.get("hf_zero.integrations.zero_callback")
+    ours = sys.modules.get("hf_zero.integrations.transformers.zero_callback")
     found = [
         callback
         for callback in callbacks

@@ -18,7 +18,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.core.holding import hold
 from hf_zero.distributed import comm
-from hf_zero.integrations.loading import Loading, asked_for, forced, loading_now
+from hf_zero.integrations.transformers.loading import Loading, asked_for, forced, loading_now
 from hf_zero.loading import Building, make_pending, make_real, record_in
 
 # So much of a model is built in memory: that costs little, and a small model has the very numbers

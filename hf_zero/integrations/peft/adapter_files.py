@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.integrations.adapters import whole_copies
+from hf_zero.integrations.peft.adapters import whole_copies
 from hf_zero.logs import logger
 
 

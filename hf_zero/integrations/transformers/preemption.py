@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.distributed import comm
-from hf_zero.integrations.trainer_seams import under_zero
-from hf_zero.integrations.written_in_pieces import SENTINEL
+from hf_zero.integrations.checkpoint_folders import SENTINEL
+from hf_zero.integrations.transformers.trainer import under_zero
 from hf_zero.logs import log_rank0
 
 

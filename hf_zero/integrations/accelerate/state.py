@@ -22,8 +22,13 @@ from hf_zero.config.provenance import SourcedDict
 from hf_zero.core.parameter import owner_of
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.integrations import finder, hooks
-from hf_zero.integrations.launching import cpu_forced, launched, written_keys, zero_asked_for
-from hf_zero.integrations.sources import mapping_of, remember_launch
+from hf_zero.integrations.accelerate.config_sources import mapping_of, remember_launch
+from hf_zero.integrations.accelerate.launch import (
+    cpu_forced,
+    launched,
+    written_keys,
+    zero_asked_for,
+)
 
 AUTO = "auto"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -190,8 +195,8 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
             result = original(self, *args)
         from hf_zero.core.engine import Engine
-        from hf_zero.integrations.offload_names import offer_offload_names
-        from hf_zero.integrations.several import join
+        from hf_zero.integrations.accelerate.multiple_models import join
+        from hf_zero.integrations.accelerate.trl_offload_hooks import offer_offload_names
 
         for engine in result:
             if isinstance(engine, Engine) and engine.optimizer is not None:

@@ -1,0 +1,1 @@
+"""What hf-zero puts into Accelerate, and what `accelerate launch` starts."""

@@ -1,0 +1,24 @@
+"""``ZeroStrategy`` for the Trainer of ``lightning.pytorch``; ``Trainer(strategy="zero_stage_3")``
+needs no import.
+
+For a Trainer of the package ``pytorch_lightning`` it is in
+:mod:`hf_zero.integrations.pytorch_lightning`. The names are imported when they are first used:
+modules of this package run in the middle of ``import lightning``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_zero.integrations.lightning.lightning_pytorch import ZeroPrecision, ZeroStrategy
+
+__all__ = ["ZeroPrecision", "ZeroStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_zero.integrations.lightning import lightning_pytorch
+
+    return getattr(lightning_pytorch, name)

@@ -1,0 +1,24 @@
+"""Transformers under ZeRO: hf-zero's own names for the Trainer, and what is put into Transformers.
+
+The names are imported when they are first used: modules of this package run in the middle of
+``import transformers``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_zero.integrations.transformers.training_arguments import TrainingArguments
+    from hf_zero.integrations.transformers.zero_callback import ZeroCallback
+
+__all__ = ["TrainingArguments", "ZeroCallback"]
+
+_HOMES = {"TrainingArguments": "training_arguments", "ZeroCallback": "zero_callback"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
