@@ -186,7 +186,7 @@ def test_steps_of_the_trainer(
     more.subtract(few)
     found = {name: count / 2 for name, count in more.items() if count}
     # in host memory, wherever the model is
-    assert found.pop(("hf_zero", "padding.py", "_local_scalar_dense")) == 1
+    assert found.pop(("hf_zero", "attention_masks.py", "_local_scalar_dense")) == 1
     # loss, norm, operations so far
     expected = {("transformers", "trainer.py", "_local_scalar_dense"): 3}
     assert found == (expected if logged else {})
