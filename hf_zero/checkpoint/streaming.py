@@ -20,6 +20,7 @@ from hf_zero.checkpoint.objectstore import Upload
 from hf_zero.checkpoint.places import BLOCK, Place, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, bytes_view
 from hf_zero.device import kinds
+from hf_zero.spans import span
 
 FILLED = 4 << 20  # bytes of each of the blocks that tensors pass through
 DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
@@ -178,7 +179,7 @@ def write_tensors(
     one. Tensors may be on any device; they pass through two blocks of ``FILLED`` bytes, so that no
     tensor is held twice.
     """
-    with open_output(path, plan.size) as output:
+    with span("write_file", path.name, plan.size), open_output(path, plan.size) as output:
         with ThreadPoolExecutor(1) as writer:
             blocks = _Blocks(output, plan.size, writer, tick)
             blocks.take(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
@@ -197,7 +198,7 @@ def write_image(path: Place, image: memoryview) -> str:
     and return its hash.
     """
     made = Hash()
-    with open_output(path, len(image)) as output:
+    with span("write_file", path.name, len(image)), open_output(path, len(image)) as output:
         for start in range(0, len(image), BLOCK):
             made.update(image[start : start + BLOCK])
             output.write(image[start : start + BLOCK])

@@ -22,6 +22,7 @@ import torch
 from hf_zero.checkpoint import hashes
 from hf_zero.checkpoint.places import BLOCK, Place, open_ranges
 from hf_zero.errors import CheckpointError
+from hf_zero.spans import span
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -226,7 +227,9 @@ class TensorFile:
                 f"{self.path}: {name!r} has {entry.numel} elements of {entry.dtype}; pass a range "
                 f"of them, not {start} +{out.numel()}"
             )
-        if (count := self._file.read(view, at)) < len(view):
+        with span("read_file", name, len(view)):
+            count = self._file.read(view, at)
+        if count < len(view):
             raise self._damaged(f"it was cut short to {at + count} bytes while it was read")
 
     def close(self) -> None:

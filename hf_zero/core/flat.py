@@ -32,6 +32,7 @@ from hf_zero.core.writes import UserWrites
 from hf_zero.device import streams
 from hf_zero.distributed.axis import Axis
 from hf_zero.errors import PartitionError
+from hf_zero.spans import span
 from hf_zero.storage.states import MASTER, States
 from hf_zero.storage.storage import Storage
 
@@ -214,7 +215,8 @@ class Flat:
         self.settle()
         own = self.full[self.owned[0] : self.owned[1]]
         if self._storage is not None:
-            self._storage.fetch_into(self._at, own)
+            with span("copy_to_device", self.key, own.nbytes):
+                self._storage.fetch_into(self._at, own)
         return own
 
     def announce(self) -> None:

@@ -36,6 +36,7 @@ from hf_zero.core.usage import Usage
 from hf_zero.distributed.axis import Handle
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import PartitionError
+from hf_zero.spans import span
 
 IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
 
@@ -444,7 +445,8 @@ class GradientReducer:
         if accumulate:
             self._widen(flat)
         if flight.part is not None:
-            flight.handle.reduce_into(flight.part, False, 1.0)
+            with span("wait_reduction", flat.key):
+                flight.handle.reduce_into(flight.part, False, 1.0)
             flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key, ordered=True)
         if self._homeward is not None and flat.states is not None:
             wire = flight.borrowed if flight.borrowed is not None else flat.window
@@ -452,14 +454,16 @@ class GradientReducer:
             values = torch.empty(flat.grad.numel(), dtype=wire.dtype, device=wire.device)
             # What the host adds or casts, it multiplies as well.
             later = flight.scale if accumulate or flat.grad.dtype != wire.dtype else 1.0
-            flight.handle.reduce_into(values, False, flight.scale / later)
+            with span("wait_reduction", flat.key):
+                flight.handle.reduce_into(values, False, flight.scale / later)
             flat.squares = (
                 None if accumulate else sums_of_squares([values], self._kernels)[0] * later**2
             )
             self._homeward.send(flat, values, accumulate, later)
         else:
             flat.squares = None
-            flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
+            with span("wait_reduction", flat.key):
+                flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
         if flat.held is not None:
             flat.grad.add_(flat.held)
             flat.held = None

@@ -9,6 +9,7 @@ import torch
 from hf_zero.core.flat import Flat
 from hf_zero.device import streams
 from hf_zero.ops import host
+from hf_zero.spans import span
 from hf_zero.storage.states import Take
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
@@ -57,7 +58,7 @@ class Homeward:
         while len(self._crossings) >= UNDER_WAY:
             self._land()
         self._stream.wait_stream(streams.current_stream(self._device))
-        with streams.on_stream(self._stream):
+        with streams.on_stream(self._stream), span("copy_to_host", flat.key, values.nbytes):
             target.copy_(values, non_blocking=True)
             self.last, self._events[flat] = flat, streams.record_event(self._stream)
             self._crossings.append(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero import spans
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import Attached
 from hf_zero.core.outstanding import Outstanding
@@ -244,6 +245,8 @@ class Hooks:
             unit.reruns += 1
         unit.open.append(call)
         self._schedule.need(unit, module)
+        if spans.logs:
+            spans.began(module, "forward", name or unit.label)
         if call is None:
             return None
         unit.runs_here()
@@ -320,6 +323,8 @@ class Hooks:
         inside = _graph_task() != -1
         raised = sys.exc_info()[1] if output is None else None
         self._nested = max(0, self._nested - 1)
+        if spans.logs:
+            spans.ended(module)
         if unit is not None and unit.open:
             call = unit.open.pop()
             if call is not None:
@@ -390,10 +395,14 @@ class Hooks:
         call.unit.active.add(call)
         self._outstanding.starts(call)
         self._schedule.need(call.unit, call.module)
+        if spans.logs:
+            spans.began(call, "backward", call.unit.name_of(call.module))
 
     def _post_backward(self, call: Call, *_: Any) -> None:
         self._enter_backward()
         unit = call.unit
+        if spans.logs:
+            spans.ended(call)
         unit.pending.discard(call)
         unit.active.discard(call)
         self._schedule.idle(unit)

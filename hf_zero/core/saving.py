@@ -16,6 +16,7 @@ from hf_zero.core.trouble import refuse_half_done
 from hf_zero.distributed.agreement import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
+from hf_zero.spans import span
 
 SAVE_FAILED = STOP - 1  # less the number of the save: what ranks tell each other of it
 
@@ -117,16 +118,17 @@ class Saving(nn.Module):
         self.wait_for_checkpoint(f"the save of {save_dir}")
         beside = engine.config.checkpoint.async_save if blocking is None else not blocking
         behind = self._beside_the_training() if beside else None
-        checkpoint.save(
-            engine,
-            save_dir,
-            tag,
-            client_state or {},
-            exclude_frozen_parameters,
-            save_latest,
-            keep,
-            behind,
-        )
+        with span("save", str(tag or save_dir)):
+            checkpoint.save(
+                engine,
+                save_dir,
+                tag,
+                client_state or {},
+                exclude_frozen_parameters,
+                save_latest,
+                keep,
+                behind,
+            )
         return True
 
     def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:

@@ -143,8 +143,10 @@ class Schedule:
     def issue_through(self, count: int) -> None:
         """Issue the first ``count`` gathers of the plan, if there is one."""
         while self._plan is not None and self._cursor < count:
-            self._passed.append((self._cursor, self._plan[self._cursor]))
-            self._issue_planned()
+            unit = self._plan[self._cursor]
+            self._passed.append((self._cursor, unit))
+            self._cursor += 1
+            unit.launch_gather()
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units that were gathered for others' sake among the first ``through`` of the
@@ -255,7 +257,8 @@ class Schedule:
             self._pass_by(self._ahead)
             self._ahead = []
             self.issue_through(self._plan.index(unit, self._cursor))
-            self._issue_planned()
+            self._cursor += 1
+            unit.launch_gather()
         elif self._plan is not None and self._comm.agreement is not None:
             self._fetch(unit)
         else:
@@ -321,18 +324,6 @@ class Schedule:
             self._before.update(self._plans)
             self._plans.clear()
 
-    def _issue_planned(self) -> None:
-        assert self._plan is not None
-        unit = self._plan[self._cursor]
-        self._cursor += 1
-        self._issue(unit)
-
-    def _issue(self, unit: Unit) -> None:
-        unit.finish_gather()
-        unit.launch_gather()
-        if unit.state is State.GATHERED:
-            unit.finish_gather()  # taken part in for the others' sake; the values were here already
-
     def _settle(self, kind: int, unit: Unit | None) -> bool:
         """Agree with the other ranks on the next gather and issue it; False when all of them are
         at the end.
@@ -347,7 +338,7 @@ class Schedule:
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
-        self._issue(chosen)
+        chosen.launch_gather()
         if self._key is not None:
             self._record.append(chosen)
         return True
@@ -380,7 +371,8 @@ class Schedule:
                 self._ahead and waiting + unit.nbytes > self._ahead_bytes
             ):
                 return
-            self._issue_planned()
+            self._cursor += 1
+            unit.launch_gather()
             self._ahead.append(unit)
             waiting += unit.nbytes
 

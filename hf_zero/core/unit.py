@@ -21,6 +21,7 @@ from hf_zero.core.parameter import (
 )
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.axis import Handle
+from hf_zero.spans import span
 
 
 class State(Enum):
@@ -146,12 +147,16 @@ class Unit:
     def label(self) -> str:
         return self.name or "(root)"
 
+    def name_of(self, module: nn.Module) -> str:
+        """Where ``module``, one of this unit, stands in the model."""
+        return next((name for name, own in self.modules.items() if own is module), self.label)
+
     @property
     def module(self) -> nn.Module:
         """Its module, or the first of several."""
         return next(iter(self.modules.values()))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the gathered flats."""
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
@@ -257,7 +262,12 @@ class Unit:
                 become(parameter, after)
 
     def launch_gather(self) -> None:
-        """Start the all-gather into the flats' own storage."""
+        """Start the all-gather into the flats' own storage.
+
+        Where the values are here already, they are those of the end of the gather when this
+        returns.
+        """
+        self.finish_gather()
         self.take_user_writes()
         pairs = []
         with torch.inference_mode(False):
@@ -279,6 +289,8 @@ class Unit:
                 self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
+        else:
+            self.finish_gather()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
@@ -286,7 +298,8 @@ class Unit:
             streams.current_stream(self.sharded[0].full.device).wait_event(self._brought)
             self._brought = None
         if self._handle is not None:
-            self._handle.wait()
+            with span("wait_all_gather", self.label):
+                self._handle.wait()
             self._handle = None
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
@@ -345,7 +358,11 @@ class Unit:
         if self.state is State.RELEASED or not self.sharded:
             return
         self.take_user_writes()
-        with torch.inference_mode(False), torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            span("release", self.label, self.nbytes),
+        ):
             for flat in self.sharded:
                 left = (keep_views or self._shared) and flat.references
                 flat.point_at_nothing()

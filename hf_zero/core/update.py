@@ -38,6 +38,7 @@ from hf_zero.distributed.axis import Axis
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.lane import Wait
 from hf_zero.optim.piecewise import Update
+from hf_zero.spans import span
 from hf_zero.storage.states import Take
 
 # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
@@ -208,11 +209,14 @@ class Updater:
                 continue
             # The thread's own waits are not watched: what a rank waits for is one thing, and this
             # is it.
-            with self._watch.over(
-                Wait(
-                    f"the update of {each.label}",
-                    needs=self._axis.peers if self._axis is not None else (),
-                )
+            with (
+                span("wait_update", each.label),
+                self._watch.over(
+                    Wait(
+                        f"the update of {each.label}",
+                        needs=self._axis.peers if self._axis is not None else (),
+                    )
+                ),
             ):
                 copied = future.result()
             self._wait_for(copied)
@@ -254,9 +258,10 @@ class Updater:
     ) -> streams.Event | None:
         for event in ready:
             event.synchronize()
-        for flat in unit.offloaded:
-            update.run(flat, partial(self._place, flat), partial(self._placed, flat))
-            flat.updated()
+        with span("update", unit.label):
+            for flat in unit.offloaded:
+                update.run(flat, partial(self._place, flat), partial(self._placed, flat))
+                flat.updated()
         if self._axis is not None:
             self._gather(unit, self._axis)
         return streams.record_event(self._stream) if self._stream is not None else None
@@ -289,7 +294,7 @@ class Updater:
             or flat.part_in_host_memory(start, stop) is not None
         ):
             return
-        with streams.on_stream(self._stream):
+        with streams.on_stream(self._stream), span("copy_to_device", flat.key, values.nbytes):
             flat.store_part(start, values)
             memory, _ = self._staged[-1]
             self._staged[-1] = (memory, streams.record_event(self._stream))

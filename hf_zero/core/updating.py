@@ -27,6 +27,7 @@ from hf_zero.core.update import Updater
 from hf_zero.core.usage import Usage
 from hf_zero.distributed.comm import Comm
 from hf_zero.logs import logger
+from hf_zero.spans import span
 from hf_zero.storage.placement import Chunk, Placement, room_beside_a_step
 from hf_zero.storage.states import MASTER
 
@@ -111,7 +112,8 @@ class Updating:
             divisor = torch.full((), scale, device=self.device)
         with self.schedule.writing(), self._updating_state():  # in fp32 the masters are the shards
             self.take_user_writes()
-            written = self.bound.step(divisor, shards=self._shards_to_write())
+            with span("update", "parameters on the device"):
+                written = self.bound.step(divisor, shards=self._shards_to_write())
             if self.updater is not None:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), self.counters.global_steps
@@ -175,7 +177,7 @@ class Updating:
 
         The shards of flats whose keys are in ``written`` are up to date already.
         """
-        with self.schedule.writing():
+        with self.schedule.writing(), span("update", "shards in compute dtype"):
             for flat in stale:
                 master = flat.master
                 if master is not None and flat.key not in written:
@@ -186,8 +188,9 @@ class Updating:
                 handles.append(
                     self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
                 )
-        for handle in handles:
-            handle.wait()
+        with span("wait_all_gather", "updated parameters"):
+            for handle in handles:
+                handle.wait()
         resident = frozenset(self.schedule.resident)
         for unit in dict.fromkeys(flat.unit for flat in chosen):
             if unit.index in resident:

@@ -17,7 +17,8 @@ stage 0 a mark in each step tells how many there were.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.lane import Lane, Wait
 from hf_zero.distributed.watch import Watch
+from hf_zero.spans import span
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
@@ -185,6 +187,7 @@ class Axis:
         # need not interleave alike.
         self._reduce_group = second
         self._point_to_point = backend == "gloo"
+        self._copies_input = backend == "threaded"
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
         self._ledger = ledger
         self._watch = watch
@@ -209,10 +212,12 @@ class Axis:
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _start(self, wait: Wait, launch: Callable[[], list[Any]]) -> list[Any]:
+    @contextmanager
+    def _launching(self, wait: Wait) -> Iterator[None]:
+        """Around the calls that start the collective of ``wait``."""
         self._watch.check()
         try:
-            return launch()
+            yield
         except RuntimeError as error:  # a connection was lost before
             raise self._watch.explain(wait, error) from error
 
@@ -225,38 +230,35 @@ class Axis:
         wait = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         if self.size > 1:
             self._ledger.note("all_gather", key, size)
-        return Handle(
-            self._start(wait, lambda: self._send_gather(pairs, wait)),
-            self._watch,
-            wait,
-            follows=self._follows,
-        )
-
-    def _send_gather(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wait: Wait
-    ) -> list[Any]:
         works: list[Any] = []
-        for full, chunk in pairs:
-            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-            if own.data_ptr() != chunk.data_ptr():
-                own.copy_(chunk)
-            if self.size == 1 or not chunk.numel():
-                continue
-            if self._point_to_point and full.device.type == "cpu":
-                flat = full.view(torch.uint8).chunk(self.size)
-                works += self._exchange([flat[self.rank]] * self.size, flat, self._group, wait.tag)
-            else:
-                works.append(_all_gather_into(full, own, self._group))
-        return works
+        with span("all_gather", key, size), self._launching(wait):
+            for full, chunk in pairs:
+                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+                if own.data_ptr() != chunk.data_ptr():
+                    own.copy_(chunk)
+                if self.size == 1 or not chunk.numel():
+                    continue
+                # not every backend knows every dtype
+                whole, own = full.view(torch.uint8), own.view(torch.uint8)
+                if self._point_to_point and full.device.type == "cpu":
+                    parts = whole.chunk(self.size)
+                    works += self._exchange([own] * self.size, parts, self._group, wait.tag)
+                    continue
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                own = own.clone() if self._copies_input else own
+                works.append(gather(whole, own, group=self._group, async_op=True))
+        return Handle(works, self._watch, wait, follows=self._follows)
 
     def _exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
     ) -> list[Any]:
         """``sent[peer]`` to each peer, and what it sends into ``received[peer]``."""
-        works = [dist.irecv(received[peer], self.ranks[peer], group, tag) for peer in self._peers()]
-        return works + [
-            dist.isend(sent[peer], self.ranks[peer], group, tag) for peer in self._peers()
-        ]
+        works, peers = [], self._peers()
+        for peer in peers:
+            works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
+        for peer in peers:
+            works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
+        return works
 
     def reduce_scatter(self, full: torch.Tensor, key: str) -> Handle:
         """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into
@@ -275,17 +277,18 @@ class Axis:
                 buffers[peer].view(torch.uint8) if peer in buffers else own
                 for peer in range(self.size)
             ]
-            works = self._start(
-                wait, lambda: self._exchange(raw, into, self._reduce_group, wait.tag)
-            )
+            with span("reduce_scatter", key, full.nbytes), self._launching(wait):
+                works = self._exchange(raw, into, self._reduce_group, wait.tag)
             received = list(buffers.values())
             return Handle(
                 works, self._watch, wait, [own, *received], lambda: self._give_back(received)
             )
         out = self._borrow(n, full.dtype, full.device)
-        works = self._start(wait, lambda: [_reduce_scatter_into(out, full, self._reduce_group)])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with span("reduce_scatter", key, full.nbytes), self._launching(wait):
+            work = scatter(out, full, group=self._reduce_group, async_op=True)
         return Handle(
-            works, self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows
+            [work], self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows
         )
 
     def all_reduce(
@@ -304,10 +307,9 @@ class Axis:
                 return self._sum_small(tensor, wait, self._reduce_group)
             meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        works = self._start(
-            wait, lambda: [dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)]
-        )
-        return Handle(works, self._watch, wait, [tensor], follows=self._follows)
+        with span("all_reduce", key, tensor.nbytes), self._launching(wait):
+            work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
+        return Handle([work], self._watch, wait, [tensor], follows=self._follows)
 
     def carry(self, numel: int) -> None:
         """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks,
@@ -326,10 +328,9 @@ class Axis:
         if self._point_to_point and values.device.type == "cpu":
             handle = self._sum_small(values, wait, self._group)
         else:
-            works = self._start(
-                wait, lambda: [dist.all_reduce(values, group=self._group, async_op=True)]
-            )
-            handle = Handle(works, self._watch, wait, [values], follows=self._follows)
+            with span("all_reduce", "used parameters", values.nbytes), self._launching(wait):
+                work = dist.all_reduce(values, group=self._group, async_op=True)
+            handle = Handle([work], self._watch, wait, [values], follows=self._follows)
         before, self._marked = self._marked, handle
         if before is not None:
             before.wait()
@@ -344,7 +345,8 @@ class Axis:
         message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
-        works = self._start(wait, lambda: [dist.all_reduce(message, group=group, async_op=True)])
+        with span("all_reduce", "a few numbers", message.nbytes), self._launching(wait):
+            work = dist.all_reduce(message, group=group, async_op=True)
 
         def finish() -> None:
             total, squares = message[-2:].tolist()
@@ -353,7 +355,7 @@ class Axis:
                 raise self._watch.disagree(wait)
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
-        return Handle(works, self._watch, wait, [tensor], finish=finish)
+        return Handle([work], self._watch, wait, [tensor], finish=finish)
 
     def close(self) -> None:
         """Give the communicators and spare buffers back."""
@@ -375,22 +377,6 @@ class Axis:
             spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
             if len(spare) < self.size:
                 spare.append(tensor)
-
-
-def _all_gather_into(full: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
-    full, own = full.view(torch.uint8), own.view(torch.uint8)  # not every backend knows every dtype
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(
-        full,
-        own.clone() if dist.get_backend(group) == "threaded" else own,
-        group=group,
-        async_op=True,
-    )
-
-
-def _reduce_scatter_into(out: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, full, group=group, async_op=True)
 
 
 def meet(

@@ -26,6 +26,7 @@ import torch
 
 from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.logs import logger
+from hf_zero.spans import span
 
 ALIGNMENT = 4096  # bytes: offsets, lengths and addresses of what goes past the page cache
 BACKENDS = ("io_uring", "threads", "python")
@@ -164,12 +165,13 @@ class Ticket:
     The tensor's memory stays alive until it is done, also if the ticket is dropped.
     """
 
-    __slots__ = ("_context", "_queue", "_transfer")
+    __slots__ = ("_context", "_name", "_queue", "_transfer")
 
-    def __init__(self, queue: FileQueue, transfer: Any, context: str):
+    def __init__(self, queue: FileQueue, transfer: Any, context: str, name: str = ""):
         self._queue = queue
         self._transfer = transfer
         self._context = context
+        self._name = name
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -184,7 +186,9 @@ class Ticket:
 
         Raises OSError with errno and path if it failed.
         """
-        failure = self._queue.settle(self._transfer)
+        what = "wait_write_file" if self._transfer.write else "wait_read_file"
+        with span(what, self._name):
+            failure = self._queue.settle(self._transfer)
         if failure is not None:
             number, path, offset, nbytes, at_end = failure
             text = "the file ends too early" if at_end else os.strerror(number)
@@ -296,11 +300,12 @@ class FileQueue:
         priority: Priority,
         after: Sequence[Ticket] = (),
         context: str = "",
+        name: str = "",
     ) -> Ticket:
         """``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done; it
         fails if one of them fails.
 
-        ``context`` ends the message of an error.
+        ``context`` ends the message of an error, ``name`` names the transfer in a profile.
         """
         self.check_process()
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -317,12 +322,13 @@ class FileQueue:
         with self._lock:
             if not self._cancel.alive:
                 raise OffloadError("this file queue is closed; make a new one")
-            transfer = self.backend.submit(
-                write, described, int(priority), [ticket._transfer for ticket in after]
-            )
+            with span("write_file" if write else "read_file", name, tensor.nbytes):
+                transfer = self.backend.submit(
+                    write, described, int(priority), [ticket._transfer for ticket in after]
+                )
             self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].finished}
             self._alive[id(transfer)] = (transfer, tensor)
-        return Ticket(self, transfer, context)
+        return Ticket(self, transfer, context, name)
 
     def settle(self, transfer: Any) -> tuple[int, str, int, int, bool] | None:
         """Wait for a transfer of the backend: None, or errno, path, offset and bytes of what

@@ -318,7 +318,7 @@ class FileTier:
         kept = "its values are still in memory" if write else "what it holds was not changed"
         context = f" for {name!r} of rank {self.rank}; {kept}, and other regions are untouched"
         ticket = self._queue.transfer(
-            write, self._pieces(start, tensor.nbytes), tensor, priority, after, context
+            write, self._pieces(start, tensor.nbytes), tensor, priority, after, context, name
         )
         if write:
             self._writes = [other for other in self._writes if not other.done() or other.failed()]

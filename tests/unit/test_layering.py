@@ -29,6 +29,7 @@ LAYERS = {
     "hf_zero.logs": 0,
     "hf_zero.memory": 0,
     "hf_zero.sizes": 0,
+    "hf_zero.spans": 0,
     "hf_zero.uncaught": 0,
     "hf_zero.distributed": 0,
     "hf_zero.storage": 1,

@@ -1,0 +1,116 @@
+"""Names for what a step does: spans in a profile, and a debug log of the step's order.
+
+    with span("all_gather", unit.label, nbytes):
+        ...
+
+Under ``torch.profiler`` the block is a ``record_function`` named ``hf_zero::all_gather layers.3``.
+With ``HF_ZERO_LOG=debug`` its end is logged on rank 0 (``debug:all``: on every rank), with bytes
+and with the milliseconds that the host spent in it; what a device does by then is in the profile.
+With neither, one shared object is returned that does nothing. The profiler records the threads that
+it was started for: the main thread and autograd's, not the threads of offloaded updates.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from hf_zero.logs import logger
+
+LOGS = {"": False, "debug": True, "debug:all": True}  # what HF_ZERO_LOG may be
+_started = time.perf_counter()
+_open: dict[int, tuple[str, str, float]] = {}  # blocks at work whose forward or backward is logged
+
+
+class _Nothing:
+    """What ``span`` returns while nothing is recorded."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: Any) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+class _Span:
+    def __init__(self, what: str, unit: str, nbytes: int):
+        self._what, self._unit, self._nbytes = what, unit, nbytes
+        self._record: Any = None
+
+    def __enter__(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._record = torch.profiler.record_function(f"hf_zero::{self._what} {self._unit}")
+            self._record.__enter__()
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._record is not None:
+            self._record.__exit__(kind, error, trace)
+        if logs:
+            _log(self._what, self._unit, self._nbytes, self._began)
+
+
+def span(what: str, unit: str, nbytes: int = 0) -> _Span | _Nothing:
+    """A context manager around the operation ``what`` on ``nbytes`` bytes of ``unit``."""
+    return _Span(what, unit, nbytes) if logs or profiler._is_profiler_enabled else _NOTHING
+
+
+def began(owner: object, what: str, unit: str) -> None:
+    """The block ``owner`` begins ``what``, a forward or backward that :func:`ended` ends.
+
+    For the log alone, to be called where ``logs`` is true.
+    """
+    _open[id(owner)] = (what, unit, time.perf_counter())
+
+
+def ended(owner: object) -> None:
+    """Log what :func:`began` has begun for ``owner``, if anything."""
+    if id(owner) in _open:
+        what, unit, since = _open.pop(id(owner))
+        _log(what, unit, 0, since)
+
+
+def _log(what: str, unit: str, nbytes: int, since: float) -> None:
+    if not _everywhere and os.environ.get("RANK", "0") != "0":
+        return
+    now = time.perf_counter()
+    size = f", {nbytes:,} bytes" if nbytes else ""
+    logger.debug(
+        "%10.3f ms %s %s%s, %.3f ms",
+        1e3 * (since - _started),
+        what,
+        unit,
+        size,
+        1e3 * (now - since),
+    )
+
+
+def log_steps(how: str) -> None:
+    """Log the order of steps as HF_ZERO_LOG says: ``debug``, ``debug:all``, or empty for not."""
+    global logs, _everywhere
+    if how not in LOGS:
+        logger.warning(
+            "HF_ZERO_LOG=%s is not known and logs nothing: set it to debug (rank 0) or debug:all",
+            how,
+        )
+    logs, _everywhere = LOGS.get(how, False), how == "debug:all"
+    if logs:
+        logger.setLevel(logging.DEBUG)
+
+
+logs, _everywhere = False, False  # whether ends of spans are logged, and on all ranks
+log_steps(os.environ.get("HF_ZERO_LOG", ""))

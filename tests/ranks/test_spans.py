@@ -1,0 +1,162 @@
+"""What a profile and the debug log show of a step, and what both cost while they are off."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from hf_zero import spans
+from hf_zero.logs import logger
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, adamw
+
+BLOCKS = 3
+
+
+def build():
+    return seeded(lambda: Stack(BLOCKS))
+
+
+def trained(model, steps=1, **more):
+    engine = start(model, adamw(model), config_of(3, **more))
+    for number in range(steps):
+        one_step(engine, number)
+    return engine
+
+
+def one_step(engine, number, rank=0):
+    engine.backward(squared(engine, At(number, 0, rank)))
+    engine.step()
+
+
+@pytest.fixture
+def lines():
+    """What is logged at the level of the debug log."""
+    heard: list[str] = []
+
+    class Ears(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    ears, level = Ears(logging.DEBUG), logger.level
+    logger.addHandler(ears)
+    yield heard
+    logger.removeHandler(ears)
+    spans.log_steps("")
+    logger.setLevel(level)
+
+
+def test_a_profile_names_what_a_step_does(tmp_path):
+    def run(rank, model):
+        engine = trained(model)
+        if rank:
+            one_step(engine, 1, rank)
+            engine.save_checkpoint(str(tmp_path), tag="kept")
+            return []
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            one_step(engine, 1, rank)
+            engine.save_checkpoint(str(tmp_path), tag="kept")
+        return [event.name for event in recorded.events()]
+
+    names = {name for name in on_ranks(2, run, build=build)[0] if name.startswith("hf_zero::")}
+    blocks = [f"blocks.{index}" for index in range(BLOCKS)]
+    wanted = [
+        *(f"{what} {block}" for what in ("all_gather", "wait_all_gather") for block in blocks),
+        *(f"release {block}" for block in blocks),
+        "update parameters on the device",
+        "save kept",
+    ]
+    assert {f"hf_zero::{each}" for each in wanted} <= names
+    for what in ("reduce_scatter", "wait_reduction"):
+        shown = {name.split()[1] for name in names if name.startswith(f"hf_zero::{what} ")}
+        assert all(any(key.startswith(block) for key in shown) for block in blocks), what
+    assert any(name.startswith("hf_zero::write_file ") for name in names)
+
+
+def test_the_debug_log_tells_the_order_of_a_step(lines):
+    def run(rank, model):
+        engine = trained(model)
+        spans.log_steps("debug")
+        one_step(engine, 1)
+        spans.log_steps("")
+
+    on_ranks(1, run, build=build)
+    said = [line.split(" ms ", 1)[1] for line in lines]
+    block = [each.rpartition(",")[0] for each in said if each.split(",")[0].endswith("blocks.1")]
+    size = sum(p.numel() * 4 for p in Stack(1).blocks[0].parameters())
+    assert block == [
+        f"all_gather blocks.1, {size:,} bytes",
+        "wait_all_gather blocks.1",
+        "forward blocks.1",
+        f"release blocks.1, {size:,} bytes",
+        f"all_gather blocks.1, {size:,} bytes",
+        "wait_all_gather blocks.1",
+        "backward blocks.1",
+        f"release blocks.1, {size:,} bytes",
+    ]
+    at = {each.split(",")[0]: place for place, each in enumerate(said)}
+    order = ["backward blocks.1", "backward blocks.0", "update parameters on the device"]
+    assert [at[each] for each in order] == sorted(at[each] for each in order)
+    assert at["backward blocks.1"] < next(
+        place for place, each in enumerate(said) if each.startswith("wait_reduction blocks.1")
+    )
+    assert all(each.endswith(" ms") for each in said)
+
+
+def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    for how, count in (("debug", 0), ("debug:all", 1)):
+        spans.log_steps(how)
+        with spans.span("all_gather", "layers.0", 12):
+            pass
+        assert len(lines) == count
+    assert "all_gather layers.0, 12 bytes, " in lines[0]
+
+
+def test_another_value_of_the_variable_is_named(lines):
+    spans.log_steps("1")
+    assert lines == [
+        "HF_ZERO_LOG=1 is not known and logs nothing: set it to debug (rank 0) or debug:all"
+    ]
+    assert not spans.logs
+
+
+def calls_of_a_step(depth, **more):
+    """How often functions of hf_zero.spans are called in a step, by name."""
+
+    def run(rank, model):
+        engine, calls = trained(model, steps=2, **more), Counter()
+
+        def count(frame, event, _):
+            if event == "call" and frame.f_code.co_filename == spans.__file__:
+                calls[frame.f_code.co_qualname] += 1
+
+        sys.setprofile(count)
+        try:
+            one_step(engine, 2)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    return on_ranks(1, run, build=lambda: seeded(lambda: Stack(depth)))[0]
+
+
+def test_off_nothing_is_recorded():
+    calls = calls_of_a_step(BLOCKS)
+    assert set(calls) == {"span", "_Nothing.__enter__", "_Nothing.__exit__"}
+    assert len(set(calls.values())) == 1
+    # of each unit two gathers, their waits and releases, a reduction and its wait; the update
+    assert calls["span"] <= (BLOCKS + 1) * 8 + 6
+    assert spans.span("all_gather", "a unit") is spans.span("update", "another")
+
+
+def test_off_the_cost_is_that_of_units_and_not_of_blocks():
+    small = {"stage": 3, "stage3_module_granularity_threshold": 1 << 20}
+    few, many = (calls_of_a_step(depth, zero_optimization=small) for depth in (2, 12))
+    assert few == many
