@@ -20,7 +20,7 @@ from tests.late import device, training
 
 import torch  # isort: skip
 import hf_zero  # isort: skip
-from hf_zero.core import comm  # isort: skip
+from hf_zero.distributed import comm  # isort: skip
 from hf_zero.logs import logger  # isort: skip
 
 JOB = "stage 3, one micro-batch"
