@@ -8,14 +8,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "save": "writer",
-    "save_whole": "whole",
-    "load": "reader",
-    "convert_checkpoint": "export",
-    "Conversion": "export",
-    "verify_checkpoint": "verifying",
-    "verify_all": "verifying",
-    "Verdict": "verifying",
+    "save": "save_sharded",
+    "save_whole": "consolidate",
+    "load": "load_sharded",
+    "convert_checkpoint": "convert.export",
+    "Conversion": "convert.export",
+    "verify_checkpoint": "verify",
+    "verify_all": "verify",
+    "Verdict": "verify",
     "iterate_state_dict": "consolidate",
     "get_fp32_state_dict_from_zero_checkpoint": "consolidate",
     "load_state_dict_from_zero_checkpoint": "consolidate",
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.consolidate import (
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
-    from hf_zero.checkpoint.export import Conversion as Conversion
-    from hf_zero.checkpoint.export import convert_checkpoint as convert_checkpoint
-    from hf_zero.checkpoint.reader import load as load
-    from hf_zero.checkpoint.verifying import Verdict as Verdict
-    from hf_zero.checkpoint.verifying import verify_all as verify_all
-    from hf_zero.checkpoint.verifying import verify_checkpoint as verify_checkpoint
-    from hf_zero.checkpoint.whole import save_whole as save_whole
-    from hf_zero.checkpoint.writer import save as save
+    from hf_zero.checkpoint.consolidate import save_whole as save_whole
+    from hf_zero.checkpoint.convert.export import Conversion as Conversion
+    from hf_zero.checkpoint.convert.export import convert_checkpoint as convert_checkpoint
+    from hf_zero.checkpoint.load_sharded import load as load
+    from hf_zero.checkpoint.save_sharded import save as save
+    from hf_zero.checkpoint.verify import Verdict as Verdict
+    from hf_zero.checkpoint.verify import verify_all as verify_all
+    from hf_zero.checkpoint.verify import verify_checkpoint as verify_checkpoint
 
 
 def __getattr__(name: str) -> Any:

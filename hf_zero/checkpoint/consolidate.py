@@ -1,4 +1,6 @@
-"""A checkpoint as one state dict, under the names that scripts for DeepSpeed call."""
+"""The whole model as one state dict or one file: from a checkpoint, under the names that scripts
+for DeepSpeed call, or straight from a live engine.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,17 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.choosing import choose
-from hf_zero.checkpoint.finding import find
-from hf_zero.checkpoint.matching import listed
-from hf_zero.checkpoint.naming import bare, pairing
-from hf_zero.checkpoint.opened import open_checkpoint
-from hf_zero.checkpoint.outputs import dtype_option, outputs
+from hf_zero.checkpoint import engine_state, find, storage
+from hf_zero.checkpoint.collective_try import collective_try
+from hf_zero.checkpoint.contract import Engine
+from hf_zero.checkpoint.convert.export import convert_checkpoint
+from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
+from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.match import listed
+from hf_zero.checkpoint.reader import open_checkpoint
+from hf_zero.checkpoint.records import pair_names, strip_wrappers
+from hf_zero.checkpoint.storage import local_path, write_all
+from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.errors import CheckpointError
 
 
@@ -31,7 +38,7 @@ def iterate_state_dict(
     are patterns over the names (``"*.lora_?.*"``): nothing else is read. Raises ConfigError for a
     pattern that fits no tensor.
     """
-    with open_checkpoint(find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
         for output in choose(
             outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only
         ):
@@ -49,13 +56,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Needs memory for the whole model.
     """
-    folder = find(checkpoint_dir, tag)
+    folder = find_checkpoint(checkpoint_dir, tag)
     state = dict(iterate_state_dict(folder, None, "float32", exclude_frozen_parameters))
     with open_checkpoint(folder) as checkpoint:
         state |= {
-            bare(tied): state[bare(held)]
+            strip_wrappers(tied): state[strip_wrappers(held)]
             for tied, held in checkpoint.manifest.aliases.items()
-            if bare(held) in state
+            if strip_wrappers(held) in state
         }
     return state
 
@@ -69,21 +76,25 @@ def load_state_dict_from_zero_checkpoint(
     Raises CheckpointError, before anything is copied, for names that only one side has and for
     shapes that differ.
     """
-    with open_checkpoint(find(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
         given |= {
-            bare(tied): given[bare(held)]
+            strip_wrappers(tied): given[strip_wrappers(held)]
             for tied, held in manifest.aliases.items()
-            if bare(held) in given
+            if strip_wrappers(held) in given
         }
         wanted = model.state_dict()
-        there = pairing(wanted, given)
-        excluded = {bare(name) for name in manifest.excluded}
+        there = pair_names(wanted, given)
+        excluded = {strip_wrappers(name) for name in manifest.excluded}
         excluded |= {
-            bare(tied) for tied, held in manifest.aliases.items() if bare(held) in excluded
+            strip_wrappers(tied)
+            for tied, held in manifest.aliases.items()
+            if strip_wrappers(held) in excluded
         }
-        missing = [name for name in wanted if name not in there and bare(name) not in excluded]
+        missing = [
+            name for name in wanted if name not in there and strip_wrappers(name) not in excluded
+        ]
         used = {*there.values()}
         unexpected = [name for name in given if name not in used]
         wrong = [
@@ -126,7 +137,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Always safetensors, never a pickle, and never adapters alone.
     """
-    from hf_zero.checkpoint.export import convert_checkpoint
 
     return convert_checkpoint(
         checkpoint_dir,
@@ -137,3 +147,99 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         exclude_frozen_parameters=exclude_frozen_parameters,
         adapters=False,
     ).folder
+
+
+def save_whole(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    filename: str = "model.safetensors",
+    exclude_frozen_parameters: bool = False,
+) -> Path:
+    """Write parameters and buffers to ``directory/filename`` from rank 0, and return that path.
+    Collective.
+
+    A name that ends in ``.safetensors`` is written a tensor at a time, tied weights once, under the
+    names that Hugging Face keeps. Any other is written by ``torch.save`` as a state dict, for which
+    rank 0 holds the whole model.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 could not write. A file that stood there stays.
+    """
+    path = local_path(directory, "one file of the whole model") / filename
+    temporary = path.with_name(f"{find.NEW}{path.name}")
+    failed: list[Exception] = []
+    if path.suffix == ".safetensors":
+        _stream(engine, temporary, exclude_frozen_parameters, failed)
+    else:
+        state = engine._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if engine.global_rank == 0:
+            try:
+                temporary.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state, temporary)
+            except Exception as error:
+                failed.append(error)
+
+    def finish() -> None:
+        if failed:
+            temporary.unlink(missing_ok=True)
+            raise failed[0]
+        if engine.global_rank == 0:
+            os.replace(temporary, path)
+            storage.fsync_folder(path.parent)
+
+    collective_try(engine.comm, finish, path)
+    return path
+
+
+def _stream(engine: Engine, temporary: Path, exclude_frozen: bool, failed: list[Exception]) -> None:
+    """Write on rank 0 while every rank takes part in the gathers; an error there is kept for
+    after the last of them.
+    """
+    plan, saved_as = _file_plan(engine, exclude_frozen)
+    places = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
+    fd = -1
+    if engine.global_rank == 0:
+        try:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            write_all(fd, memoryview(plan.header), 0)
+            for name, buffer in engine_state.persistent_buffers(engine.module).items():
+                if name in places:
+                    write_all(fd, bytes_view(buffer.detach().cpu().contiguous()), places[name])
+        except Exception as error:
+            failed.append(error)
+    try:
+        for name, tensor in engine.consolidated():
+            if fd >= 0 and not failed and saved_as.get(name) in places:
+                try:
+                    write_all(fd, bytes_view(tensor), places[saved_as[name]])
+                except Exception as error:
+                    failed.append(error)
+        if fd >= 0:
+            os.fsync(fd)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _file_plan(engine: Engine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
+    """The file, and under which name each parameter stands in it."""
+    export = engine_state.export_of(engine.module, engine.aliases)
+    held = {
+        slot.name: (flat.dtype, slot.shape)
+        for flat in engine.flats
+        if flat.trainable or not exclude_frozen
+        for slot in flat.layout.slots
+    }
+    saved_as = {
+        name: export.names.get(name, name)
+        for name in engine_state.model_order(engine.module, engine.aliases, held)
+    }
+    tensors = [(saved_as[name], *held[name]) for name in saved_as]
+    buffers = engine_state.persistent_buffers(
+        engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
+    )
+    tensors += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
+    return plan_file(
+        [tensor for tensor in tensors if tensor[0] not in export.skip], {"format": "pt"}
+    ), saved_as

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_zero.checkpoint.hashes import DEFAULT, algorithm_of, hash_of
-from hf_zero.checkpoint.places import Place, store_errors
 from hf_zero.checkpoint.records import (
     Adapter,
     Chunk,
@@ -26,6 +24,8 @@ from hf_zero.checkpoint.records import (
     dtype_name,
     dtype_of,
 )
+from hf_zero.checkpoint.storage import AnyPath, store_errors
+from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, algorithm_of, hash_of
 from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
 
@@ -35,7 +35,7 @@ READ = (1, 2)  # version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
 DIGEST = "digest"  # the field that tells whether all others are as they were written
-_BLANK = f"{DEFAULT}:{'0' * 32}"  # stands in its place while the digest is computed
+_BLANK = f"{DEFAULT_HASH}:{'0' * 32}"  # stands in its place while the digest is computed
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class Manifest:
         return [*self.files, *([self.objects] if self.objects else [])]
 
     @classmethod
-    def read(cls, path: Place) -> Manifest:
+    def read(cls, path: AnyPath) -> Manifest:
         """Read and check ``path``.
 
         Raises CheckpointError naming the file and the field that is wrong.
@@ -132,7 +132,7 @@ class Manifest:
         return cls.parse(content, path)
 
     @classmethod
-    def parse(cls, content: bytes, source: Place) -> Manifest:
+    def parse(cls, content: bytes, source: AnyPath) -> Manifest:
         """Inverse of :meth:`dumps`; ``source`` is named in errors."""
         try:
             data = json.loads(content)
@@ -150,7 +150,7 @@ class Manifest:
         return cls.from_json(data, source)
 
     @classmethod
-    def from_json(cls, data: Any, source: Place) -> Manifest:
+    def from_json(cls, data: Any, source: AnyPath) -> Manifest:
         """Inverse of :meth:`to_json`; ``source`` is named in errors."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.places import Place, store_errors
+from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.errors import CheckpointError
 
 
@@ -66,7 +66,7 @@ def _check_loadable(what: str, value: Any) -> None:
         ) from error
 
 
-def load_objects(path: Place) -> dict[str, dict[str, Any]]:
+def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
     """The content of ``objects.pt``.
 
     Raises CheckpointError where it is damaged or would execute code.
@@ -91,7 +91,7 @@ def load_objects(path: Place) -> dict[str, dict[str, Any]]:
 
 
 def join(
-    what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: Place
+    what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: AnyPath
 ) -> dict[str, Any]:
     """Inverse of :func:`split`.
 

@@ -1,355 +1,334 @@
-"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the
-stage of the save.
+"""A checkpoint opened for reading: its files checked against the manifest, and the ranges of
+elements that a load or a conversion wants mapped to the ranges that are stored, for any number of
+ranks, stage and division into units.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import fields
+import bisect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.contents import RNG, model_order, persistent_buffers, weights_of
-from hf_zero.checkpoint.contract import Engine, Flat
-from hf_zero.checkpoint.grouping import reordered
-from hf_zero.checkpoint.matching import Match, check_optimizer, check_scheduler, listed, match
-from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.places import Place
-from hf_zero.checkpoint.reshard import Run, runs
-from hf_zero.checkpoint.together import together
-from hf_zero.checkpoint.wholeness import whole_beside
-from hf_zero.device import kinds
+from hf_zero.checkpoint import objects
+from hf_zero.checkpoint.engine_state import BUFFER
+from hf_zero.checkpoint.foreign import open_foreign, recognise
+from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.records import FileEntry, FlatEntry
+from hf_zero.checkpoint.storage import AnyPath, modified_ns, store_errors
+from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
+from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import log_rank0
 
 
-def load(
-    engine: Engine,
-    directory: str | os.PathLike[str],
-    tag: str | None = None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
-    *,
-    verify: bool = False,
-    load_rng: bool = False,
-) -> tuple[str, dict[str, Any]]:
-    """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
-    Collective.
+@dataclass(frozen=True)
+class CopyRange:
+    """``length`` elements to copy: from ``source`` in tensor ``<flat.key>::…`` of ``files[file]``,
+    to ``target``.
 
-    Args:
-        tag: by default the one that ``latest`` names.
-        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too
-        many; else load what
-            both have.
-        load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
-        load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
-        load_module_only: weights and buffers, nothing else; counters stay too.
-        verify: compute the hashes of all files first, shared out over the ranks.
-        load_rng: put back this rank's torch generators, if the number of ranks is the one of the
-        save.
-
-    Raises:
-        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked
-        before anything
-            changes; if a file fails in the middle of being read, the engine holds a mixture and
-            must not go on training.
+    ``source`` counts elements of the stored tensor (the chunk), ``target`` elements of what is
+    being filled.
     """
-    load_optimizer_states &= not load_module_only and engine.bound is not None
 
-    def look() -> tuple[str, str]:
-        checkpoint = _open(folders.locate(directory, tag), engine)
+    flat: FlatEntry
+    chunk: int
+    source: int
+    target: int
+    length: int
+
+
+def parameter_ranges(
+    manifest: Manifest, name: str, start: int, stop: int, target: int = 0
+) -> Iterator[CopyRange]:
+    """The runs that give elements ``[start, stop)`` of parameter ``name``, in order, without
+    gaps.
+    """
+    flat, slot = manifest.slots[name]
+    at, end = slot.offset + start, slot.offset + stop
+    # the last of those that start there: earlier ones are empty
+    index = bisect.bisect_right(flat.starts, at) - 1
+    while at < end:
+        chunk = flat.chunks[index]
+        length = min(end, chunk.stop) - at
+        if length > 0:
+            yield CopyRange(flat, index, at - chunk.start, target, length)
+            at, target = at + length, target + length
+        index += 1
+
+
+def copy_ranges(
+    manifest: Manifest, layout: FlatLayout, start: int, stop: int, held: dict[str, str]
+) -> Iterator[CopyRange]:
+    """The runs that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
+    ``start``.
+
+    ``held`` maps the layout's names to the names in the manifest; what it lacks is left out.
+    Neighbours that continue each other are merged: a resume on the same ranks reads each tensor in
+    one piece.
+    """
+    last: CopyRange | None = None
+    for piece in layout.pieces(start, stop):
+        if piece.name not in held:
+            continue
+        for run in parameter_ranges(
+            manifest, held[piece.name], piece.start, piece.stop, piece.offset - start
+        ):
+            if last and _continues(last, run):
+                last = replace(last, length=last.length + run.length)
+                continue
+            if last:
+                yield last
+            last = run
+    if last:
+        yield last
+
+
+def _continues(last: CopyRange, run: CopyRange) -> bool:
+    same = last.flat is run.flat and last.chunk == run.chunk
+    return (
+        same and last.source + last.length == run.source and last.target + last.length == run.target
+    )
+
+
+class Checkpoint:
+    """The folder of one tag. Files are opened, and their headers checked, when they are first
+    needed.
+
+    ``sizes`` compares those of all files at once. Raises CheckpointError for whatever FORMAT.md
+    section 7 rejects.
+    """
+
+    def __init__(self, folder: AnyPath, sizes: bool = True) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder / MANIFEST_NAME)
+        self._open: dict[int, TensorFile] = {}
+        self._lock = threading.Lock()
+        for entry in self.listed() if sizes else ():
+            self.check_size(entry)
+
+    def listed(self) -> list[FileEntry]:
+        """Every file that the manifest lists."""
+        return self.manifest.all_files()
+
+    def identity(self) -> str:
+        """Tells this save from any other, and from itself with a file replaced."""
+        digest = sha256(self.manifest.dumps())
+        for entry in self.listed():
+            path = self.folder / entry.name
+            digest.update(f"{entry.name} {path.stat().st_size} {modified_ns(path)}\n".encode())
+        return digest.hexdigest()
+
+    def check_size(self, entry: FileEntry) -> None:
+        """Raises CheckpointError for a file that is missing or of another size."""
+        path = self.folder / entry.name
         try:
-            found.append(
-                _Load(
-                    engine,
-                    checkpoint,
-                    load_module_strict,
-                    load_optimizer_states,
-                    load_lr_scheduler_states and not load_module_only,
-                    verify,
-                )
-            )
-        except BaseException:
-            checkpoint.close()
-            raise
-        return checkpoint.folder.name, checkpoint.manifest.save_id
-
-    found: list[_Load] = []
-    try:
-        _check_same(together(engine.comm, look, directory, "Nothing was loaded."), directory)
-        plan = found[0]
-        partly = "The engine is partly loaded: load again before training on."
-        with bar(
-            None if engine.global_rank == 0 else False,
-            plan.nbytes,
-            f"loading {plan.checkpoint.folder}",
-        ) as plan.tick:
-            together(
-                engine.comm,
-                lambda: plan.apply(load_module_only, load_rng),
-                plan.checkpoint.folder,
-                partly,
-            )
-    finally:
-        for opened in found:
-            opened.checkpoint.close()
-    engine.refresh_params()
-    log_rank0(
-        f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage "
-        f"{plan.checkpoint.manifest.stage})"
-    )
-    return str(plan.checkpoint.folder), plan.client_state
-
-
-def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name,
-    save_id or "" where others wrote it).
-    """
-    if len({save_id or folder for folder, save_id in seen}) > 1:
-        told = listed(
-            f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen)
-        )
-        raise CheckpointError(
-            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and "
-            "tag on every rank, on storage that "
-            "all ranks share. Nothing was loaded."
-        )
-
-
-def _grouped(engine: Engine) -> list[list[str]]:
-    """The names of the parameters in each group of the optimizer, in the model's order; none
-    without one.
-    """
-    names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
-    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
-        names[engine.bound.group_of[name]].append(name)
-    return names
-
-
-def _open(folder: Place, engine: Engine) -> Checkpoint:
-    try:
-        return open_checkpoint(folder, lambda: _grouped(engine))
-    except CheckpointError as error:
-        whole = whole_beside(folder)
-        if not whole:
-            raise
-        raise CheckpointError(
-            f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}"
-        ) from error
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two CPU tensors of one dtype hold the same; NaN is itself."""
-    return torch.equal(
-        *(
-            each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            for each in (one, other)
-        )
-    )
-
-
-class _Load:
-    """One rank's part of a load: everything looked up and checked by the constructor, changed by
-    :meth:`apply`.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        checkpoint: Checkpoint,
-        strict: bool,
-        optimizer: bool,
-        scheduler: bool,
-        verify: bool,
-    ) -> None:
-        self.engine, self.checkpoint, self.manifest, self.optimizer = (
-            engine,
-            checkpoint,
-            checkpoint.manifest,
-            optimizer,
-        )
-        where = str(checkpoint.folder)
-        self.match: Match = match(engine, self.manifest, where, strict)
-        self.groups = (
-            check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
-        )
-        self.scheduler = (
-            checkpoint.scheduler_state()
-            if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where)
-            else None
-        )
-        if self.scheduler is not None and self.groups:
-            self.scheduler = reordered(self.scheduler, self.groups)
-        self.client_state = checkpoint.client_state()
-        self.runs: list[tuple[Flat, list[Run]]] = []
-        for flat in engine.flats:
-            found = list(
-                runs(self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held)
-            )
-            self.runs.append((flat, found))
-            for run in found:
-                checkpoint.file(run.flat.chunks[run.chunk].file)
-        if any(name in self.manifest.buffers for name in self.match.buffers.values()):
-            checkpoint.file(checkpoint.buffer_file())
-        if verify:
-            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
-
-        self.tick: Tick = lambda count: None
-
-    @property
-    def nbytes(self) -> int:
-        """What this rank reads for its flats."""
-        total = 0
-        for flat, found in self.runs:
-            states = (
-                {name for run in found for name in run.flat.states}
-                if self.optimizer and flat.trainable
-                else set()
-            )
-            total += self._stored(found) + sum(
-                self._stored([r for r in found if self.checkpoint.holds(r, name)], name)
-                for name in states
-            )
-        return total
-
-    def _stored(self, found: list[Run], tensor: str | None = None) -> int:
-        """Bytes that ``found`` takes in the files."""
-        files = self.checkpoint.file
-        keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
-        return sum(
-            run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize
-            for run, key in keys
-        )
-
-    def _fill(self, out: torch.Tensor, found: list[Run], tensor: str | None = None) -> None:
-        for run in found:
-            self.checkpoint.fill(out, [run], tensor)
-            self.tick(self._stored([run], tensor))
-
-    @torch.no_grad()
-    def apply(self, module_only: bool, rng: bool) -> None:
-        if self.optimizer:
-            self._forget_unsaved()
-        for flat, found in self.runs:
-            kept = flat.master
-            if kept is not None:
-                master = kept.detach()
-                self._fill(master, found)
-                flat.store_master(master)
-            else:
-                values = weights_of(flat)[1].detach().clone()
-                self._fill(values, found)
-                flat.store_shard(values)
-            if self.optimizer and flat.trainable:
-                self._load_states(flat, found)
-        self._load_buffers()
-        if self.optimizer:
-            self._load_groups()
-        if self.scheduler is not None:
-            self.engine.lr_scheduler.load_state_dict(self.scheduler)
-        if not module_only:
-            for field in fields(self.engine.counters):
-                if field.name in self.manifest.counters:
-                    setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
-        if rng:
-            self._load_rng()
-
-    def _load_buffers(self) -> None:
-        """Give buffers their saved values, in the dtypes that they have here."""
-        buffers = persistent_buffers(self.engine.module)
-        changed, kept = {}, []
-        for name, held in self.match.buffers.items():
-            saved = self.checkpoint.buffer(held)
-            value = saved.to(buffers[name].dtype)
-            if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
-                value.to(saved.dtype), saved
-            ):
-                kept.append(name)
-            # An expanded constant cannot be written, and need not be.
-            elif not _same_bits(buffers[name].cpu(), value):
-                buffers[name].copy_(value)
-                changed[name] = value
-        after = persistent_buffers(self.engine.module) if changed else {}
-        kept += [
-            name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
-        ]
-        # a module makes them anew for every state dict, or has integers where there were others
-        if kept:
+            with store_errors(path):
+                size = path.stat().st_size
+        except OSError as error:
             raise CheckpointError(
-                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
-                "cannot take; build and quantise it as it was at the save"
+                f"{path} is missing ({error.strerror}); restore it, or load another tag of this run"
+            ) from error
+        if size != entry.size:
+            what = "cut short" if size < entry.size else "longer than it was"
+            raise CheckpointError(
+                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or "
+                "load another tag of this run"
             )
 
-    def _forget_unsaved(self) -> None:
-        """An optimizer that had not stepped when it was saved has not stepped after the load
-        either.
+    def verify(
+        self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None
+    ) -> None:
+        """Compare the hashes of ``entries`` with the manifest.
+
+        Raises CheckpointError for the first that differs or cannot be read.
         """
-        saved = self.manifest.optimizer
-        nothing = saved is not None and not any(group.scalars for group in saved.groups)
-        if nothing and not any(flat.states for flat in self.manifest.flats):
-            self.engine.bound.forget()
+        for entry in entries:
+            try:
+                digest = hash_of_file(self.folder / entry.name, algorithm_of(entry.hash), tick)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder / entry.name} cannot be read ({error.strerror}); make it "
+                    "readable or restore it, or load another tag of this run"
+                ) from error
+            if digest != entry.hash:
+                raise CheckpointError(
+                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the "
+                    f"manifest says {entry.hash}; "
+                    "restore it, or load another tag of this run"
+                )
 
-    def _load_states(self, flat: Flat, found: list[Run]) -> None:
-        bound = self.engine.bound
-        live = {name: tensor for name, tensor in bound.tensors(flat).items() if name != "master"}
-        saved = {
-            name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)
-        }
-        for name in sorted(saved | set(live)):
-            chosen = [run for run in found if self.checkpoint.holds(run, name)]
-            out = live.get(name)
-            if out is None:
-                out = torch.zeros_like(weights_of(flat)[1])
-            elif sum(run.length for run in chosen) < sum(run.length for run in found):
-                out.zero_()
-            self._fill(out, chosen, name)
-            bound.load_tensor(flat, name, out)
+    def file(self, index: int) -> TensorFile:
+        """File ``index`` of the manifest, its header checked against it."""
+        with self._lock:
+            if index not in self._open:
+                file = TensorFile(self.folder / self.manifest.files[index].name)
+                try:
+                    self._check_header(index, file)
+                except BaseException:
+                    file.close()
+                    raise
+                self._open[index] = file
+            return self._open[index]
 
-    def _load_groups(self) -> None:
-        saved, bound = self.manifest.optimizer, self.engine.bound
-        if saved is None:
-            return
-        groups = [saved.groups[at] for at in self.groups]
-        bound.load_hyperparameters([group.hyperparameters for group in groups])
-        if any(group.scalars or group.apart for group in groups):
-            saved_apart = {
-                name: numbers for group in groups for name, numbers in group.apart.items()
+    def _check_header(self, index: int, file: TensorFile) -> None:
+        manifest = self.manifest
+        if (file.metadata.get("format"), file.metadata.get("save_id")) != (
+            FORMAT,
+            manifest.save_id,
+        ):
+            raise CheckpointError(
+                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
+                "file, or load another tag"
+            )
+        wanted: dict[str, tuple[int, torch.dtype | None]] = {}
+        for flat in manifest.flats:
+            for chunk in flat.chunks:
+                if chunk.file == index:
+                    length = chunk.stop - chunk.start
+                    wanted |= {
+                        f"{flat.key}::{name}": (length, flat.weights_dtype(name))
+                        for name in chunk.tensors
+                    }
+        if manifest.files[index].rank == 0:
+            wanted |= {
+                BUFFER + name: (torch.Size(shape).numel(), dtype)
+                for name, (dtype, shape) in manifest.buffers.items()
             }
-            apart: list[dict[str, Any]] = [{} for _ in groups]
-            for name, group in bound.group_of.items():
-                if self.match.held.get(name) in saved_apart:
-                    apart[group][name] = saved_apart[self.match.held[name]]
-            bound.load_scalars([group.scalars for group in groups], apart)
-        precision = self.engine.config.precision
-        if self.manifest.scaler is not None and precision == "fp16":
-            self.engine.scaler.load_state_dict(self.manifest.scaler)
-        elif (self.manifest.precision == "fp16") != (precision == "fp16"):
-            log_rank0(
-                f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in "
-                f"{precision}: the loss scale starts anew"
+        for name, (numel, dtype) in wanted.items():
+            entry = file.entries.get(name)
+            if (
+                entry is None
+                or entry.numel != numel
+                or (dtype is not None and entry.dtype != dtype)
+            ):
+                found = (
+                    "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
+                )
+                raise CheckpointError(
+                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} "
+                    f"{found}, expected {numel}"
+                    f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load "
+                    "another tag of this run"
+                )
+
+    def buffer_file(self) -> int:
+        """The index of the file that holds the buffers.
+
+        Raises CheckpointError if rank 0's file is not listed.
+        """
+        for index, entry in enumerate(self.manifest.files):
+            if entry.rank == 0:
+                return index
+        raise CheckpointError(
+            f"{self.folder / MANIFEST_NAME} is damaged: no file of rank 0 is listed; load "
+            "another tag of this run"
+        )
+
+    def fill(self, out: torch.Tensor, runs: Iterable[CopyRange], tensor: str | None = None) -> None:
+        """Copy ``runs`` into ``out``, 1-D, of any dtype and device; ``tensor`` is a state's
+        name, by default the weights.
+        """
+        for run in runs:
+            name = tensor or run.flat.weights
+            file = self.file(run.flat.chunks[run.chunk].file)
+            read_range(
+                file,
+                f"{run.flat.key}::{name}",
+                run.source,
+                out[run.target : run.target + run.length],
             )
 
-    def _load_rng(self) -> None:
-        size, rank = self.manifest.world["size"], self.engine.global_rank
-        index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
-        if size != self.engine.world_size or index is None:
-            text = (
-                f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of "
-                f"{self.engine.world_size} ranks cannot be put back"
-            )
-            log_rank0(text, logging.WARNING)
-            return
-        file = self.checkpoint.file(index)
-        for kind in ("cpu", kinds.accelerator() or "cpu"):
-            name = f"{RNG}{kind}"
-            if name in file.entries:
-                put = torch.set_rng_state if kind == "cpu" else kinds.module_of(kind).set_rng_state
-                state = torch.empty(file.entries[name].numel, dtype=torch.uint8)
-                file.read_into(name, 0, state)
-                put(state)
+    def holds(self, run: CopyRange, tensor: str) -> bool:
+        """Whether the chunk that ``run`` reads has the state ``tensor``."""
+        return tensor in run.flat.chunks[run.chunk].tensors
+
+    def buffer(self, name: str) -> torch.Tensor:
+        if name not in self.manifest.buffers:  # a writer that does not tell them from parameters
+            flat, slot = self.manifest.slots[name]
+            out = torch.empty(slot.shape, dtype=flat.dtype)
+            self.fill(out.view(-1), parameter_ranges(self.manifest, name, 0, slot.numel))
+            return out
+        dtype, shape = self.manifest.buffers[name]
+        out = torch.empty(shape, dtype=dtype)
+        self.file(self.buffer_file()).read_into(BUFFER + name, 0, out)
+        return out
+
+    @cached_property
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """What ``objects.pt`` holds; empty without one.
+
+        Its hash is compared: it is small, and a wrong bit in it would not show.
+        """
+        if self.manifest.objects is None:
+            return {}
+        self.verify([self.manifest.objects])
+        return objects.load_objects(self.folder / self.manifest.objects.name)
+
+    def client_state(self) -> dict[str, Any]:
+        return objects.join(
+            "client_state",
+            self.manifest.client_state,
+            self.objects.get("client_state", {}),
+            self._objects_path(),
+        )
+
+    def scheduler_state(self) -> dict[str, Any]:
+        state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
+        return objects.join(
+            "the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path()
+        )
+
+    def _objects_path(self) -> AnyPath:
+        return self.folder / (
+            self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME
+        )
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_checkpoint(
+    folder: AnyPath, grouped: Callable[[], Sequence[Sequence[str]]] = tuple
+) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
+    optimizer groups names.
+
+    Raises CheckpointError.
+    """
+    if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
+        return open_foreign(folder, grouped())
+    return Checkpoint(folder)
+
+
+def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:
+    """Elements of ``name`` from ``start`` into ``out``: straight into its memory where that
+    fits, else by blocks and cast.
+    """
+    dtype = file.entries[name].dtype
+    if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
+        file.read_into(name, start, out)
+        return
+    block = torch.empty(min(out.numel(), BLOCK // dtype.itemsize), dtype=dtype)
+    for at in range(0, out.numel(), max(1, block.numel())):
+        part = block[: min(block.numel(), out.numel() - at)]
+        file.read_into(name, start + at, part)
+        out[at : at + part.numel()].copy_(part)

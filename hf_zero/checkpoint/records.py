@@ -1,9 +1,10 @@
-"""What a manifest is made of (FORMAT.md sections 3 and 4): files, flats and their chunks,
-optimizer groups, names for others.
+"""The records that a manifest is made of (FORMAT.md sections 3 and 4), and parameter names
+without the prefixes of wrappers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -150,3 +151,33 @@ class Export:
     skip: tuple[str, ...] = ()
     model_class: str | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
+
+
+WRAPPERS = frozenset(["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+DDP_PREFIX = "module."  # what DDP puts before every name
+
+
+def strip_wrappers(name: str) -> str:
+    """``name`` as the module within would give it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def pair_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
+    """Each of ``wanted`` that is among ``held``, to the name it has there: the same, or the same
+    but for wrappers.
+    """
+    there = list(held)
+    exact = set(there)
+    within: dict[str, list[str]] = {}
+    for name in there:
+        within.setdefault(_innermost(name), []).append(name)
+    made = {}
+    for name in wanted:
+        candidates = [name] if name in exact else within.get(_innermost(name), [])
+        if len(candidates) == 1:
+            made[name] = candidates[0]
+    return made
+
+
+def _innermost(name: str) -> str:
+    return strip_wrappers(name).removeprefix(DDP_PREFIX)

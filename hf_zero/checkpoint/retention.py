@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from hf_zero.checkpoint import folders, objectstore
-from hf_zero.checkpoint.places import Place, is_remote
-from hf_zero.checkpoint.together import told
-from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.checkpoint import commit, find, storage
+from hf_zero.checkpoint.collective_try import describe_error
+from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -24,7 +24,7 @@ def check_keep(keep: int | None) -> None:
         )
 
 
-def retain(final: Place, keep: int) -> list[Place]:
+def retain(final: AnyPath, keep: int) -> list[AnyPath]:
     """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all.
     Returns those that were removed.
 
@@ -35,31 +35,34 @@ def retain(final: Place, keep: int) -> list[Place]:
     family = [
         folder
         for folder in final.parent.iterdir()
-        if _stem(folder) == _stem(final) and folders.is_checkpoint(folder)
+        if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
     ]
     newest_first = sorted(
-        family, key=lambda folder: (folder == final, folders.written(folder)), reverse=True
+        family, key=lambda folder: (folder == final, find.age_key(folder)), reverse=True
     )
     protected = {final}
-    if (final.parent / folders.LATEST).exists():
+    if (final.parent / find.LATEST).exists():
         try:
-            protected.add(final.parent / folders.latest_tag(final.parent))
+            protected.add(final.parent / find.latest_tag(final.parent))
         except CheckpointError as error:
             logger.warning("nothing is removed, although newer checkpoints are kept: %s", error)
             return []
-    return remove(excess(newest_first, keep, protected, trouble))
+    return remove(excess(newest_first, keep, protected, integrity_error))
 
 
 def excess(
-    newest_first: Iterable[Place], keep: int, protected: set[Place], wrong: Callable[[Place], str]
-) -> list[Place]:
+    newest_first: Iterable[AnyPath],
+    keep: int,
+    protected: set[AnyPath],
+    wrong: Callable[[AnyPath], str],
+) -> list[AnyPath]:
     """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest
     first.
 
     ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something
     is the matter with the storage.
     """
-    whole: list[Place] = []
+    whole: list[AnyPath] = []
     for at, folder in enumerate(newest_first):
         said = wrong(folder)
         if said:
@@ -71,7 +74,7 @@ def excess(
     return [folder for folder in reversed(whole[keep:]) if folder not in protected]
 
 
-def remove(chosen: Sequence[Place], aside: str = folders.DROPPED) -> list[Place]:
+def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath]:
     """Drop each of ``chosen``; one that cannot be removed is named in a warning.
 
     Returns those that went.
@@ -84,30 +87,30 @@ def remove(chosen: Sequence[Place], aside: str = folders.DROPPED) -> list[Place]
             logger.warning(
                 "%s is to be removed, since newer checkpoints are kept, but cannot be: %s",
                 folder,
-                told(error, folder),
+                describe_error(error, folder),
             )
         else:
             gone.append(folder)
     return gone
 
 
-def drop(folder: Place, aside: str = folders.DROPPED) -> None:
+def drop(folder: AnyPath, aside: str = find.DROPPED) -> None:
     """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name.
     Raises OSError.
 
     ``aside`` goes before the name meanwhile, possibly with a folder in front.
     """
     if is_remote(folder):
-        objectstore.drop(folder)
+        commit.drop_objects(folder)
         return
-    folders.discard_replaced(folder)
+    commit.discard_replaced(folder)
     away = folder.parent / (aside + folder.name)
-    folders.remove_tree(away)
-    folders.rename(folder, away)
-    folders.remove_tree(away)
+    storage.remove_tree(away)
+    storage.rename_durably(folder, away)
+    storage.remove_tree(away)
 
 
-def _stem(folder: Place) -> str:
+def _stem(folder: AnyPath) -> str:
     return (
         ""
         if folder.name.startswith(".") or folder.is_symlink()

@@ -1,15 +1,19 @@
-"""The safetensors container: headers planned before a byte is written, ranges read back;
-streaming.py writes it.
+"""The safetensors container: headers planned before a byte is written, ranges read back, hashes of
+files; file_writer.py writes it.
 
 The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data.
 Offsets in the header count from the start of the data.
+
+Hashes are stored with the names of their algorithms: xxh3 of 128 bits, which keeps up with any disk
+(https://github.com/Cyan4973/xxHash); SHA-256 in what version 1 wrote. A hash detects damage, not
+malice: who can change a file can change the manifest too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -18,11 +22,52 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 
-from hf_zero.checkpoint import hashes
-from hf_zero.checkpoint.places import BLOCK, Place, open_ranges
+from hf_zero.checkpoint.storage import BLOCK, AnyPath, open_ranges
 from hf_zero.errors import CheckpointError
 from hf_zero.spans import span
+
+DEFAULT_HASH = "xxh3_128"
+HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {
+    DEFAULT_HASH: xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+}
+_DIGITS = {name: 2 * make().digest_size for name, make in HASH_ALGORITHMS.items()}
+
+
+class Hash:
+    """The hash of bytes as they come, as ``<algorithm>:<hexadecimal digits>``."""
+
+    def __init__(self, algorithm: str = DEFAULT_HASH) -> None:
+        self._algorithm, self._state = algorithm, HASH_ALGORITHMS[algorithm]()
+
+    def update(self, data: Any) -> None:
+        self._state.update(data)
+
+    def text(self) -> str:
+        return f"{self._algorithm}:{self._state.hexdigest()}"
+
+
+def hash_of(content: bytes | memoryview) -> str:
+    made = Hash()
+    made.update(content)
+    return made.text()
+
+
+def algorithm_of(text: str) -> str:
+    """The algorithm that made ``text``.
+
+    Raises ValueError if it is no hash that can be computed here.
+    """
+    name, colon, digits = text.partition(":")
+    if not colon or len(digits) != _DIGITS.get(name) or set(digits) - set("0123456789abcdef"):
+        raise ValueError(
+            f"{text!r} is no hash; expected {' or '.join(HASH_ALGORITHMS)}, a colon "
+            "and hexadecimal digits"
+        )
+    return name
+
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -56,7 +101,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file: ``begin`` and ``end`` are bytes counted from the start of the file's
     data.
     """
@@ -73,10 +118,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """A file before it is written: its header and the place of every tensor."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     header: bytes
 
     @property
@@ -89,13 +134,13 @@ def plan_file(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str],
     alignment: int = 8,
-) -> Plan:
+) -> FilePlan:
     """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each
     stands aligned.
 
     Raises CheckpointError for a dtype that the format does not have.
     """
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     at = 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
@@ -105,7 +150,9 @@ def plan_file(
                 "dtype (a view of its bytes, say), or "
                 "register it with persistent=False"
             )
-        entries.append(Entry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize))
+        entries.append(
+            TensorEntry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize)
+        )
         at = entries[-1].end
         header[name] = {
             "dtype": CODES[dtype],
@@ -114,22 +161,14 @@ def plan_file(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
-    return Plan(tuple(entries), struct.pack("<Q", len(text)) + text)
-
-
-def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
-    """``os.write`` (or, given a position, ``os.pwrite``) until every byte is taken."""
-    while len(data):
-        taken = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
-        data = data[taken:]
-        at = None if at is None else at + taken
+    return FilePlan(tuple(entries), struct.pack("<Q", len(text)) + text)
 
 
 def hash_of_file(
-    path: Place, algorithm: str = hashes.DEFAULT, tick: Callable[[int], None] | None = None
+    path: AnyPath, algorithm: str = DEFAULT_HASH, tick: Callable[[int], None] | None = None
 ) -> str:
     """The hash of a file, read through a buffer of ``BLOCK`` bytes."""
-    digest = hashes.Hash(algorithm)
+    digest = Hash(algorithm)
     buffer = memoryview(bytearray(BLOCK))
     at = 0
     with closing(open_ranges(path)) as file:
@@ -148,7 +187,7 @@ class TensorFile:
     Raises CheckpointError for a file that cannot be read or whose header breaks the format.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         try:
             self._file = open_ranges(path)
@@ -179,7 +218,7 @@ class TensorFile:
         held = bytearray(count)
         return bytes(held[: self._file.read(memoryview(held), at)])
 
-    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry], int]:
+    def _read_header(self) -> tuple[dict[str, str], dict[str, TensorEntry], int]:
         start = self._bytes(8, 0)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 <= length <= min(MAX_HEADER, self.size - 8):
@@ -190,7 +229,7 @@ class TensorFile:
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is no object")
             entries = [
-                Entry(
+                TensorEntry(
                     name,
                     DTYPES[spec["dtype"]],
                     tuple(map(_natural, spec["shape"])),

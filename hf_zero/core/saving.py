@@ -31,7 +31,7 @@ class Saving(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # a hf_zero.checkpoint.behind.Behind, from the first save beside the training on
+        # a hf_zero.checkpoint.async_save.AsyncSaver, from the first save beside the training on
         self._behind: Any = None
 
     def state_dict(  # type: ignore[override]
@@ -155,11 +155,13 @@ class Saving(nn.Module):
 
     def _beside_the_training(self) -> Any:
         """The thread's side of saves."""
-        from hf_zero.checkpoint.behind import Behind
+        from hf_zero.checkpoint.async_save import AsyncSaver
 
         engine: Any = self
         if self._behind is None:
-            self._behind = Behind(engine.comm, engine.global_rank, engine.world_size, engine.device)
+            self._behind = AsyncSaver(
+                engine.comm, engine.global_rank, engine.world_size, engine.device
+            )
             if engine.comm.agreement is not None:
                 # all ranks hear of a failure after the same step
                 engine.comm.agreement.serve(engine.schedule.read)

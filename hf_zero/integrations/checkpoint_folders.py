@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.together import told
-from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.collective_try import describe_error
+from hf_zero.checkpoint.find import integrity_error
 from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -30,20 +30,19 @@ RESTORE = "restore it, or go on from another checkpoint"
 
 def of_an_engine(folder: Path) -> bool:
     """Whether an engine has begun to save into ``folder``."""
-    return (folder / folders.LATEST).is_file() or any(
-        item.name.startswith(folders.RESERVED) or folders.is_checkpoint(item)
-        for item in folder.iterdir()
+    return (folder / find.LATEST).is_file() or any(
+        item.name.startswith(find.RESERVED) or find.is_checkpoint(item) for item in folder.iterdir()
     )
 
 
 def engines_part(folder: Path, tag: str | None = None) -> str:
     """What is wrong with the checkpoint of an engine in ``folder``; "" if nothing is seen."""
     try:
-        found = folders.locate(folder, tag)
+        found = find.locate(folder, tag)
     except CheckpointError as error:
         return str(error)
     return (
-        trouble(found)
+        integrity_error(found)
         if found != folder
         else f"{folder} has whole weights and nothing that training resumes from; {RESTORE}"
     )
@@ -106,7 +105,7 @@ class Parts:
 
 def ranks_of(checkpoint: Path) -> int:
     """How many ranks have written ``checkpoint``, a tag's folder."""
-    return len(list(checkpoint.glob(folders.RANK_PATTERN)))
+    return len(list(checkpoint.glob(find.RANK_PATTERN)))
 
 
 def tell_lost_random_states(
@@ -189,7 +188,7 @@ def decided(choose: Callable[[], Any]) -> Any:
         try:
             answer = choose(), ""
         except (CheckpointError, OSError) as error:
-            answer = None, told(error)
+            answer = None, describe_error(error)
     chosen, failure = comm.everybody().broadcast_object(answer, what="which checkpoint is whole")
     if failure:
         raise CheckpointError(failure)

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hf_zero.checkpoint.finding import find
-from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
@@ -50,7 +50,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
     A checkpoint of hf-zero holds them in its manifest; this is a file in memory.
     """
-    with Checkpoint(find(checkpoint_dir)) as checkpoint:
+    with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
         return _in_memory(
@@ -62,7 +62,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO]:
     """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO
     stage.
     """
-    with Checkpoint(find(checkpoint_dir)) as checkpoint:
+    with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
         return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]

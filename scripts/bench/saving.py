@@ -37,10 +37,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.checkpoint.hashes import hash_of
-from hf_zero.checkpoint.places import BLOCK
-from hf_zero.checkpoint.streaming import aligned
-from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.checkpoint.file_writer import aligned_buffer
+from hf_zero.checkpoint.storage import BLOCK
+from hf_zero.checkpoint.tensorfile import bytes_view, hash_of
 from hf_zero.hosts.reaching import free_port
 
 WIDTH = 1024
@@ -79,7 +78,7 @@ class Clock:
 
 def write_raw(path: Path, size: int) -> None:
     """``size`` bytes past the page cache, and no more work than that."""
-    block = aligned(BLOCK).random_(256)
+    block = aligned_buffer(BLOCK).random_(256)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0), 0o666)
     try:
         for start in range(0, size, BLOCK):

@@ -17,9 +17,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import bar as bars
-from hf_zero.checkpoint import behind as behind_module
-from hf_zero.checkpoint import contents, landing, publishing, reader, verify_checkpoint, writer
+from hf_zero.checkpoint import (
+    async_save,
+    commit,
+    engine_state,
+    load_sharded,
+    progress,
+    save_sharded,
+    verify_checkpoint,
+)
 from hf_zero.errors import CheckpointError, HostMemoryError
 from hf_zero.logs import logger
 from tests.checkpoint.test_engine import Setup, second_half, train
@@ -31,13 +37,13 @@ from tests.helpers.ranks import run_ranks
 @pytest.fixture
 def held(monkeypatch):
     """Threads write only once the lock that this gives is free."""
-    lock, write = threading.Lock(), behind_module.write_image
+    lock, write = threading.Lock(), async_save.write_image
 
     def waiting(path, image):
         with lock:
             return write(path, image)
 
-    monkeypatch.setattr(behind_module, "write_image", waiting)
+    monkeypatch.setattr(async_save, "write_image", waiting)
     return lock
 
 
@@ -53,7 +59,7 @@ def heard(monkeypatch):
 
 def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
     """The thread of ``rank`` cannot write, ``times`` times."""
-    write, left = behind_module.write_image, [times]
+    write, left = async_save.write_image, [times]
 
     def full(path, image):
         if path.name.startswith(f"rank-{rank:05d}") and left[0]:
@@ -61,7 +67,7 @@ def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
             raise OSError(number, os.strerror(number), str(path))
         return write(path, image)
 
-    monkeypatch.setattr(behind_module, "write_image", full)
+    monkeypatch.setattr(async_save, "write_image", full)
 
 
 WAYS = [
@@ -152,7 +158,7 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(
         torch.set_rng_state(state)
         engine.save_checkpoint(str(tmp_path), tag="beside", blocking=False)
         engine.wait_for_checkpoint()
-        buffers = sum(b.nbytes for b in contents.persistent_buffers(engine.module).values())
+        buffers = sum(b.nbytes for b in engine_state.persistent_buffers(engine.module).values())
         numel = sum(flat.layout.numel for flat in engine.flats)
         engine.destroy()
         # masters and two moments; padding is written, too
@@ -273,7 +279,7 @@ def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(
         held.acquire()
         engine.save_checkpoint(str(tmp_path), tag="first", blocking=False)
         with monkeypatch.context() as patch:
-            patch.setattr(behind_module.Future, "result", interrupt)
+            patch.setattr(async_save.Future, "result", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.save_checkpoint(str(tmp_path), tag="second", blocking=False)
         threading.Timer(0.2, held.release).start()
@@ -305,10 +311,10 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
         engine.save_checkpoint(str(tmp_path), tag="old")
         train(engine, rank, range(1))
         module, name = {
-            "staged": (behind_module, "write_image"),
-            "written": (behind_module, "publish"),
-            "manifest": (publishing.folders, "publish"),
-            "renamed": (behind_module, "announce"),
+            "staged": (async_save, "write_image"),
+            "written": (async_save, "publish"),
+            "manifest": (commit, "publish_folder"),
+            "renamed": (async_save, "announce"),
         }[at]
         with monkeypatch.context() as patch:
             patch.setattr(module, name, die)
@@ -388,17 +394,17 @@ def test_client_state_that_cannot_be_saved_is_raised_at_the_call(tmp_path: Path)
 
 def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys) -> None:
     clock = [0.0]
-    monkeypatch.setattr(bars.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(bars.sys.stderr, "isatty", lambda: True, raising=False)
-    with bars.bar(None, 100, "saving run") as tick:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.progress_bar(None, 100, "saving run") as tick:
         tick(50)
     assert "saving run" not in capsys.readouterr().err, "it was over at once"
-    with bars.bar(None, 100, "saving run") as tick:
+    with progress.progress_bar(None, 100, "saving run") as tick:
         tick(25)
-        clock[0] = bars.PATIENCE
+        clock[0] = progress.SHOWN_AFTER
         tick(75)
     assert "saving run" in capsys.readouterr().err
-    with bars.bar(False, 100, "saving run") as tick:
+    with progress.progress_bar(False, 100, "saving run") as tick:
         tick(100)
     assert "saving run" not in capsys.readouterr().err
 
@@ -417,7 +423,7 @@ def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(
             assert sum(ticks) == total > 0, what
             shown.append(ticks)
 
-    for module in (writer, reader):
+    for module in (save_sharded, load_sharded):
         monkeypatch.setattr(module, "bar", counted)
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
@@ -516,7 +522,7 @@ def test_latest_that_cannot_be_moved(tmp_path: Path, monkeypatch) -> None:
         engine = Setup().open(models[rank])
         with monkeypatch.context() as patch:
             if rank == 0:
-                patch.setattr(landing.os, "replace", failing)
+                patch.setattr(commit.os, "replace", failing)
             engine.save_checkpoint(str(tmp_path), tag="a", blocking=False)
             with pytest.raises(CheckpointError, match="a itself is whole; pass its tag to load it"):
                 engine.wait_for_checkpoint()

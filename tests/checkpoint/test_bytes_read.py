@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import contents
-from hf_zero.checkpoint.folders import rank_file
+from hf_zero.checkpoint import engine_state
+from hf_zero.checkpoint.find import rank_file
 from tests.checkpoint.test_offloaded import Away, described, train
 from tests.helpers.ranks import run_ranks
 
@@ -112,7 +112,7 @@ def test_each_rank_reads_what_it_owns(
         engine = after.open(models[rank])
         owned = owned_bytes(engine, moments)
         buffers = sum(
-            buffer.nbytes for buffer in contents.persistent_buffers(engine.module).values()
+            buffer.nbytes for buffer in engine_state.persistent_buffers(engine.module).values()
         )
         engine.load_checkpoint(str(tmp_path / "run"), **asked)
         engine.destroy()
@@ -138,7 +138,7 @@ def test_each_rank_reads_what_it_owns(
 def test_verifying_reads_each_file_once_over_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_zero.checkpoint.opened import Checkpoint
+    from hf_zero.checkpoint.reader import Checkpoint
 
     setup, hashed = Away(ranks=2, stage=3), []
     verify = Checkpoint.verify

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import folders, streaming
-from hf_zero.checkpoint.finding import find
-from hf_zero.checkpoint.folders import DROPPED, REPLACED, SAVING
-from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.checkpoint import file_writer, find
+from hf_zero.checkpoint.find import DROPPED, REPLACED, SAVING, find_checkpoint, integrity_error
 from tests.checkpoint.fakes import Engine, Job, good, run, small, state_of, train_some
 from tests.checkpoint.faults import Disk
 from tests.checkpoint.test_failures import load, same, saved, weights
@@ -69,7 +67,7 @@ def start(tmp_path: Path) -> Path:
 def test_cut_off_at_every_call(
     tmp_path: Path, start: Path, tag: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "FILLED", 1024)  # the rank's file in many writes
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)  # the rank's file in many writes
     old = weights(load(start, ONE)[0])
     engine = trained(4)
     new = weights([engine])
@@ -79,8 +77,8 @@ def test_cut_off_at_every_call(
         good(results)
         found = weights(resumed)
         assert same(found, new) or (same(found, old) and not done), where
-        for held in folders.tags(folder):
-            assert not trouble(folder / held), where
+        for held in find.tags_in(folder):
+            assert not integrity_error(folder / held), where
         # The next save works as if nothing had happened.
         good(run(ONE, small, lambda engine: checkpoint.save(engine, folder, tag=tag))[1])
         assert same(weights(load(folder, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0]))
@@ -110,7 +108,7 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
     states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
 
     def check(folder: Path, done: bool, where: str) -> None:
-        held = folders.tags(folder)
+        held = find.tags_in(folder)
         assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), (
             where
         )
@@ -146,8 +144,8 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("kind", [SAVING, REPLACED, DROPPED])
 def test_what_is_left_over_is_no_checkpoint(tmp_path: Path, start: Path, kind: str) -> None:
     shutil.copytree(start / "a", start / (kind + "z"))
-    assert folders.tags(start) == ["a"]
-    assert find(start) == start / "a"
+    assert find.tags_in(start) == ["a"]
+    assert find_checkpoint(start) == start / "a"
 
 
 def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path) -> None:
@@ -162,7 +160,9 @@ def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path)
             good(results)
             assert same(weights(resumed), weights([engine])), where
         else:
-            assert all(not trouble(run_folder / tag) for tag in folders.tags(run_folder)), where
+            assert all(not integrity_error(run_folder / tag) for tag in find.tags_in(run_folder)), (
+                where
+            )
 
     made = every_moment(
         tmp_path,
@@ -186,7 +186,7 @@ def test_the_fault_layer_sees_a_save_that_does_not_flush_its_files(
         )
         checkpoint.save(engine, start, tag="b")
     disk.power_cut()
-    assert (start / "b").exists() and trouble(start / "b")
+    assert (start / "b").exists() and integrity_error(start / "b")
 
 
 def test_states_are_compared_with_their_moments(start: Path) -> None:

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import convert_checkpoint, export, outputs
+from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.checkpoint.convert import export, outputs
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.fakes import Engine, Job, good, run, small, state_of, train_some
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import publishing, streaming, tensorfile, writer
+from hf_zero.checkpoint import file_writer, plan, save_sharded, storage, tensorfile
 from hf_zero.checkpoint.manifest import VERSION
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
@@ -77,7 +77,7 @@ def test_a_write_that_fails_on_one_rank(tmp_path, monkeypatch, number, remedy):
             raise OSError(number, os.strerror(number))
         return write(fd, data)
 
-    monkeypatch.setattr(streaming.os, "write", failing)
+    monkeypatch.setattr(file_writer.os, "write", failing)
     _, results = saved(tmp_path, steps=3, tag="b")
     monkeypatch.undo()
     for text in errors(results):
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_for_the_manifest(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(writer.folders, "write_file", full)
+    monkeypatch.setattr(storage, "write_file", full)
     for text in errors(saved(tmp_path, tag="b")[1]):
         assert "rank 0: " in text and "No space left on device" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
@@ -114,7 +114,7 @@ def test_latest_that_cannot_be_moved(tmp_path, monkeypatch):
     def failing(source, target):
         raise OSError(errno.EIO, "Input/output error", str(target))
 
-    monkeypatch.setattr(writer.os, "replace", failing)
+    monkeypatch.setattr(save_sharded.os, "replace", failing)
     texts = errors(saved(tmp_path, tag="a")[1])
     monkeypatch.undo()
     assert all(
@@ -362,13 +362,13 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, num
 
 def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
     good(saved(tmp_path, tag="a")[1])
-    describe = publishing.describe
+    describe = plan.build_manifest
 
     def vanishing(engine, *args):
         shutil.rmtree(next(tmp_path.glob(".hf-zero-saving-b.*")))
         return describe(engine, *args)
 
-    monkeypatch.setattr(publishing, "describe", vanishing)
+    monkeypatch.setattr(plan, "build_manifest", vanishing)
     for text in errors(saved(tmp_path, tag="b")[1]):
         assert ".hf-zero-saving-b." in text and "nobody may remove it meanwhile" in text
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.finding import checkpoints_below, find
+from hf_zero.checkpoint.find import checkpoints_below, find_checkpoint
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Job, run, small, train_some
@@ -73,18 +73,18 @@ def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
         "step_100",
         "step_3",
     ]
-    assert find(runs) == find(states) == states / "step_3" / "pytorch_model"
+    assert find_checkpoint(runs) == find_checkpoint(states) == states / "step_3" / "pytorch_model"
     assert (
         f"taking {states / 'step_3' / 'pytorch_model'}, the newest whole one of 3 "
         f"checkpoints in {runs}" in caplog.text
     )
     damage(states / "step_3" / "pytorch_model")
-    assert find(runs) == states / "step_100" / "pytorch_model"
+    assert find_checkpoint(runs) == states / "step_100" / "pytorch_model"
     assert (
         f"{states / 'step_3' / 'pytorch_model'} is passed over" in caplog.text
         and "cut short" in caplog.text
     )
-    assert find(runs, whole=False) == states / "step_3" / "pytorch_model"
+    assert find_checkpoint(runs, whole=False) == states / "step_3" / "pytorch_model"
     for name in ("step_20", "step_100"):
         damage(states / name / "pytorch_model")
     listed = (
@@ -92,34 +92,35 @@ def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
         "quickstart/step_100/pytorch_model"
     )
     with pytest.raises(CheckpointError, match=listed):
-        find(runs)
+        find_checkpoint(runs)
 
 
 def test_a_tag_may_name_a_folder_that_holds_the_checkpoint(runs):
     states = runs / "quickstart"
-    assert find(states, "step_20") == states / "step_20" / "pytorch_model"
+    assert find_checkpoint(states, "step_20") == states / "step_20" / "pytorch_model"
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint 'step_7' in .*; its folders step_100, step_20, "
         r"step_3 hold checkpoints",
     ):
-        find(states, "step_7")
+        find_checkpoint(states, "step_7")
 
 
 def test_a_model_folder_is_taken_by_its_own_name_alone(runs, tmp_path):
     folder = runs / "quickstart" / "model"
-    assert find(folder) == folder
+    assert find_checkpoint(folder) == folder
     shutil.copytree(folder, tmp_path / "models" / "one")
     shutil.copytree(folder, tmp_path / "models" / "two")
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint of hf-zero in .*models; if one of these is meant, pass it: one, two",
     ):
-        find(tmp_path / "models")
+        find_checkpoint(tmp_path / "models")
     # a Trainer's output folder is both
     shutil.copytree(runs / "quickstart" / "step_3", tmp_path / "models" / "one" / "state")
     assert (
-        find(tmp_path / "models" / "one") == tmp_path / "models" / "one" / "state" / "pytorch_model"
+        find_checkpoint(tmp_path / "models" / "one")
+        == tmp_path / "models" / "one" / "state" / "pytorch_model"
     )
 
 
@@ -131,7 +132,7 @@ def test_a_trainers_output_folder(saved, tmp_path):
         shutil.copytree(saved, tmp_path / f"checkpoint-{step}")
         os.utime(tmp_path / f"checkpoint-{step}" / "pytorch_model" / "manifest.json", (step, step))
     (tmp_path / "checkpoint-100" / "latest").unlink()
-    assert find(tmp_path) == tmp_path / "checkpoint-100" / "pytorch_model"
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-100" / "pytorch_model"
 
 
 def test_what_another_program_left_is_taken_where_it_is_alone(tmp_path):
@@ -142,10 +143,10 @@ def test_what_another_program_left_is_taken_where_it_is_alone(tmp_path):
 
     one = deepspeed(tmp_path / "run" / "global_step1")
     model(tmp_path / "run" / "model")
-    assert find(tmp_path / "run") == one
+    assert find_checkpoint(tmp_path / "run") == one
     deepspeed(tmp_path / "run" / "global_step2")
     with pytest.raises(CheckpointError, match="pass it: global_step1, global_step2, model"):
-        find(tmp_path / "run")
+        find_checkpoint(tmp_path / "run")
 
 
 def test_links_that_lead_back_and_hidden_folders(saved, tmp_path):

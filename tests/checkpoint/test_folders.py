@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.finding import find
-from hf_zero.checkpoint.landing import landing
+from hf_zero.checkpoint import commit, find
+from hf_zero.checkpoint.commit import commit_target
+from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
 
@@ -27,11 +27,11 @@ def made(path, content="{}"):
 )
 def test_what_cannot_be_a_tag(tag):
     with pytest.raises(CheckpointError, match="cannot be a tag; pass one path component"):
-        folders.check_tag(tag)
+        find.check_tag(tag)
 
 
 def test_any_other_name_is_a_tag():
-    assert [folders.check_tag(tag) for tag in ("global_step5", "best model", 7)] == [
+    assert [find.check_tag(tag) for tag in ("global_step5", "best model", 7)] == [
         "global_step5",
         "best model",
         "7",
@@ -39,22 +39,22 @@ def test_any_other_name_is_a_tag():
 
 
 def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
-    folders.begin(tmp_path, "global_step5", ID)
-    folders.begin(tmp_path, "checkpoint-5", ID)
+    commit.begin_folder(tmp_path, "global_step5", ID)
+    commit.begin_folder(tmp_path, "checkpoint-5", ID)
     assert list(tmp_path.glob("global_step*")) == list(tmp_path.glob("checkpoint-*")) == []
     assert len(list(tmp_path.iterdir())) == 2
-    assert folders.tags(tmp_path) == []
+    assert find.tags_in(tmp_path) == []
 
 
 def test_latest(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "latest").write_text("a\n")
     assert (
-        folders.locate(tmp_path)
+        find.locate(tmp_path)
         == tmp_path / "a"
-        == folders.locate(tmp_path, "a")
-        == find(tmp_path)
-        == find(tmp_path / "a")
+        == find.locate(tmp_path, "a")
+        == find_checkpoint(tmp_path)
+        == find_checkpoint(tmp_path / "a")
     )
 
 
@@ -64,19 +64,19 @@ def test_missing_names_what_exists(tmp_path):
         CheckpointError,
         match=r"latest is missing or unreadable; pass one of the tags that exist: a, b",
     ):
-        folders.locate(tmp_path)
+        find.locate(tmp_path)
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint 'c' in .*c/manifest.json does not exist; pass one of the "
         r"tags that exist: a, b",
     ):
-        folders.locate(tmp_path, "c")
+        find.locate(tmp_path, "c")
     with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
-        folders.locate(tmp_path / "c")
+        find.locate(tmp_path / "c")
     with pytest.raises(
         CheckpointError, match="is no folder; pass the folder that was given to save_checkpoint"
     ):
-        find(tmp_path / "nothing")
+        find_checkpoint(tmp_path / "nothing")
 
 
 def test_latest_that_points_outside(tmp_path):
@@ -84,15 +84,15 @@ def test_latest_that_points_outside(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").write_text("../outside")
     with pytest.raises(CheckpointError, match="cannot be a tag"):
-        folders.locate(tmp_path / "run")
+        find.locate(tmp_path / "run")
 
 
 def test_a_save_stopped_between_its_renames(tmp_path):
     """The checkpoint that was moved aside is found, and put back by the next save of the tag."""
     old = made(tmp_path / ".hf-zero-replaced-a", "old")
     (tmp_path / "latest").write_text("a")
-    assert folders.locate(tmp_path) == old
-    folders.begin(tmp_path, "a", ID)
+    assert find.locate(tmp_path) == old
+    commit.begin_folder(tmp_path, "a", ID)
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
     assert not old.exists()
 
@@ -101,8 +101,8 @@ def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
     made(tmp_path / ".hf-zero-replaced-a", "old"), made(tmp_path / "a", "new")
     (tmp_path / ".hf-zero-replaced-a" / "notes.txt").write_text("mine")
     (tmp_path / "latest").write_text("a")
-    assert folders.locate(tmp_path) == tmp_path / "a"
-    folders.begin(tmp_path, "a", ID)
+    assert find.locate(tmp_path) == tmp_path / "a"
+    commit.begin_folder(tmp_path, "a", ID)
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "new"
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / ".hf-zero-replaced-a").exists()
@@ -114,7 +114,7 @@ def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, 
     (tmp_path / ".hf-zero-saving-a").mkdir()
     other = tmp_path / ".hf-zero-saving-a.b.76543210"
     other.mkdir()
-    assert list(folders.begin(tmp_path, "a", ID).iterdir()) == []
+    assert list(commit.begin_folder(tmp_path, "a", ID).iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f".hf-zero-saving-a.{ID[:8]}",
         other.name,
@@ -124,27 +124,27 @@ def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, 
 
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "a").mkdir()
-    folders.begin(tmp_path, "a", ID)
+    commit.begin_folder(tmp_path, "a", ID)
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
     with pytest.raises(
         CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"
     ):
-        folders.begin(tmp_path, "a", ID)
+        commit.begin_folder(tmp_path, "a", ID)
 
 
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     made(tmp_path / "a", "old")
     temporary = made(tmp_path / ".hf-zero-saving-a", "new")
-    rename = folders.os.rename
+    rename = find.os.rename
 
     def failing(source, target):
         if source == temporary:
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(folders.os, "rename", failing)
+    monkeypatch.setattr(find.os, "rename", failing)
     with pytest.raises(OSError):
-        folders.publish(temporary, "a")
+        commit.publish_folder(temporary, "a")
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
 
 
@@ -156,11 +156,11 @@ def test_folders_of_runs_below_are_named(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"
     ):
-        folders.locate(tmp_path)
+        find.locate(tmp_path)
 
 
 def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):
-    save = landing(tmp_path, "t" * folders.LONGEST_TAG, ID)
+    save = commit_target(tmp_path, "t" * find.LONGEST_TAG, ID)
     save.begin()
     save.file("rank-0").write_bytes(b"0")
     late, rmdir = [], os.rmdir
@@ -179,7 +179,7 @@ def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path
 
 
 def test_a_save_is_given_up_where_nothing_can_be_renamed(tmp_path, monkeypatch):
-    save = landing(tmp_path, "a", ID)
+    save = commit_target(tmp_path, "a", ID)
     save.begin()
     save.file("rank-0").write_bytes(b"0")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.grouping import pair, reordered
+from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.records import GroupEntry
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
 from tests.checkpoint.test_save_load import assert_equal
@@ -22,7 +22,7 @@ def entries(*groups: str) -> list[GroupEntry]:
 
 def paired(saved: list[GroupEntry], *live: str):
     group_of = {name: index for index, names in enumerate(live) for name in names.split()}
-    return pair(group_of, len(live), saved, {name: name for name in group_of})
+    return pair_groups(group_of, len(live), saved, {name: name for name in group_of})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_schedule_follows_its_groups():
         "_milestones": [1, 2, 3],
         "_schedulers": [{"_last_lr": (4, 5, 6), "lr_lambdas": [None]}],
     }
-    assert reordered(state, [2, 0, 1]) == {
+    assert reorder_schedule(state, [2, 0, 1]) == {
         "base_lrs": [3, 1, 2],
         "last_epoch": 7,
         "_milestones": [1, 2, 3],

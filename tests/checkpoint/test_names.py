@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.checkpoint.foreign import unnamed
-from hf_zero.checkpoint.naming import bare, pairing
+from hf_zero.checkpoint.records import pair_names, strip_wrappers
 
 SHAPES = {
     "up.weight": (4, 3),
@@ -18,22 +18,23 @@ SHAPES = {
 
 def test_wrappers_are_no_part_of_a_name() -> None:
     assert (
-        bare("_orig_mod.layers.0._checkpoint_wrapped_module.norm.weight") == "layers.0.norm.weight"
+        strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.norm.weight")
+        == "layers.0.norm.weight"
     )
-    assert bare("layers._fsdp_wrapped_module.weight") == "layers.weight"
-    assert bare("my_orig_mod.weight") == "my_orig_mod.weight"
+    assert strip_wrappers("layers._fsdp_wrapped_module.weight") == "layers.weight"
+    assert strip_wrappers("my_orig_mod.weight") == "my_orig_mod.weight"
 
 
 def test_names_are_paired_past_wrappers() -> None:
-    assert pairing(["a.weight", "b.weight"], ["module.a.weight", "_orig_mod.b.weight"]) == {
+    assert pair_names(["a.weight", "b.weight"], ["module.a.weight", "_orig_mod.b.weight"]) == {
         "a.weight": "module.a.weight",
         "b.weight": "_orig_mod.b.weight",
     }
-    assert pairing(["module.a"], ["a"]) == {"module.a": "a"}
-    assert pairing(["a", "module.a"], ["a", "module.a"]) == {"a": "a", "module.a": "module.a"}, (
+    assert pair_names(["module.a"], ["a"]) == {"module.a": "a"}
+    assert pair_names(["a", "module.a"], ["a", "module.a"]) == {"a": "a", "module.a": "module.a"}, (
         "the same name comes first"
     )
-    assert pairing(["a"], ["_orig_mod.a", "module.a"]) == {}, "either of two is a guess"
+    assert pair_names(["a"], ["_orig_mod.a", "module.a"]) == {}, "either of two is a guess"
 
 
 def test_by_the_model_that_asks() -> None:

@@ -21,14 +21,14 @@ from upath import UPath
 from hf_zero import checkpoint
 from hf_zero.checkpoint import (
     convert_checkpoint,
-    folders,
+    file_writer,
+    find,
     iterate_state_dict,
-    places,
-    streaming,
+    storage,
     verify_checkpoint,
 )
-from hf_zero.checkpoint.verifying import verify_all
-from hf_zero.checkpoint.wholeness import trouble
+from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, run, small, train_some
@@ -76,7 +76,7 @@ def test_what_a_save_puts(store: UPath) -> None:
     assert torch.equal(results[0][1]["seen"], STATE["seen"]) and same(
         weights(again), weights(engines)
     )
-    assert folders.tags(places.place(URL)) == ["global_step1"]
+    assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PART", 64)
+    monkeypatch.setattr(storage, "PART", 64)
     asked: list[int] = []
     original = MemoryFileSystem.cat_file
 
@@ -254,7 +254,7 @@ def every_request(save: Callable[[], object], check: Callable[[bool, str], None]
 def test_a_save_that_is_cut_off_at_every_request(
     tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "FILLED", 1024)
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)
     good(saved(URL, ONE, tag="a", client_state=STATE)[1])
     old = weights(load(URL, ONE)[0])
     engine = trained(4)
@@ -265,8 +265,8 @@ def test_a_save_that_is_cut_off_at_every_request(
         good(results)
         found = weights(resumed)
         assert same(found, new) or (same(found, old) and not done), where
-        for held in folders.tags(store):
-            assert not trouble(store / held), where
+        for held in find.tags_in(store):
+            assert not integrity_error(store / held), where
         good(run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))[1])
         assert same(weights(load(URL, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0])), (
             where
@@ -287,7 +287,7 @@ def test_cut_off_while_older_ones_go(store: UPath) -> None:
     states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
 
     def check(done: bool, where: str) -> None:
-        held = folders.tags(store)
+        held = find.tags_in(store)
         assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), (
             where
         )
@@ -378,7 +378,7 @@ def test_nothing_there(store: UPath) -> None:
 
 def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
     (store / "file").write_bytes(bytes(100))
-    file = places.open_ranges(store / "file")
+    file = storage.open_ranges(store / "file")
     (store / "file").write_bytes(bytes(40))
     assert file.read(memoryview(bytearray(80)), 10) == 30
 
@@ -402,7 +402,7 @@ def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointError,
         match="Install s3fs to access S3; install the package of fsspec for it, or pass a path",
     ):
-        places.place("s3://bucket/run")
+        storage.as_path("s3://bucket/run")
 
 
 def test_a_url_that_was_made_a_path() -> None:
@@ -417,7 +417,7 @@ def test_what_is_no_place() -> None:
     with pytest.raises(
         CheckpointError, match="3 of type int is no place for checkpoints; pass a path or a URL"
     ):
-        places.place(3)
+        storage.as_path(3)
 
 
 def test_a_model_is_converted_to_a_file_system(tmp_path: Path) -> None:

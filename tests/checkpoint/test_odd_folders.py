@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import behind as behind_module
-from hf_zero.checkpoint import folders, publishing
-from hf_zero.checkpoint.folders import LATEST, SAVING
+from hf_zero.checkpoint import async_save, find, plan
+from hf_zero.checkpoint.find import LATEST, SAVING
 from tests.checkpoint.fakes import good, run, small
 from tests.checkpoint.test_engine import Setup
 from tests.checkpoint.test_failures import RANK1, TWO, errors, load, refused, same, saved, weights
@@ -36,7 +35,7 @@ def once(monkeypatch: pytest.MonkeyPatch, before) -> None:
     """``before()`` runs when rank 0 of the first save has the files of all ranks and puts the
     manifest together.
     """
-    describe, called = publishing.describe, []
+    describe, called = plan.build_manifest, []
 
     def described(*args):
         if not called:
@@ -44,7 +43,7 @@ def once(monkeypatch: pytest.MonkeyPatch, before) -> None:
             before()
         return describe(*args)
 
-    monkeypatch.setattr(publishing, "describe", described)
+    monkeypatch.setattr(plan, "build_manifest", described)
 
 
 # ---- while a save is under way ----
@@ -55,13 +54,13 @@ def test_the_working_folder_changes_while_a_thread_writes(
 ) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-    write, moved = behind_module.write_image, threading.Event()
+    write, moved = async_save.write_image, threading.Event()
 
     def waiting(path, image):
         assert moved.wait(50)
         return write(path, image)
 
-    monkeypatch.setattr(behind_module, "write_image", waiting)
+    monkeypatch.setattr(async_save, "write_image", waiting)
     monkeypatch.chdir(tmp_path / "here")
 
     def train(rank: int) -> None:
@@ -104,7 +103,7 @@ def test_two_jobs_save_under_one_tag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """The job that began last has the tag. The other one raises; files of both are never mixed."""
-    describe, calls = publishing.describe, []
+    describe, calls = plan.build_manifest, []
     others, there, gone_on = [], threading.Event(), threading.Event()
 
     def second() -> None:
@@ -124,7 +123,7 @@ def test_two_jobs_save_under_one_tag(
         return describe(*args)
 
     saved(tmp_path, tag="a")
-    monkeypatch.setattr(publishing, "describe", described)
+    monkeypatch.setattr(plan, "build_manifest", described)
     results = saved(tmp_path, tag="a", steps=3)[1]
     gone_on.set()
     thread.join(50)
@@ -281,7 +280,7 @@ def test_nothing_is_removed_while_latest_cannot_be_read(
     good(saved(tmp_path, tag="s1")[1])
     (tmp_path / LATEST).write_bytes(b"\xff")
     good(saved(tmp_path, tag="s2", save_latest=False, keep=1)[1])
-    assert folders.tags(tmp_path) == ["s1", "s2"]
+    assert find.tags_in(tmp_path) == ["s1", "s2"]
     assert any("nothing is removed" in text and str(tmp_path / LATEST) in text for text in heard)
 
 

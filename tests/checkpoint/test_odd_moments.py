@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import behind as behind_module
-from hf_zero.checkpoint import tensorfile, verify_checkpoint
+from hf_zero.checkpoint import async_save, tensorfile, verify_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 from tests.checkpoint.test_elastic import Elastic, grouped, micro_losses, place
@@ -39,13 +38,13 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Threads write only once this is set."""
-    free, write = threading.Event(), behind_module.write_image
+    free, write = threading.Event(), async_save.write_image
 
     def waiting(path: Path, image: memoryview) -> None:
         assert free.wait(50)
         return write(path, image)
 
-    monkeypatch.setattr(behind_module, "write_image", waiting)
+    monkeypatch.setattr(async_save, "write_image", waiting)
     yield free
     free.set()
 
@@ -229,14 +228,14 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     """The later one is what the tag names; where the thread fails, on one rank, all ranks hear
     of it and can save again.
     """
-    write = behind_module.write_image
+    write = async_save.write_image
 
     def failing(path: Path, image: memoryview) -> None:
         if fails and path.name.startswith("rank-00001"):
             raise OSError(28, "No space left on device", str(path))
         return write(path, image)
 
-    monkeypatch.setattr(behind_module, "write_image", failing)
+    monkeypatch.setattr(async_save, "write_image", failing)
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = TWO.open(models[rank])

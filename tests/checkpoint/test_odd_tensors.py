@@ -15,8 +15,8 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.reader import copy_ranges, parameter_ranges
 from hf_zero.checkpoint.records import Chunk, FlatEntry
-from hf_zero.checkpoint.reshard import parameter_runs, runs
 from hf_zero.checkpoint.tensorfile import CODES, TensorFile, plan_file
 from hf_zero.core.layout import FlatLayout
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of
@@ -234,7 +234,7 @@ def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> N
     covered = 0
     for rank in range(loaded_by):
         start, stop = layout.rank_range(rank)
-        for each in runs(manifest, layout, start, stop, {name: name for name, _ in shapes}):
+        for each in copy_ranges(manifest, layout, start, stop, {name: name for name, _ in shapes}):
             for at in (0, each.length - 1):
                 (piece,) = layout.pieces(start + each.target + at, start + each.target + at + 1)
                 chunk = flat.chunks[each.chunk]
@@ -245,7 +245,7 @@ def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> N
                 )
             covered += each.length
     assert covered == sum(flat.layout.by_name[name].numel for name, _ in shapes)
-    (one,) = parameter_runs(manifest_of(FlatLayout.build(shapes, 1)), "z", 2**33 - 1, 2**33)
+    (one,) = parameter_ranges(manifest_of(FlatLayout.build(shapes, 1)), "z", 2**33 - 1, 2**33)
     assert one.source == 5 + 2 * HUGE + 2**33 - 1
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.records import Chunk, FlatEntry
-from hf_zero.checkpoint.reshard import runs
 from hf_zero.core.layout import FlatLayout
 
 
@@ -51,7 +51,7 @@ def test_every_element_comes_from_its_place(data):
             for i in range(len(piece))
         }
         found = {}
-        for run in runs(manifest, layout, start, stop, held):
+        for run in copy_ranges(manifest, layout, start, stop, held):
             assert run.length > 0
             chunk = run.flat.chunks[run.chunk]
             assert chunk.start + run.source + run.length <= chunk.stop
@@ -68,14 +68,16 @@ def test_neighbours_merge_and_gaps_part_them():
     both = {"a": "a", "b": "b"}
     beside = FlatLayout.build([("a", (8,)), ("b", (8,))], 1)
     assert [
-        (run.source, run.target, run.length) for run in runs(manifest, beside, 0, 16, both)
+        (run.source, run.target, run.length) for run in copy_ranges(manifest, beside, 0, 16, both)
     ] == [(0, 0, 16)]
     apart = FlatLayout.build([("a", (8,)), ("x", (8,)), ("b", (8,))], 1)
-    assert [(run.source, run.target, run.length) for run in runs(manifest, apart, 0, 24, both)] == [
+    assert [
+        (run.source, run.target, run.length) for run in copy_ranges(manifest, apart, 0, 24, both)
+    ] == [
         (0, 0, 8),
         (8, 16, 8),
     ]
     turned = FlatLayout.build([("b", (8,)), ("a", (8,))], 1)
     assert [
-        (run.source, run.target, run.length) for run in runs(manifest, turned, 0, 16, both)
+        (run.source, run.target, run.length) for run in copy_ranges(manifest, turned, 0, 16, both)
     ] == [(8, 0, 8), (0, 8, 8)]

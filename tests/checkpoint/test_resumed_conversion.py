@@ -19,14 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import (
-    alone,
-    convert_checkpoint,
-    filling,
-    iterate_state_dict,
-    journal,
-    outputs,
-)
+from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict
+from hf_zero.checkpoint.convert import files, outputs
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.fakes import Job, small
 from tests.checkpoint.test_export import saved
@@ -48,8 +42,8 @@ class Killed(BaseException):
 def cut_often(monkeypatch):
     """Windows of a page, and a note after each."""
     monkeypatch.setattr(outputs.Scratch, "ELEMENTS", 64)
-    monkeypatch.setattr(filling, "WINDOW", 4096)
-    monkeypatch.setattr(filling, "NOTED", 4096)
+    monkeypatch.setattr(files, "WINDOW", 4096)
+    monkeypatch.setattr(files, "NOTED", 4096)
 
 
 CALLS = ("pwrite", "write", "fsync", "replace", "ftruncate", "unlink")
@@ -133,7 +127,7 @@ def test_a_torn_line_of_the_journal(tmp_path, monkeypatch, cut_often):
     convert_checkpoint(tmp_path / "run", tmp_path / "whole")
     want = content(tmp_path / "whole")
     until(monkeypatch, 60, lambda: convert_checkpoint(tmp_path / "run", out, workers=1))
-    path = out / journal.JOURNAL
+    path = out / files.JOURNAL
     lines = path.read_bytes()
     for torn in (
         lines + b'{"file": "model.safetensors", "bytes": 99',
@@ -182,7 +176,7 @@ def test_temporary_files_that_are_gone_or_shorter(tmp_path, monkeypatch, cut_oft
     out = tmp_path / "out"
     for harm in (lambda path: path.unlink(), lambda path: os.truncate(path, 100)):
         until(monkeypatch, 60, lambda: convert_checkpoint(tmp_path / "run", out, workers=1))
-        harm(journal.temporary(out, "model.safetensors"))
+        harm(files.temporary_path(out, "model.safetensors"))
         assert convert_checkpoint(tmp_path / "run", out).kept == 0
         assert content(out) == content(tmp_path / "whole")
         shutil.rmtree(out)
@@ -190,14 +184,12 @@ def test_temporary_files_that_are_gone_or_shorter(tmp_path, monkeypatch, cut_oft
 
 def test_a_journal_removes_nothing_outside_of_its_folder(tmp_path):
     saved(tmp_path / "run", small)
-    mine = tmp_path / journal.temporary(Path(), "mine").name
+    mine = tmp_path / files.temporary_path(Path(), "mine").name
     mine.write_text("mine")
     out = tmp_path / "out"
     out.mkdir()
     names = ["../mine", str(tmp_path / "mine"), "a/../../mine", 3, ""]
-    (out / journal.JOURNAL).write_text(
-        json.dumps({"identity": "of another", "files": names}) + "\n"
-    )
+    (out / files.JOURNAL).write_text(json.dumps({"identity": "of another", "files": names}) + "\n")
     convert_checkpoint(tmp_path / "run", out)
     assert mine.read_text() == "mine"
 
@@ -217,8 +209,9 @@ def test_one_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, cut_often):
 
 SCRIPT = """
 import sys
-from hf_zero.checkpoint import convert_checkpoint, filling
-filling.WINDOW = filling.NOTED = 1 << 15
+from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.checkpoint.convert import files
+files.WINDOW = files.NOTED = 1 << 15
 convert_checkpoint(*sys.argv[1:], workers=2)
 """
 
@@ -228,7 +221,7 @@ def test_a_process_that_is_killed(tmp_path):
     convert_checkpoint(tmp_path / "run", tmp_path / "whole")
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(out)])
-    notes = out / journal.JOURNAL
+    notes = out / files.JOURNAL
     deadline = time.monotonic() + 60
     while not (notes.exists() and len(notes.read_bytes().splitlines()) > 3):
         assert process.poll() is None and time.monotonic() < deadline
@@ -301,7 +294,7 @@ def test_a_file_system_without_direct_writes(tmp_path, monkeypatch, cut_often, r
 
     def refusing(*args, **kwargs):
         flags = args[1] if refused == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
-        if flags & filling.DIRECT:
+        if flags & files.DIRECT:
             count[0] += 1
             raise OSError(errno.EINVAL, "Invalid argument")
         return original(*args, **kwargs)
@@ -320,7 +313,7 @@ def test_a_refusal_of_another_kind_is_told(tmp_path, monkeypatch, refused):
     original = getattr(os, refused)
 
     def refusing(*args, **kwargs):
-        if refused == "pwrite" or (args[1] & filling.DIRECT and "model" in str(args[0])):
+        if refused == "pwrite" or (args[1] & files.DIRECT and "model" in str(args[0])):
             raise OSError(errno.EACCES, "Permission denied", "model")
         return original(*args, **kwargs)
 
@@ -334,7 +327,7 @@ def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
     """The second is refused and changes nothing; the first goes on to its end."""
     saved(tmp_path / "run")
     want = convert_checkpoint(tmp_path / "run", tmp_path / "want")
-    fill, refused = filling._File.fill, []
+    fill, refused = files._WindowedFile.fill, []
 
     def meanwhile(self, *args):
         if not refused:
@@ -348,7 +341,7 @@ def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
             assert content(tmp_path / "out") == before
         return fill(self, *args)
 
-    monkeypatch.setattr(filling._File, "fill", meanwhile)
+    monkeypatch.setattr(files._WindowedFile, "fill", meanwhile)
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out", workers=1).files == want.files
     assert refused and content(tmp_path / "out") == content(tmp_path / "want")
 
@@ -357,19 +350,19 @@ def test_a_lock_without_a_holder(tmp_path):
     """What a process that was killed left is no lock."""
     saved(tmp_path / "run")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / alone.LOCK).write_bytes(b"")
+    (tmp_path / "out" / files.LOCK).write_bytes(b"")
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files
-    assert not (tmp_path / "out" / alone.LOCK).exists()
+    assert not (tmp_path / "out" / files.LOCK).exists()
 
 
-@pytest.mark.parametrize("code", alone.WITHOUT)
+@pytest.mark.parametrize("code", files.NO_LOCKS)
 def test_a_file_system_without_locks(tmp_path, monkeypatch, code):
     saved(tmp_path / "run")
 
     def none(*args):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(alone.fcntl, "flock", none)
+    monkeypatch.setattr(files.fcntl, "flock", none)
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files
 
 
@@ -381,16 +374,16 @@ def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):
 
     def late(descriptor, how):
         if not seen:
-            (tmp_path / alone.LOCK).unlink()
+            (tmp_path / files.LOCK).unlink()
         seen.append(descriptor)
         flock(descriptor, how)
 
-    monkeypatch.setattr(alone.fcntl, "flock", late)
-    with alone.alone_in(tmp_path):
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with files.lock_folder(tmp_path):
         monkeypatch.undo()
-        assert len(seen) == 2 and (tmp_path / alone.LOCK).exists()
+        assert len(seen) == 2 and (tmp_path / files.LOCK).exists()
         with (
             pytest.raises(CheckpointError, match="is being written by another conversion"),
-            alone.alone_in(tmp_path),
+            files.lock_folder(tmp_path),
         ):
             pass

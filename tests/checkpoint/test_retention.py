@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import folders, retention
+from hf_zero.checkpoint import commit, find, retention, storage
 from hf_zero.config import ZeroConfig
 from tests.checkpoint.fakes import Job, good, run, small, train_some
 from tests.checkpoint.test_failures import errors
@@ -51,13 +51,13 @@ def test_the_last_saved_is_the_newest_whatever_its_number(tmp_path):
     """Resumed from an older one in a folder that holds later steps."""
     for step in (7, 8, 2):
         good(save(tmp_path, step, keep=1))
-    assert folders.tags(tmp_path) == ["global_step2"]
+    assert find.tags_in(tmp_path) == ["global_step2"]
 
 
 def test_without_a_number_all_stay(tmp_path):
     for step in (1, 2, 3):
         good(save(tmp_path, step))
-    assert len(folders.tags(tmp_path)) == 3
+    assert len(find.tags_in(tmp_path)) == 3
 
 
 def test_other_names_are_not_looked_at(tmp_path):
@@ -80,15 +80,15 @@ def test_other_names_are_not_looked_at(tmp_path):
         "latest",
         "zero_to_fp32.py",
     ]
-    assert folders.is_checkpoint(tmp_path / "global_step5")
+    assert find.is_checkpoint(tmp_path / "global_step5")
 
 
 def test_what_latest_names_stays(tmp_path):
     good(save(tmp_path, 1))
     for step in (2, 3):
         good(save(tmp_path, step, save_latest=False, keep=1))
-    assert sorted(folders.tags(tmp_path)) == ["global_step1", "global_step3"]
-    assert folders.locate(tmp_path).name == "global_step1"
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step3"]
+    assert find.locate(tmp_path).name == "global_step1"
 
 
 def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
@@ -96,7 +96,7 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
         good(save(tmp_path, step))
     cut_short(tmp_path / "global_step3")
     good(save(tmp_path, 4, keep=2))
-    assert sorted(folders.tags(tmp_path)) == ["global_step2", "global_step3", "global_step4"]
+    assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3", "global_step4"]
     assert any(
         "global_step3 is damaged and is neither counted nor removed" in text and "cut short" in text
         for text in heard
@@ -106,16 +106,16 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
 def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
     """A disk that loses what it has just been given is not to be trusted with the rest."""
     good(save(tmp_path, 1))
-    published = folders.publish
+    published = commit.publish_folder
 
     def losing(temporary, tag):
         final = published(temporary, tag)
         cut_short(final)
         return final
 
-    monkeypatch.setattr(folders, "publish", losing)
+    monkeypatch.setattr(commit, "publish_folder", losing)
     good(save(tmp_path, 2, keep=1))
-    assert sorted(folders.tags(tmp_path)) == ["global_step1", "global_step2"]
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any("global_step2 is damaged" in text for text in heard)
 
 
@@ -125,16 +125,16 @@ def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
     def busy(source, target):
         raise OSError(errno.EACCES, "Permission denied", str(source))
 
-    monkeypatch.setattr(folders, "rename", busy)
+    monkeypatch.setattr(storage, "rename_durably", busy)
     good(save(tmp_path, 2, keep=1))
-    assert sorted(folders.tags(tmp_path)) == ["global_step1", "global_step2"]
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any(
         "global_step1 is to be removed" in text and "make the folder writable" in text
         for text in heard
     )
     monkeypatch.undo()
     good(save(tmp_path, 3, keep=1))
-    assert folders.tags(tmp_path) == ["global_step3"]
+    assert find.tags_in(tmp_path) == ["global_step3"]
 
 
 def test_leftovers_of_a_removal_go_with_the_next_save(tmp_path):
@@ -173,8 +173,8 @@ def test_the_key_of_the_configuration(tmp_path):
         engine.save_checkpoint(str(tmp_path))
         engine.save_checkpoint(str(tmp_path / "own"), tag=f"s{step}")
         engine.save_checkpoint(str(tmp_path / "own"), tag=f"t{step}", keep=1)
-    assert sorted(folders.tags(tmp_path)) == ["global_step2", "global_step3"]
-    assert sorted(folders.tags(tmp_path / "own")) == ["s1", "s2", "s3", "t3"]
+    assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3"]
+    assert sorted(find.tags_in(tmp_path / "own")) == ["s1", "s2", "s3", "t3"]
     engine.destroy()
 
 

@@ -322,7 +322,7 @@ def test_same_ranks_read_each_tensor_in_one_piece(tmp_path, monkeypatch):
 
 COLLECTED = """
 import gc, os, threading, time
-from hf_zero.checkpoint.contents import rng_states
+from hf_zero.checkpoint.engine_state import rng_states
 
 class Slow:
     def __init__(self):

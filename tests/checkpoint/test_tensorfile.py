@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint import streaming, tensorfile
-from hf_zero.checkpoint.hashes import hash_of
-from hf_zero.checkpoint.streaming import Output, write_image, write_tensors
-from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, TensorFile, hash_of_file, plan_file
+from hf_zero.checkpoint import file_writer, tensorfile
+from hf_zero.checkpoint.file_writer import DirectFile, write_image, write_tensors
+from hf_zero.checkpoint.tensorfile import (
+    CODES,
+    MAX_HEADER,
+    TensorFile,
+    hash_of,
+    hash_of_file,
+    plan_file,
+)
 from hf_zero.errors import CheckpointError
 
 DTYPES = sorted(CODES, key=str)
@@ -84,7 +90,7 @@ def test_it_reads_what_the_library_writes(tmp_path):
 
 def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorfile, "BLOCK", 64)
-    monkeypatch.setattr(streaming, "FILLED", 64)
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 64)
     tensor, ticks = torch.arange(1001.0), []
     plan = plan_file([("a", tensor.dtype, tensor.shape)], {})
     digest = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
@@ -100,7 +106,7 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
     "size", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 5000]
 )
 def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
-    image = streaming.aligned(size).random_(256)
+    image = file_writer.aligned_buffer(size).random_(256)
     write_image(tmp_path / "f", tensorfile.bytes_view(image))
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
@@ -108,28 +114,28 @@ def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
 @pytest.mark.parametrize("takes", [4096, 1 << 19, 5000])
 def test_writes_that_take_less_than_they_are_given(tmp_path, monkeypatch, takes):
     """After a part of a page the rest goes through the cache."""
-    image, write = streaming.aligned((2 << 20) + 77).random_(256), os.write
-    monkeypatch.setattr(streaming.os, "write", lambda fd, data: write(fd, data[:takes]))
+    image, write = file_writer.aligned_buffer((2 << 20) + 77).random_(256), os.write
+    monkeypatch.setattr(file_writer.os, "write", lambda fd, data: write(fd, data[:takes]))
     write_image(tmp_path / "f", tensorfile.bytes_view(image))
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
 
 def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch):
-    image, opened = streaming.aligned(2 << 20).random_(256), os.open
+    image, opened = file_writer.aligned_buffer(2 << 20).random_(256), os.open
 
     def refuse(path, flags, *mode):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument", str(path))
         return opened(path, flags, *mode)
 
-    monkeypatch.setattr(streaming.os, "open", refuse)
+    monkeypatch.setattr(file_writer.os, "open", refuse)
     write_image(tmp_path / "f", tensorfile.bytes_view(image))
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
 
 def test_memory_on_no_page_is_written_all_the_same(tmp_path):
     data = memoryview(bytes(range(256)) * 8192)[1:]
-    with Output(tmp_path / "f", len(data)) as output:
+    with DirectFile(tmp_path / "f", len(data)) as output:
         output.write(data)
         output.flush()
     assert (tmp_path / "f").read_bytes() == bytes(data)

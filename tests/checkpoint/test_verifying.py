@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import opened
+from hf_zero.checkpoint import reader
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Job, run, small, train_some
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monk
     def failing(path, algorithm, tick=None):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(opened, "hash_of_file", failing)
+    monkeypatch.setattr(reader, "hash_of_file", failing)
     problems = checkpoint.verify_checkpoint(folder).problems
     assert [first in problems[0], second in problems[1], "objects.pt" in problems[2]] == [True] * 3
     assert (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import behind
+from hf_zero.checkpoint import async_save
 from hf_zero.core import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
@@ -30,7 +30,7 @@ def main(rank: int, way: str, folder: str) -> None:
     model = seeded(Latecomer)
     engine = start(model, plain_sgd(model), config_of(3, timeout=300))
     engine.save_checkpoint(folder, tag="old")
-    write = behind.write_image
+    write = async_save.write_image
 
     def slow(*arguments: Any) -> str:
         time.sleep(SECONDS)
@@ -38,7 +38,7 @@ def main(rank: int, way: str, folder: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
         return write(*arguments)
 
-    behind.write_image = slow
+    async_save.write_image = slow
     engine.backward(squared(engine, At(0, 0, rank)))
     engine.step()
     engine.save_checkpoint(folder, tag="new", blocking=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hf_zero
-from hf_zero.checkpoint import folders
+from hf_zero.checkpoint import find
 from hf_zero.hosts.reaching import free_port
 from tests.gloo.killing import Plan, rank_main
 
@@ -26,8 +26,8 @@ IMPORTED = [
     "torch._dynamo",
     "hf_zero.initialize",
     "hf_zero.optim",
-    "hf_zero.checkpoint.writer",
-    "hf_zero.checkpoint.reader",
+    "hf_zero.checkpoint.save_sharded",
+    "hf_zero.checkpoint.load_sharded",
 ]
 
 
@@ -142,7 +142,7 @@ def kill_again_and_again(
         ) < max(running.steps("saving"))
         if (plan.folder / "latest").exists():
             assert hf_zero.verify_checkpoint(plan.folder).problems == ()
-            for tag in folders.tags(plan.folder):
+            for tag in find.tags_in(plan.folder):
                 assert hf_zero.verify_checkpoint(plan.folder, tag).problems == (), tag
         if running.steps("done"):
             reached = 0
@@ -157,9 +157,9 @@ def kill_again_and_again(
     left = [
         path.name
         for path in plan.folder.iterdir()
-        if path.name.startswith(folders.RESERVED) and not path.name.startswith(folders.SAVING)
+        if path.name.startswith(find.RESERVED) and not path.name.startswith(find.SAVING)
     ]
-    assert not left and len(folders.tags(plan.folder)) <= (how.get("keep") or 1)
+    assert not left and len(find.tags_in(plan.folder)) <= (how.get("keep") or 1)
 
 
 def _last(words: list[tuple[str, Any]], wanted: str) -> int:

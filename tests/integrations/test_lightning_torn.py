@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from hf_zero.checkpoint import folders, retention
+from hf_zero.checkpoint import retention, storage
 from hf_zero.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
@@ -171,7 +171,7 @@ def test_those_beyond_the_best_go_by_a_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed = []
-    rename = folders.rename
+    rename = storage.rename_durably
 
     def seen(source: Path, target: Path) -> None:
         renamed.append((source.name, target.name))

@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.checkpoint.finding import find
+from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.config import PRESETS, ZeroConfig
 from tests.helpers.launched import end_group, environment
@@ -253,7 +253,7 @@ def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
     (_, before), *_, (step, after) = losses(run, "eval_loss")
     assert step == 2 and after < before
 
-    manifest = Manifest.read(find(run["folder"]) / MANIFEST_NAME)
+    manifest = Manifest.read(find_checkpoint(run["folder"]) / MANIFEST_NAME)
     assert (manifest.stage, manifest.world["size"], manifest.counters["global_steps"]) == (3, 2, 2)
     done = hf_zero.convert_checkpoint(run["folder"], tmp_path / "model", progress=False)
     card = ModelCard.load(done.folder / "README.md")

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 
-from hf_zero.checkpoint import behind, folders
+from hf_zero.checkpoint import async_save, find
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engines_part, trainers
 from tests.integrations.test_accelerate_torn import Loop, names
@@ -46,7 +46,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, write = Gate(), behind.write_image
+    gate, write = Gate(), async_save.write_image
 
     def waiting(path: Path, image: memoryview) -> None:
         assert gate.open.wait(60)
@@ -55,7 +55,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, image)
 
-    monkeypatch.setattr(behind, "write_image", waiting)
+    monkeypatch.setattr(async_save, "write_image", waiting)
     yield gate
     gate.open.set()
 
@@ -230,7 +230,7 @@ def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path:
     assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == uploaded
     for name in uploaded:
         assert trainers(hub / name) == ""
-    assert not [path for path in hub.rglob("*") if path.name.startswith(folders.RESERVED)]
+    assert not [path for path in hub.rglob("*") if path.name.startswith(find.RESERVED)]
     loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(hub, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(

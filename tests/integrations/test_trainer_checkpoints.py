@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from hf_zero.checkpoint import folders
+from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from tests.integrations.conftest import forget
 from tests.integrations.test_trainer_training import routed
@@ -108,7 +108,7 @@ def test_the_last_whole_one_is_resumed_and_torn_ones_are_named(
     assert len(told) == 1 and any(part in told[0] for part in WAYS[way].split("|")), heard
     # The run has come past the torn one and written it anew.
     assert not [text for text in heard if "checkpoint-2 is not whole" in text]
-    assert folders.is_checkpoint(folders.locate(folder / "checkpoint-3"))
+    assert find.is_checkpoint(find.locate(folder / "checkpoint-3"))
 
 
 def test_if_none_is_whole_all_are_named(whole: Any, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_what_is_pushed_to_the_hub(stage: int, hub: Path, tmp_path: Path) -> Non
     assert not [
         name
         for name in names
-        if folders.RESERVED in name or "dropped" in name or name.startswith("checkpoint-")
+        if find.RESERVED in name or "dropped" in name or name.startswith("checkpoint-")
     ]
     loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(hub, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -203,7 +203,7 @@ def test_explain_shows_every_value_with_its_source() -> None:
 
 
 def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.checkpoint.export import Conversion
+    from hf_zero.checkpoint.convert.export import Conversion
 
     asked: list[Any] = []
 

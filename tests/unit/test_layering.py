@@ -151,7 +151,7 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("from ..integrations import accelerate", "hf_zero.core.hooks", "hf_zero.integrations"),
         ("import torch.distributed as dist", "hf_zero.core.hooks", "torch.distributed"),
         ("from torch import distributed", "hf_zero.core.hooks", "torch.distributed"),
-        ("import transformers", "hf_zero.checkpoint.export", "transformers"),
+        ("import transformers", "hf_zero.checkpoint.convert.export", "transformers"),
         ("from accelerate.state import PartialState", "hf_zero.cli.doctor", "accelerate"),
     ],
 )

@@ -8,10 +8,10 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hf_zero.checkpoint.places import Place, is_remote
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.opened import Checkpoint
+    from hf_zero.checkpoint.reader import Checkpoint
 
 # What a folder of each kind holds -> the module that opens it.
 SIGNS = {
@@ -23,7 +23,7 @@ SIGNS = {
 }
 
 
-def recognise(folder: Place) -> str:
+def recognise(folder: AnyPath) -> str:
     """The module of this package that reads ``folder``, or "" if none does. A run's folder, with
     ``latest``, is none itself.
 
@@ -36,7 +36,7 @@ def recognise(folder: Place) -> str:
     )
 
 
-def open_foreign(folder: Place, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
+def open_foreign(folder: AnyPath, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
     """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is
     damaged or of a kind that is not read.
 

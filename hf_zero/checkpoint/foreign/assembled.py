@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.contents import BUFFER
+from hf_zero.checkpoint.engine_state import BUFFER
 from hf_zero.checkpoint.foreign.mapped import MappedFiles
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.opened import Checkpoint
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import (
     MASTER,
     SHARD,
@@ -26,7 +26,7 @@ from hf_zero.checkpoint.records import (
     GroupEntry,
     OptimizerEntry,
 )
-from hf_zero.checkpoint.tensorfile import Entry, TensorFile
+from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
 
@@ -135,7 +135,7 @@ class Table:
     def __init__(self, path: Path, tensors: Mapping[str, Held], mapped: MappedFiles) -> None:
         self.path, self._tensors, self._mapped = path, dict(tensors), mapped
         self.entries = {
-            name: Entry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize)
+            name: TensorEntry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize)
             for name, t in self._tensors.items()
         }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.places import read_all
+from hf_zero.checkpoint.storage import read_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 
 MAPS = Path("/proc/self/maps")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.places import read_all
+from hf_zero.checkpoint.storage import read_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.naming import pairing
+from hf_zero.checkpoint.records import pair_names
 
 Shape = tuple[int, ...]
 Names = list[list[str]]
@@ -51,7 +51,7 @@ def as_asked(
     """
     if [len(group) for group in wanted] != [len(group) for group in asked]:
         return None
-    there = pairing([name for names in asked for name in names], held)
+    there = pair_names([name for names in asked for name in names], held)
     pairs = [pair for shapes, names in zip(wanted, asked) for pair in zip(shapes, names)]
     fits = all(name in there and shape in (None, held[there[name]]) for shape, name in pairs)
     return [[there[name] for name in names] for names in asked] if fits else None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.folders import DROPPED
-from hf_zero.checkpoint.pending import once_whole
+from hf_zero.checkpoint.async_save import after_commit
+from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
@@ -68,7 +68,7 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
             self.wait_for_everyone()
             if self.is_main_process:
                 newest = Path(location)
-                once_whole(newest, lambda: _keep(newest, max(limit, 1), parts))
+                after_commit(newest, lambda: _keep(newest, max(limit, 1), parts))
             self.wait_for_everyone()
         return location
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.pending import once_whole
+from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.retention import remove
 from hf_zero.core.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
@@ -223,7 +223,7 @@ def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(self.model, Engine) or not folder.is_dir() or folder.is_symlink():
             original(self, filepath)
         elif self.is_global_zero:
-            once_whole(folder.parent, lambda: remove([folder]))
+            after_commit(folder.parent, lambda: remove([folder]))
 
     return remove_checkpoint
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.pending import once_whole
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError
@@ -56,7 +56,7 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
     if folder.is_dir() and of_an_engine(folder):
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
-        tell_lost_random_states(folder, folders.locate(folder), name, rank, ranks)
+        tell_lost_random_states(folder, find.locate(folder), name, rank, ranks)
     return str(folder)
 
 
@@ -186,7 +186,7 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
         first = [folder for folder in ordered if folder in protected]
         keep = max(int(save_total_limit or 1), len(first))
         candidates = [*first, *(folder for folder in ordered if folder not in protected)]
-        once_whole(newest, lambda: _keep(candidates, keep, protected))
+        after_commit(newest, lambda: _keep(candidates, keep, protected))
 
     return rotate_checkpoints
 

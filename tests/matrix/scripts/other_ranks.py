@@ -129,7 +129,7 @@ def loop(args, ranks, folder):
 
 
 def die_in_a_save(number):
-    from hf_zero.checkpoint import behind, writer
+    from hf_zero.checkpoint import async_save, save_sharded
 
     saves = iter(range(1, number + 1))
 
@@ -143,9 +143,9 @@ def die_in_a_save(number):
 
         return written
 
-    behind.write_image, writer.write_tensors = (
-        dying(behind.write_image),
-        dying(writer.write_tensors),
+    async_save.write_image, save_sharded.write_tensors = (
+        dying(async_save.write_image),
+        dying(save_sharded.write_tensors),
     )
 
 

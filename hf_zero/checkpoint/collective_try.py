@@ -1,6 +1,4 @@
-"""Work that must succeed on all ranks or fail on all: nobody is left waiting for a rank that
-raised.
-"""
+"""Work that succeeds on all ranks or raises on all of them: no rank waits for one that raised."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _REMEDIES = {
 }
 
 
-def told(error: BaseException, path: Any = None) -> str:
+def describe_error(error: BaseException, path: Any = None) -> str:
     """One line for ``error``: what was wrong, with which file, and what to do."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -37,7 +35,7 @@ def told(error: BaseException, path: Any = None) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
 
 
-def told_of_all(failed: Mapping[int, str], world: int) -> str:
+def describe_failures(failed: Mapping[int, str], world: int) -> str:
     """One line for what was wrong on the ranks that failed, of ``world``; said once if all say
     the same.
     """
@@ -49,7 +47,9 @@ def told_of_all(failed: Mapping[int, str], world: int) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
 
 
-def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = "") -> list[T]:
+def collective_try(
+    comm: Any, action: Callable[[], T], path: Any = None, after: str = ""
+) -> list[T]:
     """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
     Collective.
 
@@ -61,10 +61,10 @@ def together(comm: Any, action: Callable[[], T], path: Any = None, after: str = 
     try:
         outcome: tuple[bool, Any] = (True, action())
     except Exception as error:
-        cause, outcome = error, (False, told(error, path))
+        cause, outcome = error, (False, describe_error(error, path))
     outcomes = comm.all_gather_object(outcome)
     failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
     if not failed:
         return [value for _, value in outcomes]
-    message = told_of_all(failed, len(outcomes))
+    message = describe_failures(failed, len(outcomes))
     raise CheckpointError(message + (f". {after}" if after else "")) from cause

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.places import Place, is_remote
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
 
 CONFIG, CARD = "config.json", "README.md"
@@ -34,7 +34,7 @@ PATTERNS = (
 _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
-def places(folder: Place) -> list[Place]:
+def places(folder: AnyPath) -> list[AnyPath]:
     """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's
     ``checkpoint-N``.
     """
@@ -42,11 +42,11 @@ def places(folder: Place) -> list[Place]:
     return [folder, above, *([above.parent] if re.fullmatch(r"checkpoint-\d+", above.name) else [])]
 
 
-def companions(folder: Place) -> dict[str, Place]:
+def companions(folder: AnyPath) -> dict[str, AnyPath]:
     """Name and path of what is to be carried along; what lies nearer to the checkpoint comes
     first.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, AnyPath] = {}
     for place in places(folder):
         for pattern in PATTERNS:
             for path in sorted(place.glob(pattern)):
@@ -55,7 +55,7 @@ def companions(folder: Place) -> dict[str, Place]:
 
 
 def carry(
-    folder: Place,
+    folder: AnyPath,
     manifest: Manifest,
     target: Path,
     dtype: str | None,
@@ -93,7 +93,7 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def json_object(path: Place) -> dict[str, Any]:
+def json_object(path: AnyPath) -> dict[str, Any]:
     """What ``path`` holds. Raises CheckpointError if that is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def json_object(path: Place) -> dict[str, Any]:
     return content
 
 
-def configured(path: Place, dtype: str | None) -> bytes:
+def configured(path: AnyPath, dtype: str | None) -> bytes:
     """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
     content = json_object(path)
     if dtype is not None:
@@ -128,7 +128,7 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
             content[key] = new
 
 
-def facts(manifest: Manifest, folder: Place) -> list[tuple[str, str]]:
+def facts(manifest: Manifest, folder: AnyPath) -> list[tuple[str, str]]:
     """What is known of the run: from the manifest, and from the Trainer's log where there is
     one.
     """
@@ -160,7 +160,7 @@ def facts(manifest: Manifest, folder: Place) -> list[tuple[str, str]]:
     ]
 
 
-def _logged(folder: Place) -> Iterator[tuple[str, str]]:
+def _logged(folder: AnyPath) -> Iterator[tuple[str, str]]:
     for place in places(folder)[:2]:
         try:
             history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))[

@@ -1,16 +1,16 @@
-"""Saving beside the training: state is copied into staging memory at the call, and a thread writes
-it.
+"""Saves that a thread writes while training goes on: state is copied into staging memory at
+the call.
 
 [Note: without a collective]
 All that is collective comes before the thread begins: tag, folder, the copies, what the manifest
-says. Afterwards each rank leaves word in the store of what came of its file; rank 0 publishes once
-all are well, and leaves word of that. A thread that waits for another rank so never meets a
-collective of the training. Every rank ends with rank 0's verdict, so that what waits for it (a
-save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the
-store looks at the folder, which is what counts.
+says. Afterwards each rank publishes in the store what came of its file; rank 0 commits once all are
+well, and publishes the outcome. A thread that waits for another rank so never meets a collective of
+the training. Every rank ends with the outcome of rank 0, so that what waits for it (a save, a load,
+``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store looks at the
+folder, which decides.
 
-Threads are no daemons: an interpreter that ends, by an exception too, waits for them. What is
-killed leaves a temporary folder and no checkpoint.
+Threads are no daemons: an interpreter that ends, by an exception too, waits for them. A process
+that is killed leaves a temporary folder and no checkpoint.
 """
 
 from __future__ import annotations
@@ -26,36 +26,78 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import pending
-from hf_zero.checkpoint.draft import Draft, Written
-from hf_zero.checkpoint.landing import Landing
+from hf_zero.checkpoint.collective_try import describe_error, describe_failures
+from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint.file_writer import copy_bytes, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.places import Place
-from hf_zero.checkpoint.publishing import Rest, announce, publish
-from hf_zero.checkpoint.streaming import copy_bytes, write_image
+from hf_zero.checkpoint.plan import RankReport, SavePlan, SharedFiles, announce, publish
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import bytes_view
-from hf_zero.checkpoint.together import told, told_of_all
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logs import logger
 from hf_zero.ops.host_memory import HostArena
 
+Action = Callable[[], object]
+
+_in_flight_lock = threading.Lock()
+_in_flight: dict[AnyPath, list[Action]] = {}
+
+
+def started(final: AnyPath) -> None:
+    """A thread is going to publish ``final``."""
+    with _in_flight_lock:
+        _in_flight[final] = []
+
+
+def finished(final: AnyPath, whole: bool) -> None:
+    """``final`` is whole, and what waits for it is done now; or nothing has come of it, and that
+    is left undone.
+    """
+    with _in_flight_lock:
+        actions = _in_flight.pop(final, [])
+    for action in actions if whole else ():
+        action()
+
+
+def is_below(final: AnyPath, folder: Path) -> bool:
+    """Whether the checkpoint ``final`` is in ``folder``, however deep; one in an object store is
+    in no folder.
+    """
+    return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
+
+
+def after_commit(folder: Path, action: Action) -> None:
+    """Run ``action`` when nothing is being written in ``folder``: now, or from the thread that
+    writes there, before its save is over.
+
+    Where a save in ``folder`` fails the action is not run: what it would remove is still needed.
+    Only the process that publishes knows of a save, which is rank 0's.
+    """
+    with _in_flight_lock:
+        final = next((each for each in _in_flight if is_below(each, folder)), None)
+        if final is not None:
+            _in_flight[final].append(lambda: after_commit(folder, action))
+            return
+    action()
+
+
 UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A save whose image is staged: where it goes, this rank's file, on rank 0 all the other
     files; how many checkpoints stay.
     """
 
-    to: Landing
-    path: Place
-    rest: Rest | None
+    to: CommitTarget
+    path: AnyPath
+    rest: SharedFiles | None
     keep: int | None = None
 
 
-class Behind:
+class AsyncSaver:
     """The saves of one engine that a thread writes, one at a time. Staging memory is as large as
     this rank's file and kept.
 
@@ -72,7 +114,7 @@ class Behind:
         self._size = 0
         self._stall = 0.0
         self.number = 0  # of the last save that was begun
-        self._running: tuple[Job, Future[None]] | None = None
+        self._running: tuple[SaveJob, Future[None]] | None = None
 
     @property
     def failed(self) -> bool:
@@ -95,7 +137,7 @@ class Behind:
         Raises CheckpointError, alike on all ranks.
         """
         if self._running is None or (
-            below is not None and not pending.lies_in(self._running[0].to.final, below)
+            below is not None and not is_below(self._running[0].to.final, below)
         ):
             return
         job, future = self._running
@@ -112,7 +154,7 @@ class Behind:
             if future.done():  # a wait that was interrupted leaves the thread with its memory
                 self._running = None
 
-    def stage(self, draft: Draft) -> Written | str:
+    def stage(self, draft: SavePlan) -> RankReport | str:
         """Copy the file of ``draft`` to staging memory; or why there is none for it."""
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
@@ -135,14 +177,14 @@ class Behind:
         self._size, self._stall = size, time.perf_counter() - begun
         return draft.written
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Write what was staged, from a thread. Training goes on."""
         self.number += 1
         image = bytes_view(self._memory)[: self._size]
         ended: Future[None] = Future()
         self._running = (job, ended)
         if job.rest is not None:
-            pending.begun(job.to.final)
+            started(job.to.final)
         work = _Work(job, image, self._mail, self._rank, self._world, self.number, self._stall)
         threading.Thread(target=_settle, args=(ended, work.run), name="hf-zero save").start()
 
@@ -160,7 +202,7 @@ def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
 class _Work:
     """What the thread of one rank does for one save."""
 
-    job: Job
+    job: SaveJob
     image: memoryview
     mail: Any
     rank: int
@@ -176,7 +218,7 @@ class _Work:
         finally:
             if self.rank == 0:
                 # what waits is done by now, or is not to be done
-                pending.ended(self.job.to.final, whole=False)
+                finished(self.job.to.final, whole=False)
         if verdict:
             text = f"{verdict} (written beside the training)"
             # the program has ended: nobody asks for the outcome any more
@@ -197,7 +239,7 @@ class _Work:
         try:
             return write_image(self.job.path, self.image), ""
         except Exception as error:
-            return "", told(error, self.job.path)
+            return "", describe_error(error, self.job.path)
 
     def _hear(self, own: tuple[str, str]) -> str:
         """Tell rank 0 what came of this rank's file; what was wrong with the save, "" if nothing.
@@ -218,7 +260,9 @@ class _Work:
                 digest, text = json.loads(self.mail.await_word("wrote", self.number, rank))
                 outcomes.append((digest, text))
             except (RuntimeError, HfZeroError) as error:
-                outcomes.append(("", str(error) if isinstance(error, HfZeroError) else told(error)))
+                outcomes.append(
+                    ("", str(error) if isinstance(error, HfZeroError) else describe_error(error))
+                )
         verdict = self._publish(outcomes)
         if self.mail is not None:
             try:
@@ -239,16 +283,16 @@ class _Work:
             try:
                 publish(to, rest, [digest for digest, _ in outcomes])
             except Exception as error:
-                failed = {0: told(error, self.job.path.parent)}
+                failed = {0: describe_error(error, self.job.path.parent)}
         if failed:
             to.abandon()
-            return f"{told_of_all(failed, self.world)}. {UNTOUCHED.format(to.tag)}"
+            return f"{describe_failures(failed, self.world)}. {UNTOUCHED.format(to.tag)}"
         try:
             announce(to, rest, self.job.keep)
-            pending.ended(to.final, whole=True)
+            finished(to.final, whole=True)
         except Exception as error:
             return (
-                f"rank 0: {told(error, to.final)}. {to.final} itself is whole; "
+                f"rank 0: {describe_error(error, to.final)}. {to.final} itself is whole; "
                 "pass its tag to load it."
             )
         return ""

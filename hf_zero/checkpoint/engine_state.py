@@ -1,5 +1,5 @@
-"""What goes into a checkpoint: the tensors of a rank, and what the model says about its names
-and configuration.
+"""What of an engine goes into a checkpoint: the tensors of this rank, and what the model says
+about its names and configuration.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.contract import Bound, Engine, Flat
-from hf_zero.checkpoint.naming import bare
-from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export
+from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 
@@ -46,7 +45,7 @@ def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LazyTensor:
     """A tensor of this rank that need not be in memory before it is written: [numel]."""
 
     dtype: torch.dtype
@@ -54,26 +53,32 @@ class Held:
     values: Callable[[], torch.Tensor]
 
     @classmethod
-    def here(cls, tensor: torch.Tensor) -> Held:
+    def here(cls, tensor: torch.Tensor) -> LazyTensor:
         return cls(tensor.dtype, tensor.numel(), lambda: tensor)
 
 
-def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, Held]:
+def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, LazyTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
     if flat.states is not None and bound is not None:
         flat.settle()
         states, numel = flat.states, flat.owned[1] - flat.owned[0]
         return {
-            name: Held(states.dtype(name), numel, partial(states.fetch, name))
+            name: LazyTensor(states.dtype(name), numel, partial(states.fetch, name))
             for name in bound.names(flat)
         }
     if not flat.trainable:
-        return {SHARD: Held(flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1])}
+        return {
+            SHARD: LazyTensor(
+                flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1]
+            )
+        }
     name, weights = weights_of(flat)
-    held = {name: Held.here(weights)}
+    held = {name: LazyTensor.here(weights)}
     if bound is not None:
         held |= {
-            key: Held.here(tensor) for key, tensor in bound.tensors(flat).items() if key != MASTER
+            key: LazyTensor.here(tensor)
+            for key, tensor in bound.tensors(flat).items()
+            if key != MASTER
         }
     return held
 
@@ -98,7 +103,7 @@ def persistent_buffers(
     return {name: value for name, value in held.items() if not belongs(name, without)}
 
 
-def frozen(engine: Engine) -> set[str]:
+def frozen_names(engine: Engine) -> set[str]:
     """Names of the parameters that are not trained."""
     return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
 
@@ -144,14 +149,14 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         if sources and held not in sources:
             names[held] = min(sources)
     skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-    return Export(names, skip, type(within(module)).__name__, adapters_of(module, aliases))
+    return Export(names, skip, type(unwrapped(module)).__name__, adapters_of(module, aliases))
 
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
     """How PEFT would write the adapters of ``module``, by held names; empty for a model without."""
     if not getattr(module, "peft_config", None):
         return {}
-    inner = within(module)
+    inner = unwrapped(module)
     described = importlib.import_module("hf_zero.integrations.peft.adapter_files").described(
         inner, set(persistent_buffers(inner))
     )
@@ -160,7 +165,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
         adapter: Adapter(
             config,
             {
-                bare(written): aliases.get(outer + name, outer + name)
+                strip_wrappers(written): aliases.get(outer + name, outer + name)
                 for written, name in tensors.items()
             },
         )
@@ -168,13 +173,13 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     }
 
 
-def within(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The model that ``torch.compile`` has wrapped, else ``module``."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
 
-def companions(module: torch.nn.Module) -> dict[str, bytes]:
+def config_files(module: torch.nn.Module) -> dict[str, bytes]:
     """Configuration files that make a converted folder loadable, of models that have a
     configuration (duck-typed).
     """
@@ -184,7 +189,9 @@ def companions(module: torch.nn.Module) -> dict[str, bytes]:
         content = json.loads(config.to_json_string())
         # save_pretrained writes the class here; a model that was built from a bare configuration
         # has not been asked yet.
-        content["architectures"] = content.get("architectures") or [type(within(module)).__name__]
+        content["architectures"] = content.get("architectures") or [
+            type(unwrapped(module)).__name__
+        ]
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     generation: Any = getattr(module, "generation_config", None)
     if hasattr(generation, "to_json_string"):

@@ -12,12 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from hf_zero.checkpoint.card import json_object, places
+from hf_zero.checkpoint.convert.card import json_object, places
+from hf_zero.checkpoint.convert.outputs import OutputTensor
 from hf_zero.checkpoint.manifest import Manifest, is_plain
-from hf_zero.checkpoint.naming import bare
-from hf_zero.checkpoint.outputs import Output
-from hf_zero.checkpoint.places import Place
-from hf_zero.checkpoint.records import Adapter
+from hf_zero.checkpoint.records import Adapter, strip_wrappers
+from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -55,7 +54,7 @@ def _based(name: str) -> str:
 
 
 def adapters_in(
-    manifest: Manifest, folder: Place, held: Iterable[str], needed: bool
+    manifest: Manifest, folder: AnyPath, held: Iterable[str], needed: bool
 ) -> dict[str, Adapter]:
     """The adapters of a checkpoint whose tensors are named ``held``; empty where there are none.
 
@@ -66,7 +65,7 @@ def adapters_in(
         return manifest.export.adapters
     found: dict[str, dict[str, str]] = {}
     for name in held:
-        if (place := written_name(bare(name))) is not None and is_plain(place[0]):
+        if (place := written_name(strip_wrappers(name))) is not None and is_plain(place[0]):
             found.setdefault(place[0], {})[place[1]] = name
     config, source = _beside(folder, found) if found else ({}, None)
     trouble = None
@@ -94,7 +93,9 @@ def adapters_in(
     return {}
 
 
-def _beside(folder: Place, found: Mapping[str, object]) -> tuple[dict[str, object], Place | None]:
+def _beside(
+    folder: AnyPath, found: Mapping[str, object]
+) -> tuple[dict[str, object], AnyPath | None]:
     """The configuration of a single adapter, nearest first; of several each would need its own."""
     for place in places(folder) if len(found) == 1 else ():
         path = place / CONFIG
@@ -104,15 +105,15 @@ def _beside(folder: Place, found: Mapping[str, object]) -> tuple[dict[str, objec
 
 
 def adapter_parts(
-    adapters: Mapping[str, Adapter], held: Mapping[str, Output], folder: Place
-) -> tuple[dict[str, list[Output]], dict[str, bytes]]:
+    adapters: Mapping[str, Adapter], held: Mapping[str, OutputTensor], folder: AnyPath
+) -> tuple[dict[str, list[OutputTensor]], dict[str, bytes]]:
     """The tensors of each weight file, and the contents of the configurations, by path in the
     target.
 
     An adapter of which the checkpoint lacks tensors is left out, and the log says so. Raises
     CheckpointError if none is whole.
     """
-    parts: dict[str, list[Output]] = {}
+    parts: dict[str, list[OutputTensor]] = {}
     configs: dict[str, bytes] = {}
     lacks = {}
     for adapter, entry in adapters.items():

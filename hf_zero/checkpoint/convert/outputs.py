@@ -1,20 +1,19 @@
-"""The whole tensors that a checkpoint can give: parameters put together from chunks, and
-buffers, slice by slice.
-"""
+"""Whole tensors out of the chunks of a checkpoint, slice by slice, and which of them are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 import torch
 
-from hf_zero.checkpoint.contents import BUFFER
+from hf_zero.checkpoint.engine_state import BUFFER
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.naming import bare
-from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.reshard import parameter_runs
+from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.checkpoint.records import strip_wrappers
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import ConfigError
 
@@ -22,7 +21,7 @@ CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceRange:
     """``length`` elements of a stored tensor, from ``start`` on."""
 
     file: TensorFile
@@ -36,7 +35,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputTensor:
     """A whole tensor to be given out as ``name`` in ``dtype``; ``held`` is its name in the
     checkpoint.
     """
@@ -56,16 +55,16 @@ class Output:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def sources(self, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[Source]:
+    def sources(self, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[SourceRange]:
         """Where elements ``[start, stop)`` lie, in order."""
         if self.is_buffer:
-            yield Source(
+            yield SourceRange(
                 checkpoint.file(checkpoint.buffer_file()), BUFFER + self.held, start, stop - start
             )
             return
-        for run in parameter_runs(checkpoint.manifest, self.held, start, stop):
+        for run in parameter_ranges(checkpoint.manifest, self.held, start, stop):
             file = checkpoint.file(run.flat.chunks[run.chunk].file)
-            yield Source(file, f"{run.flat.key}::{run.flat.weights}", run.source, run.length)
+            yield SourceRange(file, f"{run.flat.key}::{run.flat.weights}", run.source, run.length)
 
     def fill(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
         """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype,
@@ -91,7 +90,7 @@ class Scratch:
         return self._buffers[use, dtype][:count]
 
 
-def read_cast(source: Source, out: torch.Tensor, scratch: Scratch) -> None:
+def read_cast(source: SourceRange, out: torch.Tensor, scratch: Scratch) -> None:
     """Read ``source`` into ``out`` (1-D, as long as the source), casting where the dtypes
     differ.
     """
@@ -117,7 +116,7 @@ def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def outputs(
     manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False
-) -> list[Output]:
+) -> list[OutputTensor]:
     """Parameters in the model's order, then buffers, under the names by which the checkpoint holds
     them, less what wrappers put into them.
 
@@ -131,8 +130,55 @@ def outputs(
         if exclude_frozen and not flat.trainable:
             continue
         given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
-        made.append(Output(bare(name), name, given, slot.shape, raw=flat.raw))
+        made.append(OutputTensor(strip_wrappers(name), name, given, slot.shape, raw=flat.raw))
     return made + [
-        Output(bare(name), name, own, shape, is_buffer=True)
+        OutputTensor(strip_wrappers(name), name, own, shape, is_buffer=True)
         for name, (own, shape) in manifest.buffers.items()
     ]
+
+
+def choose(
+    held: Sequence[OutputTensor], only: str | Sequence[str] | None, remedy: str = ""
+) -> list[OutputTensor]:
+    """Of ``held`` those whose name, as it is written or as it is held, fits one of the patterns
+    ``only`` (``*``, ``?``, ``[…]``).
+
+    ``remedy`` is added to the message of a pattern that fits nothing. Raises ConfigError naming it
+    and the names that are near.
+    """
+    if only is None:
+        return list(held)
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not patterns:
+        raise ConfigError(
+            "only=[] chooses nothing; pass patterns over the names of tensors, or none at all"
+        )
+    chosen: set[int] = set()
+    for pattern in patterns:
+        fitting = {
+            place
+            for place, output in enumerate(held)
+            if fnmatchcase(output.name, pattern) or fnmatchcase(output.held, pattern)
+        }
+        if not fitting:
+            raise ConfigError(
+                f"only={pattern!r} fits no tensor; "
+                f"{_near(pattern, [output.name for output in held])}{remedy}"
+            )
+        chosen |= fitting
+    return [output for place, output in enumerate(held) if place in chosen]
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    bare = pattern.strip("*")
+    near = [
+        name for name in names if bare and bare.lower() in name.lower()
+    ] or difflib.get_close_matches(bare, names, 3, 0.4)
+    found = ", ".join((near or list(names))[:3])
+    return (
+        f"names near it are {found}"
+        if near
+        else f"there are {len(names)} names, such as {found}"
+        if names
+        else "there are none"
+    )

@@ -1,18 +1,21 @@
-"""What a save is going to write, put together before a byte is written: this rank's file, and
-what rank 0 says about all of them.
+"""What a save is going to write, planned before a byte is written: this rank's file, and on rank 0
+the manifest and the other small files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import contents, objects
+from hf_zero.checkpoint import engine_state, find, objects
+from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
@@ -23,11 +26,12 @@ from hf_zero.checkpoint.records import (
     OptimizerEntry,
     dtype_of,
 )
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, plan_file
+from hf_zero.checkpoint.retention import retain
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
 
 
 @dataclass(frozen=True)
-class Written:
+class RankReport:
     """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each
     optimizer group and of parameters in it.
     """
@@ -39,19 +43,19 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Draft:
+class SavePlan:
     """The file of this rank: where everything stands in it, and what fetches it."""
 
-    plan: Plan
-    tensors: dict[str, contents.Held]
-    written: Written  # its file is still without a hash
+    plan: FilePlan
+    tensors: dict[str, engine_state.LazyTensor]
+    written: RankReport  # its file is still without a hash
 
-    def hashed(self, digest: str) -> Written:
+    def hashed(self, digest: str) -> RankReport:
         return replace(self.written, file=replace(self.written.file, hash=digest))
 
 
 @dataclass(frozen=True)
-class Extra:
+class ExtraState:
     """State that is no tensor, in the manifest's form, and what of it goes to ``objects.pt``."""
 
     client_state: dict[str, Any]
@@ -59,24 +63,28 @@ class Extra:
     objects: dict[str, dict[str, Any]]
 
 
-def draft(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> Draft:
+def plan_save(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> SavePlan:
     """The file ``name`` of this rank."""
-    tensors: dict[str, contents.Held] = {}
+    tensors: dict[str, engine_state.LazyTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
             continue
-        held = contents.flat_tensors(flat, engine.bound)
+        held = engine_state.flat_tensors(flat, engine.bound)
         tensors |= {f"{flat.key}::{name}": each for name, each in held.items()}
         chunks[flat.key] = (*flat.owned, tuple(held))
     if engine.global_rank == 0:
-        buffers = contents.persistent_buffers(
-            engine.module, contents.frozen(engine) if exclude_frozen else ()
+        buffers = engine_state.persistent_buffers(
+            engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
         )
         tensors |= {
-            contents.BUFFER + name: contents.Held.here(buffer) for name, buffer in buffers.items()
+            engine_state.BUFFER + name: engine_state.LazyTensor.here(buffer)
+            for name, buffer in buffers.items()
         }
-    tensors |= {name: contents.Held.here(state) for name, state in contents.rng_states().items()}
+    tensors |= {
+        name: engine_state.LazyTensor.here(state)
+        for name, state in engine_state.rng_states().items()
+    }
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}
     plan = plan_file(
         [(name, each.dtype, [each.numel]) for name, each in tensors.items()],
@@ -84,12 +92,14 @@ def draft(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> Draf
         DATA_ALIGNMENT,
     )
     file = FileEntry(name, engine.global_rank, plan.size, "")
-    return Draft(
-        plan, tensors, Written(file, chunks, contents.scalars_of(engine), contents.apart_of(engine))
+    return SavePlan(
+        plan,
+        tensors,
+        RankReport(file, chunks, engine_state.scalars_of(engine), engine_state.apart_of(engine)),
     )
 
 
-def extra_of(engine: Engine, client_state: Mapping[str, Any]) -> Extra:
+def extra_state(engine: Engine, client_state: Mapping[str, Any]) -> ExtraState:
     """State that is no tensor, as it is now. Raises CheckpointError naming what cannot be saved."""
     client, objects_of_client = objects.split("client_state", client_state)
     scheduler: dict[str, Any] | None = None
@@ -98,18 +108,18 @@ def extra_of(engine: Engine, client_state: Mapping[str, Any]) -> Extra:
         state, objects_of_scheduler = objects.split(
             "the state of the lr scheduler", engine.lr_scheduler.state_dict()
         )
-        scheduler = {"class": contents.class_name(engine.lr_scheduler), "state": state}
-    return Extra(
+        scheduler = {"class": engine_state.class_name(engine.lr_scheduler), "state": state}
+    return ExtraState(
         client, scheduler, {"client_state": objects_of_client, "lr_scheduler": objects_of_scheduler}
     )
 
 
-def describe(
+def build_manifest(
     engine: Engine,
     tag: str,
     save_id: str,
-    written: list[Written],
-    extra: Extra,
+    written: list[RankReport],
+    extra: ExtraState,
     exclude_frozen: bool,
 ) -> Manifest:
     """The manifest, still without its ``objects``; nothing in it changes with the engine any
@@ -146,15 +156,17 @@ def describe(
         flats=tuple(flats),
         parameters={
             name: dtypes[name]
-            for name in contents.model_order(engine.module, engine.aliases, dtypes)
+            for name in engine_state.model_order(engine.module, engine.aliases, dtypes)
         },
         buffers={
             name: (b.dtype, tuple(b.shape))
-            for name, b in contents.persistent_buffers(engine.module, frozenset(excluded)).items()
+            for name, b in engine_state.persistent_buffers(
+                engine.module, frozenset(excluded)
+            ).items()
         },
         aliases=dict(engine.aliases),
         excluded=tuple(excluded),
-        export=contents.export_of(engine.module, engine.aliases),
+        export=engine_state.export_of(engine.module, engine.aliases),
         optimizer=_optimizer(engine, written),
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
@@ -166,7 +178,7 @@ def describe(
     return deepcopy(manifest)
 
 
-def _optimizer(engine: Engine, written: list[Written]) -> OptimizerEntry | None:
+def _optimizer(engine: Engine, written: list[RankReport]) -> OptimizerEntry | None:
     if engine.bound is None:
         return None
     groups = []
@@ -188,4 +200,61 @@ def _optimizer(engine: Engine, written: list[Written]) -> OptimizerEntry | None:
         apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
         names = sorted(name for name, group in engine.bound.group_of.items() if group == index)
         groups.append(GroupEntry(dict(hyperparameters), scalars, tuple(names), apart))
-    return OptimizerEntry(contents.class_name(engine.bound.optimizer), tuple(groups))
+    return OptimizerEntry(engine_state.class_name(engine.bound.optimizer), tuple(groups))
+
+
+SCRIPT = "zero_to_fp32.py"
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """All files but the ranks' own, as bytes: in the folder, and ``above`` it.
+
+    The manifest lacks the hashes of the ranks' files.
+    """
+
+    manifest: Manifest
+    files: dict[str, bytes]
+    above: dict[str, bytes]
+
+
+def shared_files(
+    engine: Engine,
+    to: CommitTarget,
+    written: list[RankReport],
+    extra: ExtraState,
+    exclude_frozen: bool,
+    save_latest: bool,
+) -> SharedFiles:
+    """What rank 0 writes beside its own file."""
+    manifest = build_manifest(engine, to.tag, to.save_id, written, extra, exclude_frozen)
+    files = engine_state.config_files(engine.module)
+    if any(extra.objects.values()):
+        buffer = io.BytesIO()
+        torch.save(extra.objects, buffer)
+        name = to.named(find.OBJECTS_NAME)
+        files[name] = content = buffer.getvalue()
+        manifest = replace(manifest, objects=FileEntry(name, 0, len(content), hash_of(content)))
+    above = {SCRIPT: Path(__file__).with_name(SCRIPT).read_bytes()}
+    if save_latest:
+        above[find.LATEST] = to.tag.encode()
+    return SharedFiles(manifest, files, above)
+
+
+def publish(to: CommitTarget, rest: SharedFiles, hashes: Iterable[str]) -> None:
+    """Write ``rest``, with the ``hashes`` of the ranks' files in the manifest: the checkpoint is
+    there, or nothing has changed.
+    """
+    files = tuple(
+        replace(entry, hash=hash) for entry, hash in zip(rest.manifest.files, hashes, strict=True)
+    )
+    to.publish(replace(rest.manifest, files=files), rest.files, rest.above)
+
+
+def announce(to: CommitTarget, rest: SharedFiles, keep: int | None) -> None:
+    """Have ``latest`` name the new checkpoint, then drop the one that it replaces and those too
+    many.
+    """
+    to.announce(rest.above)
+    if keep is not None:
+        retain(to.final, keep)

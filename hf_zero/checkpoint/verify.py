@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.bar import Tick, bar
-from hf_zero.checkpoint.finding import find, walk
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.find import find_checkpoint, walk
 from hf_zero.checkpoint.foreign import huggingface, recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.matching import listed
-from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.places import Place, is_remote, place
+from hf_zero.checkpoint.match import listed
+from hf_zero.checkpoint.progress import Tick, progress_bar
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import FileEntry
-from hf_zero.checkpoint.tensorfile import Entry, TensorFile
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote
+from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class Verdict:
     conversion, which has no hashes.
     """
 
-    folder: Place
+    folder: AnyPath
     files: int
     nbytes: int
     parameters: int
@@ -63,7 +63,7 @@ def verify_checkpoint(
         CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all
         that is wrong with it.
     """
-    return _check_folder(find(src, tag, whole=False), progress)
+    return _check_folder(find_checkpoint(src, tag, whole=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
@@ -73,25 +73,23 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage
     too and come last.
     """
-    root = place(src)
+    root = as_path(src)
     # What lies in a store is found by its manifests; its lost ones are seen in the folder itself.
     seen = [*walk(root)] if root.is_dir() else []
     held = [
-        folder
-        for folder in seen
-        if folders.is_checkpoint(folder) or recognise(folder) == folders.MODEL
+        folder for folder in seen if find.is_checkpoint(folder) or recognise(folder) == find.MODEL
     ]
     if not held:
         return [verify_checkpoint(root, progress=progress)]
-    verdicts = [_check_folder(folder, progress) for folder in sorted(held, key=folders.written)]
+    verdicts = [_check_folder(folder, progress) for folder in sorted(held, key=find.age_key)]
     around = sorted(
         {*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str
     )
     for folder in around:
         if (
             not folder.name.startswith(".")
-            and not folders.is_checkpoint(folder)
-            and next(iter(folder.glob(folders.RANK_PATTERN)), None)
+            and not find.is_checkpoint(folder)
+            and next(iter(folder.glob(find.RANK_PATTERN)), None)
         ):
             verdicts.append(
                 _nothing(
@@ -101,17 +99,17 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
                 )
             )
     for folder in around:
-        if (folder / folders.LATEST).exists() or (folder / folders.LATEST).is_symlink():
+        if (folder / find.LATEST).exists() or (folder / find.LATEST).is_symlink():
             problems: list[str] = []
-            _note(problems, partial(folders.locate, folder))
-            verdicts += [_nothing(folder / folders.LATEST, said) for said in problems]
+            _note(problems, partial(find.locate, folder))
+            verdicts += [_nothing(folder / find.LATEST, said) for said in problems]
     return verdicts
 
 
-def _check_folder(folder: Place, progress: bool | None) -> Verdict:
-    if folders.is_checkpoint(folder):
+def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
+    if find.is_checkpoint(folder):
         return _check_checkpoint(folder, progress)
-    if recognise(folder) == folders.MODEL:
+    if recognise(folder) == find.MODEL:
         return _check_model(folder)
     raise CheckpointError(
         f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and "
@@ -119,12 +117,12 @@ def _check_folder(folder: Place, progress: bool | None) -> Verdict:
     )
 
 
-def _check_model(folder: Place) -> Verdict:
+def _check_model(folder: AnyPath) -> Verdict:
     """Whether the safetensors of a model folder are what their headers and the index say: it has
     no hashes.
     """
     problems: list[str] = []
-    held: list[Entry] = []
+    held: list[TensorEntry] = []
     try:
         promised = huggingface.files_of(folder)
     except CheckpointError as error:
@@ -153,7 +151,7 @@ def _check_model(folder: Place) -> Verdict:
     )
 
 
-def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
+def _check_checkpoint(folder: AnyPath, progress: bool | None) -> Verdict:
     try:
         checkpoint = Checkpoint(folder, sizes=False)
     except CheckpointError as error:
@@ -162,7 +160,9 @@ def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
     files = checkpoint.listed()
     with (
         checkpoint,
-        bar(progress, sum(_there(folder, entry) for entry in files), f"verifying {folder}") as tick,
+        progress_bar(
+            progress, sum(_there(folder, entry) for entry in files), f"verifying {folder}"
+        ) as tick,
     ):
         read = sum(
             _check(checkpoint, index, entry, tick, problems) for index, entry in enumerate(files)
@@ -176,7 +176,7 @@ def _check_checkpoint(folder: Place, progress: bool | None) -> Verdict:
     )
 
 
-def _nothing(path: Place, problem: str) -> Verdict:
+def _nothing(path: AnyPath, problem: str) -> Verdict:
     return Verdict(path, 0, 0, 0, 0, (problem,))
 
 
@@ -203,7 +203,7 @@ def _note(problems: list[str], check: Callable[[], object]) -> None:
         problems.append(str(error))
 
 
-def _there(folder: Place, entry: FileEntry) -> int:
+def _there(folder: AnyPath, entry: FileEntry) -> int:
     with suppress(OSError):
         return min((folder / entry.name).stat().st_size, entry.size)
     return 0

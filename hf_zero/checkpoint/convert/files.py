@@ -1,8 +1,9 @@
-"""The converter's files, window by window: each put together from the checkpoint's chunks, cast,
-and written by one of several threads.
+"""The converter's files: filled window by window from the chunks of a checkpoint, cast, and written
+by several threads; a lock on the target folder; the journal by which an interrupted conversion is
+resumed.
 
 Windows begin and end at multiples of a page, so that they go to the device past the page cache:
-there the bytes would be copied once more, and what they push out of it may be of use to others.
+there the bytes would be copied once more, and would drive out pages that are of use to others.
 """
 
 from __future__ import annotations
@@ -10,20 +11,161 @@ from __future__ import annotations
 import bisect
 import errno
 import fcntl
+import json
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.bar import Tick
-from hf_zero.checkpoint.journal import Journal, temporary
-from hf_zero.checkpoint.opened import Checkpoint
-from hf_zero.checkpoint.outputs import Output, Scratch, read_cast
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, write_all
+from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint.convert.outputs import OutputTensor, Scratch, read_cast
+from hf_zero.checkpoint.progress import Tick
+from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.storage import write_all
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
+from hf_zero.errors import CheckpointError
+
+LOCK = find.NEW + "lock"
+# of file systems that know no locks: nobody is kept out there
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold ``folder``.
+
+    Raises CheckpointError if another conversion, of this process or another one, holds it.
+    """
+    descriptor = _acquire(folder)
+    try:
+        yield
+    finally:
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(folder / LOCK)
+        finally:
+            os.close(descriptor)
+
+
+def _acquire(folder: Path) -> int:
+    while True:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{folder} is being written by another conversion; wait until it ends, or "
+                "choose another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # the one that held it has ended meanwhile, and has removed this file
+
+
+JOURNAL = find.NEW + "journal"
+
+
+def temporary_path(target: Path, name: str) -> Path:
+    """The path under which the file ``name`` of ``target`` is written until it is whole."""
+    return (target / name).with_name(find.NEW + Path(name).name)
+
+
+class Journal:
+    """The journal in ``target`` of the conversion ``identity`` into ``names``.
+
+    What another conversion left there is removed.
+    """
+
+    def __init__(self, target: Path, identity: str, names: Sequence[str]) -> None:
+        self._path, self._names = target / JOURNAL, tuple(names)
+        self._target = target
+        left = _read(self._path)
+        self._kept: dict[str, int] = {}
+        if left and left[0].get("identity") == identity:
+            self._kept = dict(_stretches(target, names, left[1:]))
+        else:
+            _remove(target, left)
+        # Written anew, so that the lines that follow do not stand behind one that was cut off.
+        lines = [
+            {"identity": identity, "files": list(names)},
+            *({"file": f, "bytes": n} for f, n in self._kept.items()),
+        ]
+        new = self._path.with_name(self._path.name + "-new")
+        storage.write_file(new, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        os.replace(new, self._path)
+
+    def kept(self, name: str) -> int:
+        """Bytes from the start of the temporary file of ``name`` that need not be written again."""
+        return self._kept.get(name, 0)
+
+    def note(self, name: str, nbytes: int) -> None:
+        """The first ``nbytes`` of the temporary file of ``name`` are on the device."""
+        with open(self._path, "ab") as file:
+            file.write(json.dumps({"file": name, "bytes": nbytes}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def clear(self) -> None:
+        """Remove the journal and every temporary file of this conversion."""
+        _remove(self._target, [{"files": list(self._names)}])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines: list[dict[str, Any]] = []
+    # behind the last newline stands nothing, or a line that was cut off
+    for line in content.split(b"\n")[:-1]:
+        try:
+            read = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(read, dict):
+            break
+        lines.append(read)
+    return lines
+
+
+def _stretches(
+    target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, int]]:
+    """What ``lines`` say of files that are still there, and as long as that."""
+    for line in lines:
+        name, nbytes = line.get("file"), line.get("bytes")
+        if isinstance(name, str) and name in names and isinstance(nbytes, int):
+            with suppress(FileNotFoundError):
+                if temporary_path(target, name).stat().st_size >= nbytes:
+                    yield name, nbytes
+
+
+def _remove(target: Path, lines: Sequence[dict[str, Any]]) -> None:
+    listed = lines[0].get("files") if lines else None
+    for name in listed if isinstance(listed, list) else ():
+        # What a journal names is trusted no further than to lie in its own folder, one level down
+        # at most.
+        if (
+            isinstance(name, str)
+            and name
+            and ".." not in Path(name).parts
+            and not Path(name).is_absolute()
+        ):
+            with suppress(FileNotFoundError):
+                temporary_path(target, name).unlink()
+    (target / JOURNAL).unlink(missing_ok=True)
+
 
 WINDOW = 8 << 20  # bytes, a multiple of DATA_ALIGNMENT; each worker holds one
 # bytes after which what lies on the device is noted: as much is done again after a crash
@@ -31,12 +173,14 @@ NOTED = 256 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-class _File:
+class _WindowedFile:
     """A file as planned, opened to be written in windows; past the page cache where the file
     system lets it.
     """
 
-    def __init__(self, path: Path, plan: Plan, part: Mapping[str, Output], fresh: bool) -> None:
+    def __init__(
+        self, path: Path, plan: FilePlan, part: Mapping[str, OutputTensor], fresh: bool
+    ) -> None:
         self.plan, self.part = plan, part
         self._entries = [entry for entry in plan.entries if entry.end > entry.begin]
         self._ends = [entry.end for entry in self._entries]
@@ -95,7 +239,7 @@ class _File:
         os.fsync(self.fd)
 
 
-class _Front:
+class _WrittenPrefix:
     """How far a file is written without a gap, while its windows are finished out of order."""
 
     def __init__(self, at: int) -> None:
@@ -120,8 +264,8 @@ def write_part(
     checkpoint: Checkpoint,
     target: Path,
     name: str,
-    plan: Plan,
-    part: Mapping[str, Output],
+    plan: FilePlan,
+    part: Mapping[str, OutputTensor],
     journal: Journal,
     workers: int,
     tick: Tick,
@@ -135,13 +279,13 @@ def write_part(
     if kept == plan.size:
         return
     kept -= kept % DATA_ALIGNMENT  # as every note is, but that is read from a file
-    file = _File(temporary(target, name), plan, part, fresh=not kept)
+    file = _WindowedFile(temporary_path(target, name), plan, part, fresh=not kept)
     try:
         _fill(
             checkpoint,
             file,
             iter(range(kept, plan.size, WINDOW)),
-            _Front(kept),
+            _WrittenPrefix(kept),
             name,
             journal,
             workers,
@@ -155,9 +299,9 @@ def write_part(
 
 def _fill(
     checkpoint: Checkpoint,
-    file: _File,
+    file: _WindowedFile,
     left: Iterator[int],
-    front: _Front,
+    front: _WrittenPrefix,
     name: str,
     journal: Journal,
     workers: int,

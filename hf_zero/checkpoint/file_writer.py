@@ -1,5 +1,5 @@
-"""Files of tensors written as fast as the disk and the hash allow: past the page cache, a block
-on its way while the next is filled.
+"""Files of tensors, written as fast as the disk and the hash allow: past the page cache, one block
+is written while the next one is filled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.hashes import Hash
-from hf_zero.checkpoint.objectstore import Upload
-from hf_zero.checkpoint.places import BLOCK, Place, is_remote
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, Plan, bytes_view
+from hf_zero.checkpoint.storage import BLOCK, AnyPath, Upload, is_remote
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, Hash, bytes_view
 from hf_zero.device import kinds
 from hf_zero.spans import span
 
-FILLED = 4 << 20  # bytes of each of the blocks that tensors pass through
+BLOCK_BYTES = 4 << 20  # bytes of each of the blocks that tensors pass through
 DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
 
 
@@ -41,13 +39,13 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
         place.copy_(source, non_blocking=not wait)
 
 
-def aligned(nbytes: int, pin: bool = False) -> torch.Tensor:
+def aligned_buffer(nbytes: int, pin: bool = False) -> torch.Tensor:
     """Memory that direct I/O takes: [nbytes] of uint8 on a multiple of :data:`DATA_ALIGNMENT`."""
     memory = torch.empty(nbytes + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
     return memory[-memory.data_ptr() % DATA_ALIGNMENT :][:nbytes]
 
 
-class Output:
+class DirectFile:
     """A new file of ``size`` bytes, written from its start to its end; past the page cache where
     its file system allows that.
 
@@ -90,7 +88,7 @@ class Output:
         """Have the device keep it."""
         os.fsync(self._fd)
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> DirectFile:
         return self
 
     def __exit__(
@@ -102,19 +100,19 @@ class Output:
         os.close(self._fd)
 
 
-def open_output(where: Place, size: int) -> Output | Upload:
+def open_output(where: AnyPath, size: int) -> DirectFile | Upload:
     """A new file of ``size`` bytes on this machine, or in an object store. Raises OSError."""
-    return Upload(where, size) if is_remote(where) else Output(where, size)
+    return Upload(where, size) if is_remote(where) else DirectFile(where, size)
 
 
-class _Blocks:
+class _DoubleBuffer:
     """Two blocks of memory in turn: this thread fills one and hashes it, while a thread writes
     the other.
     """
 
     def __init__(
         self,
-        output: Output | Upload,
+        output: DirectFile | Upload,
         size: int,
         writer: ThreadPoolExecutor,
         tick: Callable[[int], None] | None,
@@ -122,7 +120,7 @@ class _Blocks:
         self._hash = Hash()
         self._output, self._writer, self._tick = output, writer, tick
         pin = kinds.in_use() is not None
-        self._blocks = [aligned(min(size, FILLED), pin) for _ in range(2)]
+        self._blocks = [aligned_buffer(min(size, BLOCK_BYTES), pin) for _ in range(2)]
         self._under_way: Future[None] | None = None  # what still reads the second one
         self._used = 0  # bytes of the first one
 
@@ -167,8 +165,8 @@ class _Blocks:
 
 
 def write_tensors(
-    path: Place,
-    plan: Plan,
+    path: AnyPath,
+    plan: FilePlan,
     tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
     tick: Callable[[int], None] | None = None,
 ) -> str:
@@ -181,7 +179,7 @@ def write_tensors(
     """
     with span("write_file", path.name, plan.size), open_output(path, plan.size) as output:
         with ThreadPoolExecutor(1) as writer:
-            blocks = _Blocks(output, plan.size, writer, tick)
+            blocks = _DoubleBuffer(output, plan.size, writer, tick)
             blocks.take(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
             for entry in plan.entries:
                 given = tensors[entry.name]
@@ -193,7 +191,7 @@ def write_tensors(
     return digest
 
 
-def write_image(path: Place, image: memoryview) -> str:
+def write_image(path: AnyPath, image: memoryview) -> str:
     """Write ``image``, a whole file that stands on a page, to ``path``, flush it to the device
     and return its hash.
     """

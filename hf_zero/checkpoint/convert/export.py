@@ -1,5 +1,5 @@
-"""The converter: what is written, under which names, into which files; ``filling`` does the
-writing, in memory that does not grow.
+"""The converter: which tensors are written, under which names, into which files; files.py writes
+them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from pathlib import Path
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import card, folders
-from hf_zero.checkpoint.adapters import CONFIG as ADAPTER
-from hf_zero.checkpoint.adapters import adapter_parts, adapters_in
-from hf_zero.checkpoint.alone import alone_in
-from hf_zero.checkpoint.bar import bar
-from hf_zero.checkpoint.choosing import choose
-from hf_zero.checkpoint.filling import write_part
-from hf_zero.checkpoint.finding import find
-from hf_zero.checkpoint.journal import Journal, temporary
+from hf_zero.checkpoint import storage
+from hf_zero.checkpoint.collective_try import describe_error
+from hf_zero.checkpoint.convert import card
+from hf_zero.checkpoint.convert.adapters import CONFIG as ADAPTER
+from hf_zero.checkpoint.convert.adapters import adapter_parts, adapters_in
+from hf_zero.checkpoint.convert.files import Journal, lock_folder, temporary_path, write_part
+from hf_zero.checkpoint.convert.outputs import OutputTensor, choose, dtype_option, outputs
+from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.naming import bare
-from hf_zero.checkpoint.opened import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.outputs import Output, dtype_option, outputs
-from hf_zero.checkpoint.places import Place, on_this_machine
-from hf_zero.checkpoint.records import dtype_name
-from hf_zero.checkpoint.tensorfile import Plan, plan_file
-from hf_zero.checkpoint.together import told
+from hf_zero.checkpoint.progress import progress_bar
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_zero.checkpoint.records import dtype_name, strip_wrappers
+from hf_zero.checkpoint.storage import AnyPath, local_path
+from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logs import logger
 from hf_zero.sizes import in_units
@@ -58,19 +55,19 @@ class Conversion:
     parameters: int
     nbytes: int
     kept: int = 0
-    source: Place | None = None
+    source: AnyPath | None = None
 
 
 @dataclass(frozen=True)
 class _Layout:
     """Which tensors go into which file, and the small files that are written with them."""
 
-    parts: dict[str, list[Output]]
+    parts: dict[str, list[OutputTensor]]
     beside: dict[str, bytes]
     of_adapters: bool = False
 
     @property
-    def chosen(self) -> list[Output]:
+    def chosen(self) -> list[OutputTensor]:
         return [output for part in self.parts.values() for output in part]
 
 
@@ -123,10 +120,10 @@ def convert_checkpoint(
         ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits
         no tensor.
     """
-    wanted, target = dtype_option(dtype), on_this_machine(dst, "a converted model")
+    wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
-    with open_checkpoint(find(src, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(src, tag)) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
@@ -141,10 +138,10 @@ def convert_checkpoint(
         total = sum(output.nbytes for output in layout.chosen)
         try:
             _make(target, layout, checkpoint)
-            with alone_in(target):
+            with lock_folder(target):
                 kept, carried = _write(checkpoint, target, layout, plans, verify, workers, progress)
         except OSError as error:
-            raise CheckpointError(told(error, target)) from error
+            raise CheckpointError(describe_error(error, target)) from error
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
     configs = [name for name in layout.beside if name != INDEX]
     return Conversion(
@@ -163,7 +160,7 @@ def _write(
     checkpoint: Checkpoint,
     target: Path,
     layout: _Layout,
-    plans: dict[str, Plan],
+    plans: dict[str, FilePlan],
     verify: bool,
     workers: int,
     progress: bool | None,
@@ -183,7 +180,7 @@ def _write(
                 in_units(kept),
                 in_units(total),
             )
-        with bar(
+        with progress_bar(
             progress,
             total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0),
             f"writing {target}",
@@ -207,7 +204,7 @@ def _write(
 
 def _of_adapters(
     checkpoint: Checkpoint,
-    held: list[Output],
+    held: list[OutputTensor],
     only: str | Sequence[str] | None,
     wanted: bool | None,
 ) -> _Layout | None:
@@ -245,7 +242,7 @@ def _of_adapters(
 
 def _of_model(
     checkpoint: Checkpoint,
-    held: list[Output],
+    held: list[OutputTensor],
     only: str | Sequence[str] | None,
     max_shard_size: str | int,
 ) -> _Layout:
@@ -270,7 +267,7 @@ def _of_model(
     return _Layout(parts, {INDEX: index.encode()})
 
 
-def _identity(checkpoint: Checkpoint, plans: dict[str, Plan]) -> str:
+def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
     """Equal for conversions that write the same bytes."""
     digest = hashlib.sha256(
         f"{hf_zero.__version__} {torch.__version__} {checkpoint.identity()}\n".encode()
@@ -280,14 +277,16 @@ def _identity(checkpoint: Checkpoint, plans: dict[str, Plan]) -> str:
     return digest.hexdigest()
 
 
-def _exported(manifest: Manifest, held: list[Output]) -> list[Output]:
+def _exported(manifest: Manifest, held: list[OutputTensor]) -> list[OutputTensor]:
     """Under the names, and without the ones, that ``save_pretrained`` would use."""
     skip, names = set(manifest.export.skip), manifest.export.names
-    renamed = [replace(output, name=bare(names.get(output.held, output.name))) for output in held]
+    renamed = [
+        replace(output, name=strip_wrappers(names.get(output.held, output.name))) for output in held
+    ]
     return [output for output in renamed if output.name not in skip]
 
 
-def _split(chosen: list[Output], max_shard_size: str | int) -> dict[str, list[Output]]:
+def _split(chosen: list[OutputTensor], max_shard_size: str | int) -> dict[str, list[OutputTensor]]:
     """Which tensors go into which file, by the same rule as ``save_pretrained``."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -355,7 +354,7 @@ def _replaced(layout: _Layout, target: Path) -> list[Path]:
 def _check_room(target: Path, names: list[str], total: int) -> None:
     there = [
         path.stat().st_blocks * 512
-        for path in (temporary(target, name) for name in names)
+        for path in (temporary_path(target, name) for name in names)
         if path.is_file()
     ]
     free = shutil.disk_usage(target).free + sum(there)
@@ -366,7 +365,7 @@ def _check_room(target: Path, names: list[str], total: int) -> None:
         )
 
 
-def _dominant(chosen: list[Output]) -> str | None:
+def _dominant(chosen: list[OutputTensor]) -> str | None:
     """The dtype most of the floating-point parameters are in."""
     sizes: dict[torch.dtype, int] = {}
     for output in chosen:
@@ -380,13 +379,13 @@ def _publish(layout: _Layout, target: Path) -> None:
     comes last.
     """
     for name, content in layout.beside.items():
-        folders.write_file(temporary(target, name), content)
+        storage.write_file(temporary_path(target, name), content)
     if not layout.of_adapters:
         (target / INDEX).unlink(missing_ok=True)
         for old in _replaced(layout, target):
             if old.name not in (*layout.parts, *layout.beside):
                 old.unlink()
     for name in (*layout.parts, *layout.beside):
-        os.replace(temporary(target, name), target / name)
+        os.replace(temporary_path(target, name), target / name)
     for folder in {(target / name).parent for name in layout.parts} | {target}:
-        folders.fsync_folder(folder)
+        storage.fsync_folder(folder)

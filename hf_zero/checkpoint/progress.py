@@ -12,11 +12,11 @@ from typing import Any
 Tick = Callable[[int], None]
 
 
-PATIENCE = 2.0  # seconds of work for which nothing is shown unless asked for
+SHOWN_AFTER = 2.0  # seconds of work for which nothing is shown unless asked for
 
 
 @contextmanager
-def bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
+def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
     """Yields the function that moves it, by bytes; it may be called from several threads.
 
     Shown on stderr if ``progress``; None means where stderr is a terminal, and once the work has
@@ -25,7 +25,7 @@ def bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda count: None
         return
-    shown = _Shown(total, what, time.monotonic() + (0.0 if progress else PATIENCE))
+    shown = _Bar(total, what, time.monotonic() + (0.0 if progress else SHOWN_AFTER))
     try:
         if progress:
             shown.advance(0)
@@ -34,7 +34,7 @@ def bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
         shown.stop()
 
 
-class _Shown:
+class _Bar:
     """A bar that appears at ``since``."""
 
     def __init__(self, total: int, what: str, since: float) -> None:

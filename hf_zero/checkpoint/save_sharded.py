@@ -9,17 +9,25 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.bar import bar
-from hf_zero.checkpoint.behind import UNTOUCHED, Behind, Job
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.async_save import UNTOUCHED, AsyncSaver, SaveJob
+from hf_zero.checkpoint.collective_try import collective_try
+from hf_zero.checkpoint.commit import CommitTarget, commit_target
 from hf_zero.checkpoint.contract import Engine
-from hf_zero.checkpoint.draft import Extra, Written, draft, extra_of
-from hf_zero.checkpoint.landing import Landing, landing
-from hf_zero.checkpoint.places import Place, place
-from hf_zero.checkpoint.publishing import Rest, announce, publish, rest_of
+from hf_zero.checkpoint.file_writer import write_tensors
+from hf_zero.checkpoint.plan import (
+    ExtraState,
+    RankReport,
+    SharedFiles,
+    announce,
+    extra_state,
+    plan_save,
+    publish,
+    shared_files,
+)
+from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.retention import check_keep
-from hf_zero.checkpoint.streaming import write_tensors
-from hf_zero.checkpoint.together import together
+from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -32,8 +40,8 @@ def save(
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
     keep: int | None = None,
-    behind: Behind | None = None,
-) -> Place:
+    behind: AsyncSaver | None = None,
+) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
     Args:
@@ -61,58 +69,58 @@ def save(
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
     untouched = UNTOUCHED.format(name)
 
-    roots: list[Place] = []
+    roots: list[AnyPath] = []
 
     def check() -> tuple[str, str]:
         check_keep(keep)
-        folders.check_tag(name)
-        roots.append(place(directory))
+        find.check_tag(name)
+        roots.append(as_path(directory))
         return name, secrets.token_hex(16)
 
-    told = together(comm, check, directory)
+    told = collective_try(comm, check, directory)
     names = {each for each, _ in told}
     if len(names) > 1:
         raise CheckpointError(
             f"the ranks want to save under different tags {sorted(names)}; pass the "
             "same tag on every rank"
         )
-    to = landing(roots[0], name, save_id=told[0][1])
-    path = to.file(to.named(folders.rank_file(rank, engine.world_size)))
-    extra: list[Extra] = []
-    rests: list[Rest] = []
+    to = commit_target(roots[0], name, save_id=told[0][1])
+    path = to.file(to.named(find.rank_file(rank, engine.world_size)))
+    extra: list[ExtraState] = []
+    rests: list[SharedFiles] = []
 
     def begin() -> None:
         if rank == 0:
             # first: what cannot be saved is found out before anything is written
-            extra.append(extra_of(engine, client_state or {}))
+            extra.append(extra_state(engine, client_state or {}))
             to.begin()
 
-    def complete(written: list[Written]) -> None:
+    def complete(written: list[RankReport]) -> None:
         if rank == 0:
             rests.append(
-                rest_of(engine, to, written, extra[0], exclude_frozen_parameters, save_latest)
+                shared_files(engine, to, written, extra[0], exclude_frozen_parameters, save_latest)
             )
 
     try:
-        together(comm, begin, path.parent, untouched)
+        collective_try(comm, begin, path.parent, untouched)
         if behind is not None:
-            staged = together(
+            staged = collective_try(
                 comm,
                 lambda: behind.stage(
-                    draft(engine, path.name, to.save_id, exclude_frozen_parameters)
+                    plan_save(engine, path.name, to.save_id, exclude_frozen_parameters)
                 ),
                 path,
                 untouched,
             )
-            copied = [each for each in staged if isinstance(each, Written)]
+            copied = [each for each in staged if isinstance(each, RankReport)]
             if len(copied) == len(staged):
-                together(comm, lambda: complete(copied), path.parent, untouched)
-                behind.start(Job(to, path, rests[0] if rests else None, keep))
+                collective_try(comm, lambda: complete(copied), path.parent, untouched)
+                behind.start(SaveJob(to, path, rests[0] if rests else None, keep))
                 return to.final
             why = next(
                 f"rank {index}: {each}"
                 for index, each in enumerate(staged)
-                if not isinstance(each, Written)
+                if not isinstance(each, RankReport)
             )
             if rank == 0:
                 logger.warning(
@@ -121,7 +129,7 @@ def save(
                     name,
                     why,
                 )
-        written = together(
+        written = collective_try(
             comm, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched
         )
 
@@ -130,20 +138,22 @@ def save(
             if rests:
                 publish(to, rests[0], [report.file.hash for report in written])
 
-        together(comm, finish, path.parent, untouched)
+        collective_try(comm, finish, path.parent, untouched)
     except BaseException:
         if rank == 0:
             to.abandon()
         raise
     whole = f"{to.final} itself is whole; pass its tag to load it."
-    together(comm, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
+    collective_try(comm, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
     return to.final
 
 
-def _write_rank(engine: Engine, to: Landing, path: Place, exclude_frozen: bool) -> Written:
+def _write_rank(
+    engine: Engine, to: CommitTarget, path: AnyPath, exclude_frozen: bool
+) -> RankReport:
     """Write this rank's file; rank 0 shows how far it is with its own."""
-    mine = draft(engine, path.name, to.save_id, exclude_frozen)
-    with bar(
+    mine = plan_save(engine, path.name, to.save_id, exclude_frozen)
+    with progress_bar(
         None if engine.global_rank == 0 else False, mine.plan.size, f"saving {to.directory}"
     ) as tick:
         return mine.hashed(

@@ -1,18 +1,18 @@
-"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, optimizer class
-and groups.
+"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, the optimizer's class
+and its groups, the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.checkpoint.contents import class_name, persistent_buffers
 from hf_zero.checkpoint.contract import Engine
-from hf_zero.checkpoint.grouping import pair
+from hf_zero.checkpoint.engine_state import class_name, persistent_buffers
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.naming import bare, pairing
+from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
 
@@ -27,7 +27,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Match:
+class NameMatch:
     """Names in the engine -> names in the checkpoint: ``held`` of parameters that can be loaded,
     ``buffers`` of buffers.
     """
@@ -36,7 +36,7 @@ class Match:
     buffers: dict[str, str]
 
 
-def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match:
+def match_names(engine: Engine, manifest: Manifest, where: str, strict: bool) -> NameMatch:
     """Pair the engine's names with the checkpoint's.
 
     Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side
@@ -47,7 +47,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
     for tied, own in engine.aliases.items():
         also.setdefault(own, []).append(tied)
     live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
-    there = pairing(
+    there = pair_names(
         (*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
     for flat in engine.flats:
@@ -79,7 +79,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
                 held[slot.name] = name
     buffers = persistent_buffers(engine.module)
     # Some writers do not tell buffers from parameters, and write tied weights under both names.
-    kept = pairing(buffers, (*manifest.buffers, *manifest.slots))
+    kept = pair_names(buffers, (*manifest.buffers, *manifest.slots))
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
             wrong.append(
@@ -96,8 +96,10 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             f"{where} has quantised weights of another kind, which are bytes and are not cast: "
             f"{listed(cast)}; quantise the model as it was at the save"
         )
-    excluded = frozenset(bare(name) for name in manifest.excluded)
-    missing += [name for name in buffers if name not in kept and not belongs(bare(name), excluded)]
+    excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
+    missing += [
+        name for name in buffers if name not in kept and not belongs(strip_wrappers(name), excluded)
+    ]
     used = {
         *held.values(),
         *(there[tied] for tied, own in engine.aliases.items() if own in held and tied in there),
@@ -112,7 +114,7 @@ def match(engine: Engine, manifest: Manifest, where: str, strict: bool) -> Match
             "build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
-    return Match(held, kept)
+    return NameMatch(held, kept)
 
 
 def check_optimizer(
@@ -155,7 +157,7 @@ def check_optimizer(
             f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the "
             f"same groups, {remedy}"
         )
-    order, moved = pair(engine.bound.group_of, count, saved.groups, held)
+    order, moved = pair_groups(engine.bound.group_of, count, saved.groups, held)
     if moved:
         raise CheckpointError(
             f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same "
@@ -183,3 +185,59 @@ def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bo
             "or pass load_lr_scheduler_states=False to start the schedule anew"
         )
     return True
+
+
+# What torch's schedules keep as one value per group.
+_PER_GROUP = {
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+}
+
+
+def pair_groups(
+    group_of: Mapping[str, int], count: int, saved: Sequence[GroupEntry], held: Mapping[str, str]
+) -> tuple[list[int], list[str]]:
+    """For each of ``count`` groups of an engine the index of the saved group that it goes on from,
+    and what does not fit that.
+
+    ``group_of`` is the engine's, ``held`` maps its names to the checkpoint's. Groups with the most
+    parameters in common are paired first, then those at the same place, then in order. The second
+    answer describes each parameter that was in another group than its pair; a checkpoint that does
+    not say where a parameter was fits anything.
+    """
+    there = {name: index for index, group in enumerate(saved) for name in group.parameters}
+    shared = Counter(
+        (group, there[held[name]]) for name, group in group_of.items() if held.get(name) in there
+    )
+    paired: dict[int, int] = {}
+    for live, old in sorted(shared, key=lambda both: (-shared[both], both[0] != both[1], both)):
+        if live not in paired and old not in paired.values():
+            paired[live] = old
+    for live in sorted(set(range(count)) - set(paired)):
+        free = [old for old in range(count) if old not in paired.values()]
+        paired[live] = live if live in free else free[0]
+    moved = [
+        f"{name} ({there[held[name]]} there, {group} here)"
+        for name, group in group_of.items()
+        if held.get(name) in there and there[held[name]] != paired[group]
+    ]
+    return [paired[live] for live in range(count)], moved
+
+
+def reorder_schedule(state: Any, order: Sequence[int]) -> Any:
+    """The state of a schedule with its values per group in the order of the engine's groups."""
+    if isinstance(state, list):
+        return [reorder_schedule(each, order) for each in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: [value[at] for at in order]
+        if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order)
+        else reorder_schedule(value, order)
+        for key, value in state.items()
+    }

@@ -1,5 +1,5 @@
-"""Where checkpoints lie: folders of this machine as paths, object stores by their URLs through
-fsspec; ranges read from either.
+"""The two kinds of storage: folders of this machine as paths, object stores by their URLs through
+fsspec. Ranges are read from either; small files are written so that they are on the device.
 """
 
 from __future__ import annotations
@@ -7,14 +7,17 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
 
-Place = Any
+AnyPath = Any
 """A ``pathlib.Path``, or a ``upath.UPath`` of an object store.
 
 Both have the methods of the former that read.
@@ -28,7 +31,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CUT_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
-def place(where: Any) -> Place:
+def as_path(where: Any) -> AnyPath:
     """The place that a user names: a path, a URL that fsspec knows (``s3://bucket/run``,
     ``file:///…``), or a ``UPath``.
 
@@ -54,7 +57,7 @@ def place(where: Any) -> Place:
     return path
 
 
-def _of_url(text: str) -> Place:
+def _of_url(text: str) -> AnyPath:
     from upath import UPath
 
     try:
@@ -70,17 +73,17 @@ def _of_url(text: str) -> Place:
     return Path(found.path) if local else found
 
 
-def is_remote(where: Place) -> bool:
+def is_remote(where: AnyPath) -> bool:
     """Whether ``where`` is in an object store."""
     return not isinstance(where, Path)
 
 
-def on_this_machine(where: Any, what: str) -> Path:
+def local_path(where: Any, what: str) -> Path:
     """``where`` as a path.
 
     Raises CheckpointError, saying ``what`` has to be on a file system, if it is in an object store.
     """
-    found = place(where)
+    found = as_path(where)
     if is_remote(found):
         raise CheckpointError(
             f"{found}: {what} must be a folder of a file system; write it there and "
@@ -89,7 +92,7 @@ def on_this_machine(where: Any, what: str) -> Path:
     return found
 
 
-def modified(where: Place) -> int:
+def modified_ns(where: AnyPath) -> int:
     """When a file was written, in nanoseconds."""
     if not is_remote(where):
         return int(where.stat().st_mtime_ns)
@@ -98,7 +101,7 @@ def modified(where: Place) -> int:
 
 
 @contextmanager
-def store_errors(where: Place) -> Iterator[None]:
+def store_errors(where: AnyPath) -> Iterator[None]:
     """What a store's package raises in it, whatever its class, is an OSError that names
     ``where``.
     """
@@ -113,7 +116,7 @@ def store_errors(where: Place) -> Iterator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(where)) from error
 
 
-class Ranges(Protocol):
+class RangeReader(Protocol):
     """A file from which ranges of bytes are read, from several threads."""
 
     size: int
@@ -127,9 +130,9 @@ class Ranges(Protocol):
     def close(self) -> None: ...
 
 
-def open_ranges(where: Place) -> Ranges:
+def open_ranges(where: AnyPath) -> RangeReader:
     """Raises OSError."""
-    return _Object(where) if is_remote(where) else _File(where)
+    return _ObjectRanges(where) if is_remote(where) else _LocalRanges(where)
 
 
 def read_all(fd: int, data: memoryview, at: int) -> int:
@@ -142,7 +145,7 @@ def read_all(fd: int, data: memoryview, at: int) -> int:
     return taken
 
 
-class _File:
+class _LocalRanges:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY)
         try:
@@ -160,8 +163,8 @@ class _File:
             self._fd = -1
 
 
-class _Object:
-    def __init__(self, where: Place) -> None:
+class _ObjectRanges:
+    def __init__(self, where: AnyPath) -> None:
         self._where = where
         with store_errors(where):
             self.size = int(where.stat().st_size)
@@ -185,3 +188,125 @@ class _Object:
 
     def close(self) -> None:
         pass
+
+
+def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
+    """``os.write`` (or, given a position, ``os.pwrite``) until every byte is taken."""
+    while len(data):
+        taken = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
+        data = data[taken:]
+        at = None if at is None else at + taken
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename ``source``, and flush the folders that change."""
+    os.rename(source, target)
+    fsync_folder(source.parent)
+    if target.parent != source.parent:
+        fsync_folder(target.parent)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove ``folder`` if it is there; of a link the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what is missing above it; each new name is flushed to the device."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            fsync_folder(folder.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file and flush it to the device."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        write_all(fd, memoryview(content))
+        os.fsync(fd)
+    except OSError as error:
+        # a full disk is met by a write, which knows a number only
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def fsync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+PARTS = 9_000  # of an object at most; S3 takes 10,000
+
+
+def put_object(where: AnyPath, content: bytes) -> None:
+    """Put a small object, whole or not at all. Raises OSError."""
+    with store_errors(where):
+        where.fs.pipe_file(where.path, content)
+
+
+class Upload:
+    """A new object of ``size`` bytes, sent in parts from its start to its end; it is there once
+    :meth:`flush` has returned.
+    """
+
+    def __init__(self, where: AnyPath, size: int) -> None:
+        self._where, self._sent = where, False
+        with store_errors(where):
+            self._file: Any = where.fs.open(
+                where.path, "wb", block_size=max(2 * PART, -(-size // PARTS))
+            )
+
+    def write(self, data: memoryview) -> None:
+        with store_errors(self._where):
+            self._file.write(data)
+
+    def flush(self) -> None:
+        with store_errors(self._where):
+            self._file.close()
+        self._sent = True
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._sent:
+            return
+        try:
+            self._file.discard()
+        except Exception as trouble:
+            # the upload has failed already, and that is what is to be told
+            logger.warning(
+                "the parts of %s that were sent may be left in the store: %s", self._where, trouble
+            )
+        with suppress(AttributeError):  # a file in memory has nothing to send
+            self._file.closed = True  # or the collector would send what is left of it
+
+
+def remove_objects(chosen: Iterable[AnyPath]) -> None:
+    for item in chosen:
+        with store_errors(item):
+            item.fs.rm_file(item.path)
+
+
+def objects_in(folder: AnyPath) -> list[AnyPath]:
+    """The objects directly in ``folder``."""
+    with store_errors(folder):
+        found = folder.iterdir() if folder.is_dir() else ()
+        return sorted((item for item in found if item.is_file()), key=lambda item: item.name)

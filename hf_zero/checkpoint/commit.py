@@ -1,0 +1,331 @@
+"""How the files of one save become a checkpoint all at once: by a rename in a folder (FORMAT.md
+section 6), by a manifest that is put last in an object store (section 10).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint.find import (
+    DROPPED,
+    OBJECTS_NAME,
+    RANK_PATTERN,
+    REPLACED,
+    RESERVED,
+    SAVING,
+    is_checkpoint,
+)
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.storage import (
+    AnyPath,
+    fsync_folder,
+    is_remote,
+    make_folder,
+    objects_in,
+    remove_objects,
+    remove_tree,
+    store_errors,
+)
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
+
+
+class CommitTarget(ABC):
+    """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder.
+
+    Rank 0 calls all methods, the others ``file`` alone.
+    """
+
+    def __init__(self, directory: AnyPath, tag: str, save_id: str) -> None:
+        self.directory, self.tag, self.save_id = directory, tag, save_id
+        self.final = directory / tag
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make the place ready, after mending what an interrupted save left.
+
+        Raises CheckpointError where something else stands.
+        """
+
+    def named(self, name: str) -> str:
+        """The name that the file ``name`` of this save gets."""
+        return name
+
+    @abstractmethod
+    def file(self, name: str) -> AnyPath:
+        """Where this save writes its file ``name``."""
+
+    def _check_written(self, manifest: Manifest) -> None:
+        """Raises CheckpointError or OSError if what the ranks have written is not all there."""
+        for entry in manifest.all_files():
+            path = self.file(entry.name)
+            with store_errors(path):
+                found = path.stat().st_size
+            if found != entry.size:
+                raise CheckpointError(
+                    f"{path} has {found} bytes, {entry.size} were written; check the storage, and "
+                    "that nobody else changes this folder"
+                )
+
+    @abstractmethod
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
+        """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there.
+
+        ``above``: what :meth:`announce` needs.
+        """
+
+    @abstractmethod
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint
+        go that this one replaced.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what this save has written. Raises nothing."""
+
+
+def commit_target(directory: AnyPath, tag: str, save_id: str) -> CommitTarget:
+    return (StoreTarget if is_remote(directory) else FolderTarget)(directory, tag, save_id)
+
+
+class FolderTarget(CommitTarget):
+    """A folder of a file system, which has a temporary name until it is whole (FORMAT.md section
+    6).
+    """
+
+    directory: Path
+    final: Path
+
+    def __init__(self, directory: Path, tag: str, save_id: str) -> None:
+        # a thread may write when the working folder is another
+        super().__init__(directory.absolute(), tag, save_id)
+        self._temporary = temporary_folder(self.directory, tag, save_id)
+
+    def begin(self) -> None:
+        begin_folder(self.directory, self.tag, self.save_id)
+
+    def file(self, name: str) -> Path:
+        return self._temporary / name
+
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
+        for name, content in files.items():
+            storage.write_file(self.file(name), content)
+        # Written with the others, moved by announce: a disk that fills up is found out before
+        # anything has changed.
+        for name, content in above.items():
+            storage.write_file(self.file(find.NEW + name), content)
+        storage.write_file(self.file(MANIFEST_NAME), manifest.dumps())
+        self._check_written(Manifest.read(self.file(MANIFEST_NAME)))
+        publish_folder(self._temporary, self.tag)
+
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        for name in above:
+            os.replace(self.final / (find.NEW + name), self.directory / name)
+        storage.fsync_folder(self.directory)
+        discard_replaced(self.final)
+
+    def abandon(self) -> None:
+        # Under another name first: a rank that is still at work cannot put a file into what is
+        # being removed.
+        written = self._temporary
+        with suppress(OSError):
+            written = written.rename(self.directory / (find.DROPPED + self.save_id))
+        shutil.rmtree(written, ignore_errors=True)
+
+
+class StoreTarget(CommitTarget):
+    """Objects of a store, which are a checkpoint once their manifest is there (FORMAT.md section
+    10).
+    """
+
+    def begin(self) -> None:
+        begin_objects(self.final)
+
+    def named(self, name: str) -> str:
+        stem, dot, suffix = name.rpartition(".")
+        return f"{stem}-{self.save_id[:12]}{dot}{suffix}"
+
+    def file(self, name: str) -> AnyPath:
+        return self.final / name
+
+    def publish(
+        self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
+    ) -> None:
+        for name, content in files.items():
+            storage.put_object(self.file(name), content)
+        content = manifest.dumps()
+        # what cannot be read is not put
+        self._check_written(Manifest.parse(content, self.file(MANIFEST_NAME)))
+        storage.put_object(self.file(MANIFEST_NAME), content)
+
+    def announce(self, above: Mapping[str, bytes]) -> None:
+        for name, content in above.items():
+            storage.put_object(self.directory / name, content)
+        remove_unlisted(self.final)
+
+    def abandon(self) -> None:
+        abandon_objects(self.final, self.save_id[:12])
+
+
+def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
+    """Where a save of ``tag`` is put together: a folder of its own, so that two jobs never write
+    into one.
+    """
+    return directory / f"{SAVING}{tag}.{save_id[:8]}"
+
+
+def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
+    """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of
+    it left.
+    """
+    make_folder(directory)
+    for dropped in directory.glob(f"{DROPPED}*"):
+        shutil.rmtree(dropped, ignore_errors=True)
+    replaced, final = directory / (REPLACED + tag), directory / tag
+    if (
+        os.path.lexists(final)
+        and not is_checkpoint(final)
+        and (not final.is_dir() or any(final.iterdir()))
+    ):
+        raise CheckpointError(
+            f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
+            "tag, so that nothing is lost"
+        )
+    if replaced.exists():
+        if is_checkpoint(final):
+            discard_replaced(final)
+        else:
+            os.rename(replaced, final)
+    of_this_tag = re.compile(re.escape(SAVING + tag) + r"(\.[0-9a-f]{8})?")
+    for other in directory.glob(f"{SAVING}*"):
+        if of_this_tag.fullmatch(other.name):
+            remove_tree(other)
+        else:
+            logger.warning(
+                "%s was left by an interrupted save, or another job saves into the same folder; "
+                "remove it if no job does",
+                other,
+            )
+    temporary = temporary_folder(directory, tag, save_id)
+    temporary.mkdir()
+    return temporary
+
+
+def publish_folder(temporary: Path, tag: str) -> Path:
+    """Rename the finished ``temporary`` folder to ``tag``; a checkpoint that stood there stays
+    until this is done.
+    """
+    directory = temporary.parent
+    final, replaced = directory / tag, directory / (REPLACED + tag)
+    fsync_folder(temporary)
+    if final.exists():
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    fsync_folder(directory)
+    return final
+
+
+def discard_replaced(final: Path) -> None:
+    """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the
+    format's own move over.
+    """
+    replaced = final.with_name(REPLACED + final.name)
+    if replaced.is_symlink():
+        logger.warning(
+            "%s was a link; the checkpoint it led to stays in %s", final, os.path.realpath(replaced)
+        )
+    elif replaced.exists():
+        for item in list(replaced.iterdir()):
+            if not _is_own_file(item) and not (final / item.name).exists():
+                os.rename(item, final / item.name)
+    remove_tree(replaced)
+
+
+def _is_own_file(item: Path) -> bool:
+    return (
+        item.name in (MANIFEST_NAME, OBJECTS_NAME)
+        or item.match(RANK_PATTERN)
+        or item.name.startswith(RESERVED)
+    )
+
+
+def begin_objects(final: AnyPath) -> None:
+    """Remove what interrupted saves left in ``final``.
+
+    Raises CheckpointError if something lies there that is none of ours.
+    """
+    held = objects_in(final)
+    if held and not any(_is_own_object(item) for item in held):
+        raise CheckpointError(
+            f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save "
+            "under another tag, so that nothing is lost"
+        )
+    remove_unlisted(final)
+
+
+def remove_unlisted(final: AnyPath) -> None:
+    """Remove rank files and the like that the manifest in ``final`` does not list: all of them
+    where there is none.
+    """
+    manifest = final / MANIFEST_NAME
+    try:
+        listed = (
+            {entry.name for entry in Manifest.read(manifest).all_files()}
+            if manifest.is_file()
+            else set()
+        )
+    except CheckpointError:
+        return  # which files are its own is not known any more
+    remove_objects(
+        item
+        for item in objects_in(final)
+        if _is_own_object(item) and item.name != MANIFEST_NAME and item.name not in listed
+    )
+
+
+def abandon_objects(final: AnyPath, mark: str) -> None:
+    """Remove the files whose names end on ``mark``."""
+    try:
+        remove_objects(item for item in objects_in(final) if item.stem.endswith(f"-{mark}"))
+    except Exception as error:
+        logger.warning(
+            "files of a save that failed are left in %s; the next save of this "
+            "tag removes them (%s)",
+            final,
+            error,
+        )
+
+
+def drop_objects(folder: AnyPath) -> None:
+    """Remove the checkpoint in ``folder``, its manifest first: at no moment a half of it can be
+    taken for one. Raises OSError.
+    """
+    remove_objects([folder / MANIFEST_NAME])
+    remove_objects(objects_in(folder))
+
+
+def _is_own_object(item: AnyPath) -> bool:
+    stem, _, suffix = find.OBJECTS_NAME.rpartition(".")
+    return (
+        item.name == MANIFEST_NAME
+        or fnmatch(item.name, find.RANK_PATTERN)
+        or (item.name.startswith(f"{stem}-") and item.suffix == f".{suffix}")
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint as a model folder that ``from_pretrained`` loads."""

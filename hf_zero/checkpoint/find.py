@@ -1,0 +1,300 @@
+"""Which checkpoint a folder means: tags and `latest` of a run, whether a checkpoint can be loaded,
+and the newest whole one below a folder that is no run itself (FORMAT.md section 6).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_zero.checkpoint.foreign import recognise
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import logger
+
+LATEST = "latest"
+MODEL = "huggingface"  # the reader of foreign folders that hold weights and no training state
+OBJECTS_NAME = "objects.pt"
+RANK_PATTERN = "rank-*-of-*.safetensors"
+RESERVED = ".hf-zero-"
+SAVING = RESERVED + "saving-"
+REPLACED = RESERVED + "replaced-"
+NEW = RESERVED + "new-"
+DROPPED = RESERVED + "dropped-"
+LONGEST_TAG = 230  # bytes: with what is put around it meanwhile, a name that file systems take
+LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
+
+
+def check_tag(tag: object) -> str:
+    """``tag`` as a string. Raises CheckpointError if it cannot name a folder of a checkpoint."""
+    name = str(tag)
+    if (
+        not name
+        or name.startswith(".")
+        or name == LATEST
+        or Path(name).name != name
+        or "\0" in name
+    ):
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass one path component that does not start with a dot "
+            f"and is not {LATEST!r}"
+        )
+    if name != name.strip():
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass it without spaces or line ends around it, which "
+            f"{LATEST!r} does not keep"
+        )
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be a tag; pass one that can be written as UTF-8"
+        ) from error
+    if size > LONGEST_TAG:
+        raise CheckpointError(
+            f"{name[:40]!r}… cannot be a tag; pass one of at most {LONGEST_TAG} "
+            f"bytes, it has {size}"
+        )
+    return name
+
+
+def is_checkpoint(folder: AnyPath) -> bool:
+    """Whether ``folder`` is a checkpoint of ours."""
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def can_be_read(folder: AnyPath) -> bool:
+    """Whether ``folder`` is a checkpoint of ours, or one that another program wrote and we read."""
+    return is_checkpoint(folder) or bool(recognise(folder))
+
+
+def tags_in(directory: AnyPath) -> list[str]:
+    """The tags in ``directory`` that hold a checkpoint, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [
+        item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)
+    ]
+    return [item.name for item in sorted(found, key=age_key)]
+
+
+def age_key(folder: AnyPath) -> tuple[int, str]:
+    """What orders checkpoints by age: when the manifest came, if there is one, and the name."""
+    # The folder's own time changes with every file that anyone puts beside ours, and a store has no
+    # folders.
+    try:
+        return modified_ns(folder / MANIFEST_NAME), folder.name
+    except FileNotFoundError:  # another program's
+        return modified_ns(folder), folder.name
+
+
+def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath:
+    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names,
+    or a foreign one itself.
+
+    Raises CheckpointError saying what was looked for and which tags exist.
+    """
+    root = as_path(directory)
+    if tag is not None:
+        name = check_tag(tag)
+    elif recognise(root) and not any(is_checkpoint(root / held) for held in tags_in(root)):
+        # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote
+        # `latest`
+        return root
+    else:
+        name = latest_tag(root)
+    # A save that replaced this tag may have been stopped between its two renames.
+    for folder in (root / name, root / (REPLACED + name)):
+        if can_be_read(folder):
+            return folder
+    raise CheckpointError(
+        f"no checkpoint {name!r} in {root}: {root / name / MANIFEST_NAME} does not "
+        f"exist; {_remedy(root)}"
+    )
+
+
+def latest_tag(root: AnyPath) -> str:
+    """The tag that ``latest`` in ``root`` names. Raises CheckpointError where there is none."""
+    path = root / LATEST
+    try:
+        with store_errors(path), path.open("rb") as file:
+            content = file.read(LONGEST_LATEST)
+        name = content.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"no checkpoint in {root}: {path} is missing or unreadable; {_remedy(root)}"
+        ) from error
+    try:
+        return check_tag(name)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} is damaged: {name[:40]!r} cannot be a tag; {_remedy(root)}"
+        ) from error
+
+
+def _remedy(root: AnyPath) -> str:
+    found = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL]
+    if found:
+        return f"pass one of the tags that exist: {', '.join(found)}"
+    below = (
+        sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags_in(folder))
+        if root.is_dir()
+        else []
+    )
+    if below:
+        return (
+            f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold "
+            "checkpoints; pass one of them"
+        )
+    return (
+        "there is no checkpoint of hf-zero in it; pass the folder that was given to "
+        "save_checkpoint or save_state"
+    )
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def integrity_error(folder: AnyPath) -> str:
+    """What keeps the checkpoint in ``folder`` from being loaded; "" if nothing is seen. Reads no
+    tensor: ``verify`` does.
+
+    Of a checkpoint that another program wrote it is known only that it is one.
+    """
+    if not is_checkpoint(folder):
+        return (
+            ""
+            if can_be_read(folder)
+            else f"{folder} holds no checkpoint; restore it, or load another one"
+        )
+    try:
+        with Checkpoint(folder) as checkpoint:
+            for index in range(len(checkpoint.manifest.files)):
+                checkpoint.file(index)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def whole_tags_beside(folder: AnyPath) -> list[str]:
+    """The other tags of the run that ``folder`` belongs to, oldest first, without those in which
+    something is wrong.
+    """
+    return [
+        tag
+        for tag in tags_in(folder.parent)
+        if tag != folder.name and not integrity_error(folder.parent / tag)
+    ]
+
+
+LISTED = 6  # candidates that a message names
+
+
+def find_checkpoint(
+    source: str | os.PathLike[str], tag: str | None = None, whole: bool = True
+) -> AnyPath:
+    """The checkpoint that ``source`` means: itself, the one that its ``latest`` names, or the
+    newest of ours at any depth below.
+
+    Of several below, damaged ones are passed over unless ``whole`` is false, and the one that is
+    taken is logged. A folder that another program wrote is taken where it is ``source`` itself, or
+    the only one in it that holds training state. Raises CheckpointError with what is there.
+    """
+    root = as_path(source)
+    if tag is None and is_checkpoint(root):
+        return root
+    if not root.is_dir():
+        raise CheckpointError(
+            f"no checkpoint at {root}: it is no folder; pass the folder that was given to "
+            "save_checkpoint, or a tag in it"
+        )
+    if (
+        tag is not None
+        and not can_be_read(named := root / check_tag(tag))
+        and (named / LATEST).is_file()
+    ):
+        return locate(named)  # Accelerate's folder of one state, which holds ours
+    if tag is not None or (root / LATEST).is_file():
+        return locate(root, tag)
+    if newest_first := checkpoints_below(root)[::-1]:
+        return _newest(root, newest_first, whole)
+    if recognise(root):
+        return root
+    foreign = [folder for folder in _children(root) if recognise(folder)]
+    states = [folder for folder in foreign if recognise(folder) != MODEL]
+    if len(states) == 1:
+        return states[0]
+    if foreign:
+        raise CheckpointError(
+            f"no checkpoint of hf-zero in {root}; if one of these is meant, pass it: "
+            f"{_listed(root, foreign)}"
+        )
+    return locate(root)  # raises, with what it looked for
+
+
+def checkpoints_below(root: AnyPath) -> list[AnyPath]:
+    """The checkpoints of ours in ``root``, at any depth, oldest first."""
+    return sorted((folder for folder in walk(root) if is_checkpoint(folder)), key=age_key)
+
+
+def walk(root: AnyPath) -> Iterator[AnyPath]:
+    """``root`` and the folders below it, without hidden ones and without what lies inside a
+    checkpoint.
+    """
+    if is_remote(root):  # a store has no folders, but names with slashes
+        for manifest in sorted(root.glob(f"**/{MANIFEST_NAME}"), key=str):
+            inner = manifest.parent.path.removeprefix(root.path).strip("/")
+            if not any(part.startswith(".") for part in inner.split("/")):
+                yield manifest.parent
+        return
+    seen: set[str] = set()  # a link may lead back up
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        real = os.path.realpath(folder)
+        if real not in seen:
+            seen.add(real)
+            yield folder
+            if not is_checkpoint(folder):
+                waiting += reversed(_children(folder))
+
+
+def _children(folder: AnyPath) -> list[AnyPath]:
+    try:
+        found = [
+            item for item in folder.iterdir() if not item.name.startswith(".") and item.is_dir()
+        ]
+    except PermissionError:
+        return []
+    return sorted(found, key=lambda item: item.name)
+
+
+def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
+    if len(newest_first) == 1:
+        return newest_first[0]
+    many = len(newest_first)
+    for folder in newest_first:
+        damage = integrity_error(folder) if whole else ""
+        if not damage:
+            logger.info(
+                "taking %s, the newest %sof %d checkpoints in %s",
+                folder,
+                "whole one " if whole else "",
+                many,
+                root,
+            )
+            return folder
+        logger.warning("%s is passed over: %s", folder, damage)
+    raise CheckpointError(
+        f"each of the {many} checkpoints in {root} is damaged: "
+        f"{_listed(root, newest_first)}; restore one of them"
+    )
+
+
+def _listed(root: AnyPath, found: list[AnyPath]) -> str:
+    names = [str(folder.relative_to(root)) for folder in found[:LISTED]]
+    return ", ".join(names) + (f" and {len(found) - LISTED} more" if len(found) > LISTED else "")

@@ -1,0 +1,362 @@
+"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the
+stage of the save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.collective_try import collective_try
+from hf_zero.checkpoint.contract import Engine, Flat
+from hf_zero.checkpoint.engine_state import RNG, model_order, persistent_buffers, weights_of
+from hf_zero.checkpoint.find import whole_tags_beside
+from hf_zero.checkpoint.match import (
+    NameMatch,
+    check_optimizer,
+    check_scheduler,
+    listed,
+    match_names,
+    reorder_schedule,
+)
+from hf_zero.checkpoint.progress import Tick, progress_bar
+from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.storage import AnyPath
+from hf_zero.device import kinds
+from hf_zero.errors import CheckpointError
+from hf_zero.logs import log_rank0
+
+
+def load(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    *,
+    verify: bool = False,
+    load_rng: bool = False,
+) -> tuple[str, dict[str, Any]]:
+    """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
+    Collective.
+
+    Args:
+        tag: by default the one that ``latest`` names.
+        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too
+        many; else load what
+            both have.
+        load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
+        load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
+        load_module_only: weights and buffers, nothing else; counters stay too.
+        verify: compute the hashes of all files first, shared out over the ranks.
+        load_rng: put back this rank's torch generators, if the number of ranks is the one of the
+        save.
+
+    Raises:
+        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked
+        before anything
+            changes; if a file fails in the middle of being read, the engine holds a mixture and
+            must not go on training.
+    """
+    load_optimizer_states &= not load_module_only and engine.bound is not None
+
+    def look() -> tuple[str, str]:
+        checkpoint = _open(find.locate(directory, tag), engine)
+        try:
+            found.append(
+                _Load(
+                    engine,
+                    checkpoint,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states and not load_module_only,
+                    verify,
+                )
+            )
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint.folder.name, checkpoint.manifest.save_id
+
+    found: list[_Load] = []
+    try:
+        _check_same(collective_try(engine.comm, look, directory, "Nothing was loaded."), directory)
+        plan = found[0]
+        partly = "The engine is partly loaded: load again before training on."
+        with progress_bar(
+            None if engine.global_rank == 0 else False,
+            plan.nbytes,
+            f"loading {plan.checkpoint.folder}",
+        ) as plan.tick:
+            collective_try(
+                engine.comm,
+                lambda: plan.apply(load_module_only, load_rng),
+                plan.checkpoint.folder,
+                partly,
+            )
+    finally:
+        for opened in found:
+            opened.checkpoint.close()
+    engine.refresh_params()
+    log_rank0(
+        f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage "
+        f"{plan.checkpoint.manifest.stage})"
+    )
+    return str(plan.checkpoint.folder), plan.client_state
+
+
+def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name,
+    save_id or "" where others wrote it).
+    """
+    if len({save_id or folder for folder, save_id in seen}) > 1:
+        told = listed(
+            f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen)
+        )
+        raise CheckpointError(
+            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and "
+            "tag on every rank, on storage that "
+            "all ranks share. Nothing was loaded."
+        )
+
+
+def _grouped(engine: Engine) -> list[list[str]]:
+    """The names of the parameters in each group of the optimizer, in the model's order; none
+    without one.
+    """
+    names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
+    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
+        names[engine.bound.group_of[name]].append(name)
+    return names
+
+
+def _open(folder: AnyPath, engine: Engine) -> Checkpoint:
+    try:
+        return open_checkpoint(folder, lambda: _grouped(engine))
+    except CheckpointError as error:
+        whole = whole_tags_beside(folder)
+        if not whole:
+            raise
+        raise CheckpointError(
+            f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}"
+        ) from error
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two CPU tensors of one dtype hold the same; NaN is itself."""
+    return torch.equal(
+        *(
+            each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            for each in (one, other)
+        )
+    )
+
+
+class _Load:
+    """One rank's part of a load: everything looked up and checked by the constructor, changed by
+    :meth:`apply`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoint: Checkpoint,
+        strict: bool,
+        optimizer: bool,
+        scheduler: bool,
+        verify: bool,
+    ) -> None:
+        self.engine, self.checkpoint, self.manifest, self.optimizer = (
+            engine,
+            checkpoint,
+            checkpoint.manifest,
+            optimizer,
+        )
+        where = str(checkpoint.folder)
+        self.match: NameMatch = match_names(engine, self.manifest, where, strict)
+        self.groups = (
+            check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
+        )
+        self.scheduler = (
+            checkpoint.scheduler_state()
+            if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where)
+            else None
+        )
+        if self.scheduler is not None and self.groups:
+            self.scheduler = reorder_schedule(self.scheduler, self.groups)
+        self.client_state = checkpoint.client_state()
+        self.runs: list[tuple[Flat, list[CopyRange]]] = []
+        for flat in engine.flats:
+            found = list(
+                copy_ranges(
+                    self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held
+                )
+            )
+            self.runs.append((flat, found))
+            for run in found:
+                checkpoint.file(run.flat.chunks[run.chunk].file)
+        if any(name in self.manifest.buffers for name in self.match.buffers.values()):
+            checkpoint.file(checkpoint.buffer_file())
+        if verify:
+            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
+
+        self.tick: Tick = lambda count: None
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank reads for its flats."""
+        total = 0
+        for flat, found in self.runs:
+            states = (
+                {name for run in found for name in run.flat.states}
+                if self.optimizer and flat.trainable
+                else set()
+            )
+            total += self._stored(found) + sum(
+                self._stored([r for r in found if self.checkpoint.holds(r, name)], name)
+                for name in states
+            )
+        return total
+
+    def _stored(self, found: list[CopyRange], tensor: str | None = None) -> int:
+        """Bytes that ``found`` takes in the files."""
+        files = self.checkpoint.file
+        keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
+        return sum(
+            run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize
+            for run, key in keys
+        )
+
+    def _fill(self, out: torch.Tensor, found: list[CopyRange], tensor: str | None = None) -> None:
+        for run in found:
+            self.checkpoint.fill(out, [run], tensor)
+            self.tick(self._stored([run], tensor))
+
+    @torch.no_grad()
+    def apply(self, module_only: bool, rng: bool) -> None:
+        if self.optimizer:
+            self._forget_unsaved()
+        for flat, found in self.runs:
+            kept = flat.master
+            if kept is not None:
+                master = kept.detach()
+                self._fill(master, found)
+                flat.store_master(master)
+            else:
+                values = weights_of(flat)[1].detach().clone()
+                self._fill(values, found)
+                flat.store_shard(values)
+            if self.optimizer and flat.trainable:
+                self._load_states(flat, found)
+        self._load_buffers()
+        if self.optimizer:
+            self._load_groups()
+        if self.scheduler is not None:
+            self.engine.lr_scheduler.load_state_dict(self.scheduler)
+        if not module_only:
+            for field in fields(self.engine.counters):
+                if field.name in self.manifest.counters:
+                    setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
+        if rng:
+            self._load_rng()
+
+    def _load_buffers(self) -> None:
+        """Give buffers their saved values, in the dtypes that they have here."""
+        buffers = persistent_buffers(self.engine.module)
+        changed, kept = {}, []
+        for name, held in self.match.buffers.items():
+            saved = self.checkpoint.buffer(held)
+            value = saved.to(buffers[name].dtype)
+            if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
+                value.to(saved.dtype), saved
+            ):
+                kept.append(name)
+            # An expanded constant cannot be written, and need not be.
+            elif not _same_bits(buffers[name].cpu(), value):
+                buffers[name].copy_(value)
+                changed[name] = value
+        after = persistent_buffers(self.engine.module) if changed else {}
+        kept += [
+            name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
+        ]
+        # a module makes them anew for every state dict, or has integers where there were others
+        if kept:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
+                "cannot take; build and quantise it as it was at the save"
+            )
+
+    def _forget_unsaved(self) -> None:
+        """An optimizer that had not stepped when it was saved has not stepped after the load
+        either.
+        """
+        saved = self.manifest.optimizer
+        nothing = saved is not None and not any(group.scalars for group in saved.groups)
+        if nothing and not any(flat.states for flat in self.manifest.flats):
+            self.engine.bound.forget()
+
+    def _load_states(self, flat: Flat, found: list[CopyRange]) -> None:
+        bound = self.engine.bound
+        live = {name: tensor for name, tensor in bound.tensors(flat).items() if name != "master"}
+        saved = {
+            name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)
+        }
+        for name in sorted(saved | set(live)):
+            chosen = [run for run in found if self.checkpoint.holds(run, name)]
+            out = live.get(name)
+            if out is None:
+                out = torch.zeros_like(weights_of(flat)[1])
+            elif sum(run.length for run in chosen) < sum(run.length for run in found):
+                out.zero_()
+            self._fill(out, chosen, name)
+            bound.load_tensor(flat, name, out)
+
+    def _load_groups(self) -> None:
+        saved, bound = self.manifest.optimizer, self.engine.bound
+        if saved is None:
+            return
+        groups = [saved.groups[at] for at in self.groups]
+        bound.load_hyperparameters([group.hyperparameters for group in groups])
+        if any(group.scalars or group.apart for group in groups):
+            saved_apart = {
+                name: numbers for group in groups for name, numbers in group.apart.items()
+            }
+            apart: list[dict[str, Any]] = [{} for _ in groups]
+            for name, group in bound.group_of.items():
+                if self.match.held.get(name) in saved_apart:
+                    apart[group][name] = saved_apart[self.match.held[name]]
+            bound.load_scalars([group.scalars for group in groups], apart)
+        precision = self.engine.config.precision
+        if self.manifest.scaler is not None and precision == "fp16":
+            self.engine.scaler.load_state_dict(self.manifest.scaler)
+        elif (self.manifest.precision == "fp16") != (precision == "fp16"):
+            log_rank0(
+                f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in "
+                f"{precision}: the loss scale starts anew"
+            )
+
+    def _load_rng(self) -> None:
+        size, rank = self.manifest.world["size"], self.engine.global_rank
+        index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
+        if size != self.engine.world_size or index is None:
+            text = (
+                f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of "
+                f"{self.engine.world_size} ranks cannot be put back"
+            )
+            log_rank0(text, logging.WARNING)
+            return
+        file = self.checkpoint.file(index)
+        for kind in ("cpu", kinds.accelerator() or "cpu"):
+            name = f"{RNG}{kind}"
+            if name in file.entries:
+                put = torch.set_rng_state if kind == "cpu" else kinds.module_of(kind).set_rng_state
+                state = torch.empty(file.entries[name].numel, dtype=torch.uint8)
+                file.read_into(name, 0, state)
+                put(state)
