@@ -29,7 +29,7 @@ _EXPORTS = {
     "TrainingArguments": "hf_zero.integrations.transformers",
     "ZeroCallback": "hf_zero.integrations.transformers",
     "from_pretrained": "hf_zero.integrations.transformers.loading",
-    "Init": "hf_zero.integrations.transformers.building",
+    "Init": "hf_zero.integrations.deepspeed.zero_init",
     "optimize": "hf_zero.integrations.fused",
     "restore": "hf_zero.integrations.fused",
     "convert_checkpoint": "hf_zero.checkpoint",

@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from hf_zero.integrations.facade import FACADE, NAME, FacadeFinder, is_ours
+from hf_zero.integrations.deepspeed.facade import NAME, ORIGIN, FacadeFinder, is_ours
 
 BACKENDS = ("hf_zero", NAME)
 
@@ -28,7 +28,7 @@ def chosen() -> bool:
     from importlib.util import find_spec
 
     spec = find_spec(NAME)
-    return spec is not None and spec.origin == os.path.join(FACADE, "__init__.py")
+    return spec is not None and spec.origin == ORIGIN
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Import hooks: after one of the modules named in ``seams.py`` has run, its seams are put in.
+"""Import hooks: after one of the modules named in ``seams/`` has run, its seams are put in.
 
 The finder stands first in ``sys.meta_path`` and lets the others find the module; it only replaces
 ``exec_module`` on that one loader instance, for that one execution, so that the loader,
@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_zero.integrations.facade import NAME, FacadeFinder, facade_spec
+from hf_zero.integrations.deepspeed.facade import NAME, FacadeFinder, facade_spec
 
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
 """Top-level packages that have seams: the table itself is read when one of them is first

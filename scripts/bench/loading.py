@@ -151,7 +151,7 @@ def work(contender: str, path: str, ranks: int) -> None:
     elif ranks > 1:
         if contender in ("hf-zero", "made-zero"):
             import hf_zero.core.engine
-            import hf_zero.integrations.transformers.building  # noqa: F401
+            import hf_zero.integrations.deepspeed.zero_init  # noqa: F401
         torch.distributed.init_process_group("gloo")
     if ranks > 1:
         torch.distributed.barrier()

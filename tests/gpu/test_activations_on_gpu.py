@@ -21,7 +21,7 @@ from hf_zero.core.activations import offload_of
 from hf_zero.core.saved import Offload
 from hf_zero.core.transfers import Streams
 from hf_zero.distributed import comm
-from hf_zero.integrations import checkpointing
+from hf_zero.integrations.deepspeed import activation_checkpointing
 from tests.helpers.models import seeded
 
 ROWS, WIDTH, DEPTH, STEPS = 512, 256, 8, 3
@@ -303,13 +303,13 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
         torch.manual_seed(1)
         x = torch.randn(ROWS, WIDTH, device="cuda")
         for block in model.blocks:
-            x = checkpointing.checkpoint(block, x)
+            x = activation_checkpointing.checkpoint(block, x)
         model.head(x).square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    checkpointing.configure()
+    activation_checkpointing.configure()
     want = gradients()
-    checkpointing.configure(
+    activation_checkpointing.configure(
         None,
         {"activation_offload": {"min_bytes": 1, "in_flight_bytes": ACTIVATION}},
         checkpoint_in_cpu=True,
@@ -320,7 +320,7 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
             assert_same_bits(gradients(), want)
     finally:
         torch.cuda.synchronize()
-        checkpointing.configure()
+        activation_checkpointing.configure()
 
 
 @pytest.mark.parametrize("blocks", [None, True, "selective"])

@@ -23,7 +23,8 @@ import pytest
 import hf_zero
 from hf_zero import _autoload
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import facade, finder, hooks
+from hf_zero.integrations import finder, hooks
+from hf_zero.integrations.deepspeed import facade
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +93,7 @@ def found() -> str | None:
     return spec and spec.origin
 
 
-FACADE = str(Path(facade.FACADE) / "__init__.py")
+FACADE = facade.ORIGIN
 
 
 def test_registering_imports_next_to_nothing() -> None:
@@ -106,7 +107,8 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero",
         "hf_zero._autoload",
         "hf_zero.integrations",
-        "hf_zero.integrations.facade",
+        "hf_zero.integrations.deepspeed",
+        "hf_zero.integrations.deepspeed.facade",
         "hf_zero.integrations.finder",
         "hf_zero.integrations.hooks",
     }
@@ -163,8 +165,10 @@ def test_the_package_and_its_parts_are_found_inside_hf_zero(bare: None) -> None:
     assert found() == FACADE
     assert FACADE.startswith(str(Path(hf_zero.__file__).parent))
     spec = facade.FacadeFinder().find_spec("deepspeed")
-    assert spec is not None and spec.submodule_search_locations == [facade.FACADE]
-    assert facade.FacadeFinder().find_spec("deepspeed.runtime") is None
+    assert spec is not None and spec.submodule_search_locations == []
+    assert facade.FacadeFinder().find_spec("deepspeed.runtime") is None  # its package first
+    assert importlib.util.find_spec("deepspeed.runtime.zero.stage3") is not None
+    assert importlib.util.find_spec("deepspeed.runtime.zero.stage4") is None
     assert facade.FacadeFinder().find_spec("deepspeed_extensions") is None
 
 
@@ -178,7 +182,7 @@ def test_the_metadata_answers(bare: None) -> None:
         and distribution.requires is None
         and list(distribution.entry_points) == []
     )
-    assert str(distribution.locate_file("comm.py")) == str(Path(facade.FACADE) / "comm.py")
+    assert str(distribution.locate_file("comm.py")) == str(Path(facade.FOLDER) / "comm.py")
 
 
 def test_the_metadata_is_silent_to_those_who_list_folders(bare: None, tmp_path: Path) -> None:
@@ -197,6 +201,7 @@ def test_the_metadata_is_silent_to_those_who_list_folders(bare: None, tmp_path: 
 def test_an_installed_deepspeed_wins(bare: None, installed: Path) -> None:
     _autoload.register()
     assert found() == str(installed)
+    assert importlib.util.find_spec("deepspeed.comm") is None  # of which the facade has one
     assert importlib.metadata.version("deepspeed") == "0.99"
     assert not finder.chosen()
 
@@ -314,7 +319,7 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
         PYTHONPATH="",  # else a working copy named there would answer in its place
     )
     assert seen == {
-        "origin": str(site / "hf_zero/integrations/deepspeed/__init__.py"),
+        "origin": str(site / "hf_zero/integrations/deepspeed/api.py"),
         "version": facade.VERSION,
         "torch": False,
     }

@@ -61,7 +61,7 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     from hf_zero.core.parameter import ReleasedParameter
-    from hf_zero.integrations.transformers import building
+    from hf_zero.integrations.deepspeed import zero_init
     from hf_zero.loading import building as lazily
 
     small = transformers.AutoModel.from_config(configurations()["vit"][1])
@@ -75,7 +75,7 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     assert not any(isinstance(p, ReleasedParameter) for p in small.parameters()), (
         "a small model is built by the ordinary path"
     )
-    building.WHOLE_BYTES = 0
+    zero_init.WHOLE_BYTES = 0
     lazily.SMALL_BYTES = 0
     for name in names:
         say(name)

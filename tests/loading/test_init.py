@@ -13,8 +13,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.parameter import ReleasedParameter, owner_of
-from hf_zero.integrations.transformers import building
-from hf_zero.integrations.transformers.building import Init
+from hf_zero.integrations.deepspeed import zero_init
+from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
 from tests.helpers.processes import run_processes, say
 
@@ -105,7 +105,7 @@ def released(model: nn.Module) -> bool:
 
 
 def work(rank: int) -> dict[str, Any]:
-    building.WHOLE_BYTES = lazily.SMALL_BYTES = 0
+    zero_init.WHOLE_BYTES = lazily.SMALL_BYTES = 0
     torch.manual_seed(11 + rank)  # rank 0's numbers count
     out: dict[str, Any] = {}
     say("plain modules")
@@ -161,7 +161,7 @@ def work(rank: int) -> dict[str, Any]:
     assert type(torch.zeros(3)) is torch.Tensor
 
     say("small models")
-    building.WHOLE_BYTES = 1 << 20
+    zero_init.WHOLE_BYTES = 1 << 20
     torch.manual_seed(5)
     with Init(config=ZERO3):
         model = Net()

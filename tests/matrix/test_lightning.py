@@ -260,6 +260,8 @@ def test_what_cannot_be_is_refused_and_said(tmp_path: Path) -> None:
         "engine has one; give one optimizer parameter groups",
         "two schedulers": "ConfigError: configure_optimizers returned a scheduler, and the config "
         "names 'WarmupLR'; keep one",
+        "an argument of DDP": "ConfigError: ZeroStrategy takes no find_unused_parameters; it takes "
+        "config, stage",
         "two stages": "ConfigError: ZeroStrategy(stage=3) contradicts its "
         "config, which says stage 2",
         "precision in two places": "write Trainer(precision='bf16-mixed')",

@@ -10,17 +10,17 @@ import pytest
 
 from hf_zero.errors import LaunchError, NotBuiltError
 from hf_zero.hosts.plan import Plan
-from hf_zero.integrations import deepspeed_command
-from hf_zero.integrations.deepspeed_command import main
+from hf_zero.integrations.deepspeed import launcher
+from hf_zero.integrations.deepspeed.launcher import main
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
     """What would have been carried out, without carrying it out."""
     plans: list[Plan] = []
-    monkeypatch.setattr(deepspeed_command, "carry_out", lambda plan: plans.append(plan) or 0)
-    monkeypatch.setattr(deepspeed_command, "DEFAULT_HOSTFILE", str(tmp_path / "job-hostfile"))
-    monkeypatch.setattr(deepspeed_command, "_ranks_here", lambda: 2)
+    monkeypatch.setattr(launcher, "carry_out", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(launcher, "DEFAULT_HOSTFILE", str(tmp_path / "job-hostfile"))
+    monkeypatch.setattr(launcher, "_ranks_here", lambda: 2)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "info")
@@ -129,7 +129,7 @@ def test_a_failure_ends_the_command_with_its_code(
     planned: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: Any = lambda plan: 7  # noqa: E731
-    monkeypatch.setattr(deepspeed_command, "carry_out", failed)
+    monkeypatch.setattr(launcher, "carry_out", failed)
     with pytest.raises(SystemExit) as ended:
         main(["train.py"])
     assert ended.value.code == 7

@@ -7,9 +7,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from hf_zero.integrations.deepspeed.api import API
+from hf_zero.integrations.deepspeed.rows import Provided
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hf_zero"
@@ -46,6 +50,32 @@ LAYERS = {
     "hf_zero.integrations": 4,
     "hf_zero.estimate": 5,
     "hf_zero.cli": 5,
+}
+# The order inside integrations/: a module imports nothing that stands after it, except out of
+# its own folder.
+INTEGRATIONS = [
+    f"hf_zero.integrations.{name}"
+    for name in (
+        "seams",
+        "checkpoint_folders",
+        "engine_teardown",
+        "deepspeed.facade",
+        "hooks",
+        "finder",
+        "fused",
+        "deepspeed",
+        "accelerate",
+        "peft",
+        "transformers",
+        "lightning",
+        "pytorch_lightning",
+    )
+]
+# What a folder of integrations/ imports of the libraries beside the one it is named after.
+OTHER_LIBRARIES = {
+    "fused": {"transformers"},
+    "deepspeed": {"transformers"},
+    "transformers": {"accelerate"},
 }
 HUGGING_FACE = {
     "transformers",
@@ -90,13 +120,28 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def layer(module: str) -> int | None:
+def prefixes(module: str) -> Iterator[str]:
+    """``module`` and the packages that it lies in, the longest first."""
     parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in LAYERS:
-            return LAYERS[prefix]
-    return None
+    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+
+
+def layer(module: str) -> int | None:
+    return next((LAYERS[prefix] for prefix in prefixes(module) if prefix in LAYERS), None)
+
+
+def place(module: str) -> int | None:
+    """Where ``module`` stands in the order of integrations/; None for what is not one of its
+    folders and files.
+    """
+    return next(
+        (INTEGRATIONS.index(prefix) for prefix in prefixes(module) if prefix in INTEGRATIONS), None
+    )
+
+
+def library(module: str) -> str:
+    """The folder of integrations/ that ``module`` lies in."""
+    return module.removeprefix("hf_zero.integrations.").partition(".")[0]
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -112,6 +157,14 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             other = layer(name)
             if name != "hf_zero" and other is not None and other > own:
                 found.append(f"{module} (layer {own}) imports {name} (layer {other})")
+            here, there = place(module), place(name)
+            if (
+                here is not None
+                and there is not None
+                and there > here
+                and library(module) != (library(name))
+            ):
+                found.append(f"{module} imports {name}, which comes later in integrations/")
         elif name.startswith("torch.distributed") and module not in (
             "hf_zero.distributed.comm",
             "hf_zero.distributed.axis",
@@ -120,6 +173,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}; only distributed/comm.py does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
+        elif top in HUGGING_FACE:
+            own_library = library(module)
+            if top != own_library and top not in OTHER_LIBRARIES.get(own_library, ()):
+                found.append(f"{module} imports {name}, which is not its library")
     return found
 
 
@@ -129,6 +186,39 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path: Path) -> None:
     assert not violations(path.read_text(), module_name(path, ROOT), path.name == "__init__.py")
+
+
+def test_every_module_of_integrations_has_a_place() -> None:
+    modules = {module_name(path, ROOT) for path in (PACKAGE / "integrations").rglob("*.py")}
+    modules.discard("hf_zero.integrations")
+    assert [module for module in sorted(modules) if place(module) is None] == []
+    for name in INTEGRATIONS:
+        assert name in modules
+
+
+def test_the_facade_names_nothing_that_comes_after_it() -> None:
+    homes = {
+        name.home
+        for module in API.values()
+        for name in module.names.values()
+        if isinstance(name, Provided)
+    }
+    facade = INTEGRATIONS.index("hf_zero.integrations.deepspeed")
+    assert [home for home in sorted(homes) if (place(home) or 0) > facade] == []
+    assert [home for home in sorted(homes) if (layer(home) or 0) > 4] == []
+
+
+def test_modules_of_integrations_import_each_other_in_no_circle() -> None:
+    modules = {module_name(path, ROOT): path for path in (PACKAGE / "integrations").rglob("*.py")}
+    graph = {
+        module: {
+            name
+            for name in imports(path.read_text(), module, path.name == "__init__.py")
+            if name in modules and name not in prefixes(module)
+        }
+        for module, path in modules.items()
+    }
+    assert tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_every_module_of_core_has_a_layer_of_its_own() -> None:
@@ -153,6 +243,12 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("from torch import distributed", "hf_zero.core.hooks", "torch.distributed"),
         ("import transformers", "hf_zero.checkpoint.convert.export", "transformers"),
         ("from accelerate.state import PartialState", "hf_zero.cli.doctor", "accelerate"),
+        ("import lightning", "hf_zero.integrations.peft.adapters", "lightning"),
+        (
+            "from hf_zero.integrations import lightning",
+            "hf_zero.integrations.transformers.trainer",
+            "hf_zero.integrations.lightning",
+        ),
     ],
 )
 def test_a_wrong_import_is_seen(source: str, module: str, offender: str) -> None:

@@ -1,19 +1,11 @@
-"""``deepspeed.comm``: hf_zero's process groups, and torch.distributed for every name that is not
-here.
-"""
+"""``deepspeed.comm.init_distributed``."""
+
+from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
-from hf_zero.distributed import comm as _comm
-from hf_zero.distributed.comm import (
-    barrier,
-    destroy_process_group,
-    get_local_rank,
-    get_rank,
-    get_world_size,
-    is_initialized,
-)
+from hf_zero.distributed import comm
 
 
 def init_distributed(
@@ -32,21 +24,6 @@ def init_distributed(
     the launcher's variables, without mpi4py.
     """
     if dist_init_required is not False:
-        _comm.init_distributed(
+        comm.init_distributed(
             dist_backend, timeout, init_method, rank, world_size, distributed_port
         )
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(_comm.dist, name)
-
-
-__all__ = [
-    "barrier",
-    "destroy_process_group",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_distributed",
-    "is_initialized",
-]

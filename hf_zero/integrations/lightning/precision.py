@@ -2,7 +2,7 @@
 weights and the loss scale in the engine.
 
 Nothing of Lightning is imported here: the two packages that it comes in make their classes in
-``lightning.py`` and ``pytorch_lightning.py``.
+``lightning_pytorch.py`` and ``hf_zero/integrations/pytorch_lightning.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ZeroStrategy: Lightning's Trainer on hf-zero's engine, written once for both packages that
 Lightning comes in.
 
-Nothing of Lightning is imported at the top: ``lightning.py`` and ``pytorch_lightning.py`` make the
-classes.
+Nothing of Lightning is imported at the top: ``lightning_pytorch.py`` and
+``hf_zero/integrations/pytorch_lightning.py`` make the classes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ from hf_zero.distributed import comm
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
+from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.integrations.engine_teardown import hand_back
 from hf_zero.integrations.lightning.settings import read, settle
-from hf_zero.integrations.transformers.building import Init
 from hf_zero.integrations.transformers.loading import made_under
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)
+ARGUMENTS = {
+    "accelerator",
+    "checkpoint_io",
+    "cluster_environment",
+    "parallel_devices",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+}
 
 
 def engine_of(module: torch.nn.Module) -> Engine | None:
@@ -68,10 +77,10 @@ class StrategyMethods:
             accumulation are the Trainer's; saying them in both places, and not alike, is an error.
         stage: the ZeRO stage, 3 by default, where ``config`` is not given.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
+        arguments: those in ARGUMENTS, which every strategy of Lightning that has ranks takes.
 
-    The rest is what every strategy of Lightning takes. Raises ConfigError for what cannot be
-    trained in this way: more than one optimizer, clipping by value, averaged weights, a compiled
-    LightningModule, configurations that contradict the Trainer.
+    Raises ConfigError for what cannot be trained in this way: more than one optimizer, clipping by
+    value, averaged weights, a compiled LightningModule, configurations that contradict the Trainer.
     """
 
     package: str
@@ -83,27 +92,20 @@ class StrategyMethods:
         stage: int | None = None,
         *,
         exclude_frozen_parameters: bool = False,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: Any = None,
+        **arguments: Any,
     ) -> None:
         finder.choose()
+        if unknown := sorted(arguments.keys() - ARGUMENTS):
+            raise ConfigError(
+                f"ZeroStrategy takes no {', '.join(unknown)}; it takes config, stage, "
+                f"exclude_frozen_parameters, {', '.join(sorted(ARGUMENTS))}"
+            )
         self.zero_config = read(config, stage)
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.engine: Engine | None = None
-        super().__init__(  # type: ignore[call-arg]
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=self.zero_config.timeout if timeout is None else timeout,
-        )
+        if arguments.get("timeout") is None:
+            arguments["timeout"] = self.zero_config.timeout
+        super().__init__(**arguments)
 
     def _library(self, module: str) -> Any:
         return importlib.import_module(f"{self.package}.{module}")

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,13 @@ from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import comm
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
-from hf_zero.loading import LazyTensor, Opened, make_pending, make_real
-
-loading_now: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
-
-
-class Loading:
-    """One outermost ``from_pretrained``: what it has opened."""
-
-    def __init__(self, shards: bool) -> None:
-        self.shards = shards
-        self.opened = Opened()
+from hf_zero.integrations.deepspeed.zero3_context import (
+    Loading,
+    asked_for,
+    forced,
+    loading_now,
+)
+from hf_zero.loading import LazyTensor, make_pending, make_real
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,18 +148,6 @@ def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
-def asked_for() -> ZeroConfig | None:
-    """The configuration of ZeRO-3 that is alive in this process, if it is hf-zero's."""
-    settings = forced.get()
-    if settings is not None:
-        return settings if settings.stage == 3 else None
-    from transformers.integrations import deepspeed
-
-    if not (deepspeed.is_deepspeed_zero3_enabled() and finder.chosen()):
-        return None
-    return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True)
-
-
 def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     """Transformers' own loader on tensors that nobody has read yet
     (``PreTrainedModel._load_pretrained_model``).
@@ -258,9 +241,6 @@ def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
         return loading_now.get() is None and forced.get() is None and original()
 
     return is_deepspeed_zero3_enabled
-
-
-forced: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)
 
 
 def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_zero.distributed import comm
 from hf_zero.integrations.checkpoint_folders import SENTINEL
-from hf_zero.integrations.transformers.trainer import under_zero
+from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logs import log_rank0
 
 

@@ -28,17 +28,13 @@ from hf_zero.integrations.transformers.trainer_route import (
     environment,
     find_callback,
     route,
+    under_zero,
     verify,
     verify_state,
 )
 from hf_zero.logs import log_rank0, logger
 
 GIVEN = "_hf_zero_given"
-
-
-def under_zero(trainer: Any) -> bool:
-    """Whether this Trainer trains through hf-zero."""
-    return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
 
 
 def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:

@@ -29,6 +29,7 @@ from hf_zero.integrations.checkpoint_folders import (
     tell_lost_random_states,
     trainers,
 )
+from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logs import logger
 
 PREFIX = "checkpoint-"
@@ -88,8 +89,6 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        from hf_zero.integrations.transformers.trainer import under_zero
-
         if under_zero(self):
             self.deepspeed.wait_for_checkpoint()
             used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
@@ -112,8 +111,6 @@ def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        from hf_zero.integrations.transformers.trainer import under_zero
-
         if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
             self.deepspeed.wait_for_checkpoint()
             comm.barrier()

@@ -28,6 +28,11 @@ CALLBACK = "_hf_zero_callback"
 BORROWED = "_hf_zero_callback_plugin"
 
 
+def under_zero(trainer: Any) -> bool:
+    """Whether this Trainer trains through hf-zero."""
+    return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
+
+
 def find_callback(
     constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -135,6 +135,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "two schedulers": lambda: fit(
         WithSchedule(), with_config(scheduler={"type": "WarmupLR", "params": {}})
     ),
+    "an argument of DDP": lambda: ZeroStrategy(find_unused_parameters=True),
     "two stages": lambda: ZeroStrategy({"zero_optimization": {"stage": 2}}, stage=3),
     "precision in two places": lambda: fit(strategy=with_config(bf16={"enabled": True})),
     "double precision": lambda: trainer(precision="64-true"),

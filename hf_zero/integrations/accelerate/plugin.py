@@ -1,0 +1,64 @@
+"""The wrappers of ``DeepSpeedPlugin`` and ``HfDeepSpeedConfig``: how a configuration is read, and
+what is filled in.
+
+Imported in the middle of ``import accelerate``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.config.keys import OWN_AUTOS
+from hf_zero.config.provenance import SourcedDict
+from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.config_sources import mapping_of, remember_launch
+from hf_zero.integrations.accelerate.launch import written_keys
+
+
+def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
+    """What is given as a path, a preset or JSON is read by us, and a config remembers its
+    sources (``HfDeepSpeedConfig.__init__``).
+    """
+
+    def __init__(self: Any, config_file_or_dict: Any) -> None:
+        original(self, mapping_of(config_file_or_dict) if finder.chosen() else config_file_or_dict)
+
+    return __init__
+
+
+def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A plugin that is made from the launcher's file has all of its keys, and knows them from
+    Accelerate's (``DeepSpeedPlugin.__post_init__``).
+    """
+
+    def __post_init__(self: Any) -> None:
+        from_launcher = (
+            self.hf_ds_config is None
+            and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+        )
+        given = self.hf_ds_config
+        original(self)
+        if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
+            return
+        if from_launcher:
+            self.deepspeed_config.update(written_keys())
+            remember_launch(self.deepspeed_config)
+        elif not hasattr(given, "config"):
+            # otherwise the Trainer's, which says itself who fills it in
+            self.deepspeed_config.filler = "Accelerate"
+
+    return __post_init__
+
+
+def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where "auto" is a value of ours it stays (``DeepSpeedPlugin.fill_match``)."""
+
+    def fill_match(
+        self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
+            original(self, ds_key_long, mismatches, must_match, **kwargs)
+
+    return fill_match

@@ -1,5 +1,0 @@
-"""``deepspeed.checkpoint``."""
-
-from . import utils
-
-__all__ = ["utils"]

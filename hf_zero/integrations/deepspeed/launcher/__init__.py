@@ -1,5 +1,0 @@
-"""``deepspeed.launcher``."""
-
-from . import runner
-
-__all__ = ["runner"]

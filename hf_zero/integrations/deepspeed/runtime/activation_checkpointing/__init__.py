@@ -1,5 +1,0 @@
-"""``deepspeed.runtime.activation_checkpointing``."""
-
-from . import checkpointing
-
-__all__ = ["checkpointing"]

@@ -1,5 +1,0 @@
-"""``deepspeed.runtime.config``."""
-
-from hf_zero.errors import ConfigError as DeepSpeedConfigError
-
-__all__ = ["DeepSpeedConfigError"]

@@ -1,0 +1,38 @@
+"""Which configuration of ZeRO-3 models are made under, and whether one is being made: what
+``zero.Init`` and the loading of transformers' models share.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from hf_zero.config import ZeroConfig
+from hf_zero.integrations import finder
+from hf_zero.loading import Opened
+
+
+class Loading:
+    """One outermost ``from_pretrained``: what it has opened."""
+
+    def __init__(self, shards: bool) -> None:
+        self.shards = shards
+        self.opened = Opened()
+
+
+loading_now: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
+forced: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)
+"""The configuration of ``zero.Init`` or ``hf_zero.from_pretrained``: it takes precedence over the
+one alive in transformers.
+"""
+
+
+def asked_for() -> ZeroConfig | None:
+    """The configuration of ZeRO-3 that is alive in this process, if it is hf-zero's."""
+    settings = forced.get()
+    if settings is not None:
+        return settings if settings.stage == 3 else None
+    from transformers.integrations import deepspeed
+
+    if not (deepspeed.is_deepspeed_zero3_enabled() and finder.chosen()):
+        return None
+    return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True)

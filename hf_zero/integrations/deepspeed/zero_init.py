@@ -1,0 +1,113 @@
+"""``deepspeed.zero.Init``: models that are built straight into shards under ZeRO-3, without memory
+beyond a first part.
+
+Large parameters are records of how they come to their values; an engine that only holds the model
+then makes them one by one. For models of transformers and any others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.holding import hold
+from hf_zero.distributed import comm
+from hf_zero.integrations.deepspeed.zero3_context import asked_for, forced, loading_now
+from hf_zero.loading import Building, make_pending, make_real
+
+# So much of a model is built in memory: that costs little, and a small model has the very numbers
+# that a single process draws. Put off, each parameter's numbers come from a generator of its own,
+# alike for any number of ranks.
+WHOLE_BYTES = 256 << 20
+
+
+def hold_roots(building: Building, config: ZeroConfig) -> None:
+    for root in building.roots:
+        make_real(root)
+        make_pending(root)
+        hold(root, config)
+
+
+class Init:
+    """``deepspeed.zero.Init``: a context around the construction of models, with all of DeepSpeed's
+    arguments. Collective.
+
+    At stage 3 and on several ranks, models made inside come in shards: those of ``from_pretrained``
+    are read so, others have no memory beyond their first 256 MB. They can be read, written (see
+    GatheredParameters) and called before ``initialize`` takes them over. ``module``, a model that
+    is here already, is sharded at once. Parameters keep the dtype that the code asks for. Without
+    ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage
+    3.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        self._stack = ExitStack()
+        self._building: Building | None = None
+        if enabled:
+            given = config_dict_or_path if config_dict_or_path is not None else config
+            alive = asked_for() if "transformers" in sys.modules else None
+            self._config = (
+                ZeroConfig.coerce(given, allow_auto=True)
+                if given is not None
+                else alive or ZeroConfig(stage=3)
+            )
+            if module is not None and self._shards():
+                hold(module, self._config)
+
+    def _shards(self) -> bool:
+        comm.join(self._config)
+        return self._config.stage == 3 and comm.get_world_size() > 1
+
+    def __enter__(self) -> Init:
+        if self.enabled and loading_now.get() is None and self._shards():
+            token = forced.set(self._config)
+            self._stack.callback(forced.reset, token)
+            self._building = self._stack.enter_context(
+                Building(WHOLE_BYTES, lambda: loading_now.get() is not None)
+            )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+        building, self._building = self._building, None
+        if building is not None and exc[0] is None:
+            hold_roots(building, self._config)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """``module`` uses ``parameter`` that another module owns.
+
+    Accepted and not needed: a unit's parameters are gathered for every module that is called inside
+    it, and parameters shared between units belong to their lowest common ancestor.
+    """
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    """DeepSpeed wraps tensor constructors inside ``Init``; hf-zero leaves them alone."""
+    return function

@@ -1,0 +1,166 @@
+"""The rows of Accelerate in the table of seams."""
+
+from __future__ import annotations
+
+from hf_zero.integrations.seams.seam import Seam
+
+ACCELERATE = ">=1.12,<1.16"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        target="accelerate.commands.utils:CustomArgumentParser.add_argument",
+        signature="(self, *args, **kwargs)",
+        wrapper="hf_zero.integrations.accelerate.launch:alias_config",
+        versions=ACCELERATE,
+        why="`accelerate launch --config FILE` means --config_file; the parser "
+        "takes no abbreviations",
+    ),
+    Seam(
+        target="accelerate.commands.launch:_validate_launch_command",
+        signature="(args)",
+        wrapper="hf_zero.integrations.accelerate.launch:check_zero_launch",
+        versions=ACCELERATE,
+        why="`--cpu` beside a DEEPSPEED file starts one plain process without a word",
+    ),
+    Seam(
+        target="accelerate.utils.launch:prepare_deepspeed_cmd_env",
+        signature="(args)",
+        wrapper="hf_zero.integrations.accelerate.launch:prepare_ranks",
+        versions=ACCELERATE,
+        why=(
+            "several machines default to `pdsh`, which runs a program named deepspeed; neither "
+            "`use_cpu`, nor the `nvme_path`s, nor keys of "
+            "deepspeed_config that Accelerate does not know reach the ranks"
+        ),
+    ),
+    Seam(
+        target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
+        signature="(args)",
+        wrapper="hf_zero.integrations.accelerate.launch:refuse_plain_launch",
+        versions=ACCELERATE,
+        why="the last place before a plain, unsharded process where a ZeRO "
+        "configuration was asked for",
+    ),
+    Seam(
+        target="accelerate.utils.operations:_gpu_gather",
+        signature="(tensor)",
+        wrapper="hf_zero.integrations.accelerate.state:gather_without_deprecation",
+        versions=ACCELERATE,
+        why="under torch 2.13 every rank of a device run warns that all_gather_into_tensor is "
+        "deprecated, which no user can change",
+    ),
+    Seam(
+        target="accelerate.state:PartialState._prepare_backend",
+        signature="(self, cpu=False, sagemaker_dp=False, backend=None)",
+        wrapper="hf_zero.integrations.accelerate.state:answer_gloo",
+        versions=ACCELERATE,
+        why="ranks without an accelerator get no backend under DEEPSPEED and "
+        "each believe to be alone",
+    ),
+    Seam(
+        target="accelerate.state:AcceleratorState.__init__",
+        signature=(
+            "(self, mixed_precision=None, cpu=False, dynamo_plugin=None, "
+            "deepspeed_plugin=None, fsdp_plugin=None, "
+            "torch_tp_plugin=None, megatron_lm_plugin=None, parallelism_config=None, "
+            "_from_accelerator=False, **kwargs)"
+        ),
+        wrapper="hf_zero.integrations.accelerate.state:shard_on_cpu",
+        versions=ACCELERATE,
+        why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no "
+        "group and wait_for_everyone raises",
+    ),
+    Seam(
+        target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
+        signature="(self, config_file_or_dict)",
+        wrapper="hf_zero.integrations.accelerate.plugin:read_strictly",
+        versions=ACCELERATE,
+        why="a path that does not exist ends in an error about base64; presets are not known, and "
+        "a key given twice is not seen",
+    ),
+    Seam(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.__post_init__",
+        signature="(self)",
+        wrapper="hf_zero.integrations.accelerate.plugin:add_written_keys",
+        versions=ACCELERATE,
+        why="a plugin made from a file without deepspeed_config_file knows eight keys; kernels and "
+        "the like come to it here",
+    ),
+    Seam(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",
+        signature="(self, ds_key_long, mismatches=None, must_match=True, **kwargs)",
+        wrapper="hf_zero.integrations.accelerate.plugin:leave_own_autos",
+        versions=ACCELERATE,
+        why="takes every auto for a hole and raises where nothing fills it; "
+        "offload_optimizer.ratio and kernels mean it",
+    ),
+    Seam(
+        target="accelerate.accelerator:map_pytorch_optim_to_deepspeed",
+        signature="(optimizer)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:keep_the_optimizer",
+        versions=ACCELERATE,
+        why="under offload every optimizer that is not Adagrad or Lion becomes Adam, "
+        "SGD too, without a word",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator._prepare_deepspeed",
+        signature="(self, *args)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:prepare_engines",
+        versions=ACCELERATE,
+        why="TRL handles names of engines at stage 3; of several models that train, one "
+        "Accelerator steps the first whatever the loss is",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.clip_grad_norm_",
+        signature="(self, parameters, max_norm, norm_type=2)",
+        wrapper="hf_zero.integrations.accelerate.multiple_models:clip_by_the_engine",
+        versions=ACCELERATE,
+        why="drops max_norm in silence, knows the norm of one engine alone, and reads "
+        "it back in each step",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.prepare_optimizer",
+        signature="(self, optimizer, device_placement=None)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:refuse_optimizer_apart",
+        versions=ACCELERATE,
+        why="under DEEPSPEED it and prepare_model leave each rank with a model of its own, which "
+        "trains apart without a word",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.no_sync",
+        signature="(self, model)",
+        wrapper="hf_zero.integrations.accelerate.multiple_models:add_up_in_no_sync",
+        versions=ACCELERATE,
+        why="does nothing for engines of stages 2 and 3, whose backward inside would be a step",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.get_state_dict",
+        signature="(self, model, unwrap=True)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:empty_elsewhere",
+        versions=ACCELERATE,
+        why="rank 0 alone gets the weights; None on the others makes save_pretrained gather "
+        "again, without rank 0",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.save_state",
+        signature="(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
+        wrapper="hf_zero.integrations.accelerate.checkpoints:keep_until_saved",
+        versions=ACCELERATE,
+        why="total_limit removes the oldest states before the new one is written: with 1 there is "
+        "none meanwhile; a torn state ends the job",
+    ),
+    Seam(
+        target="accelerate.accelerator:Accelerator.load_state",
+        signature="(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs)",
+        wrapper="hf_zero.integrations.accelerate.checkpoints:resume_from_whole",
+        versions=ACCELERATE,
+        why="loads the state with the highest number, torn or not",
+    ),
+    Seam(
+        target="accelerate.data_loader:send_to_device",
+        signature="(tensor, device, non_blocking=False, skip_keys=None)",
+        wrapper="hf_zero.integrations.transformers.attention_masks:note_padding",
+        versions=ACCELERATE,
+        why="the last place where an attention mask can be read without waiting for the device",
+    ),
+)

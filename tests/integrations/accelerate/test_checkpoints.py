@@ -1,0 +1,207 @@
+"""States that Accelerate names itself: the last whole one is loaded, and old ones go when the
+new one is whole, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from hf_zero.errors import CheckpointError
+from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
+from tests.integrations.conftest import forget
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+RANK = "rank-00000-of-00001.safetensors"
+
+
+class Counter:
+    """Something of the script's own that is saved too."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Loop:
+    def __init__(self, folder: Path, limit: int | None = None, **config: Any) -> None:
+        settings = ProjectConfiguration(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit
+        )
+        self.accelerator: Accelerator = accelerator_with(
+            {"zero_optimization": {"stage": 2}, **config}, project_config=settings
+        )
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        self.model, self.optimizer, self.data, self.schedule = self.accelerator.prepare(
+            model, optimizer, loader(8), schedule
+        )
+        self.model.eval()  # no dropout
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        self.batches = list(self.data)
+
+    def step(self) -> float:
+        loss = self.model(**self.batches[self.counter.value]).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.counter.value += 1
+        return float(loss.detach())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[float]]:
+    """States after two, three and four steps, and what seven steps lose."""
+    loop, losses = Loop(tmp_path), []
+    for step in range(7):
+        losses.append(loop.step())
+        if step in (1, 2, 3):
+            loop.accelerator.save_state()
+    loop.accelerator.free_memory()
+    forget()  # a job that resumes is another process
+    return tmp_path, losses
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(item.name for item in (folder / "checkpoints").iterdir())
+
+
+def tear(way: str, folder: Path) -> None:
+    if way == "in our save":
+        for item in folder.iterdir():
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+        (folder / ".hf-zero-saving-pytorch_model").mkdir()
+    elif way == "nothing after ours":
+        for item in [*folder.glob("*.bin"), *folder.glob("*.pkl")]:
+            item.unlink()
+    elif way == "half a shard":
+        os.truncate(folder / "pytorch_model" / RANK, 1000)
+    else:
+        os.truncate(folder / way, 10)
+
+
+WAYS = {
+    "in our save": "pytorch_model/manifest.json does not exist",
+    "nothing after ours": "random_states_0.pkl is missing",
+    "half a shard": RANK + " is cut short",
+    "custom_checkpoint_0.pkl": "custom_checkpoint_0.pkl is cut short or damaged",
+    "random_states_0.pkl": "random_states_0.pkl is cut short or damaged",
+    "scheduler.bin": "scheduler.bin is cut short or damaged",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_last_whole_state_is_loaded(
+    way: str, saved: tuple[Path, list[float]], heard: list[str]
+) -> None:
+    folder, losses = saved
+    torn = folder / "checkpoints" / "checkpoint_2"
+    tear(way, torn)
+    loop = Loop(folder)
+    loop.accelerator.load_state()
+    assert loop.counter.value == 3
+    assert [loop.step() for _ in range(4)] == losses[3:]
+    assert [
+        text
+        for text in heard
+        if f"{torn} is not whole and is skipped" in text and WAYS[way] in text
+    ], heard
+
+
+def test_if_none_is_whole(saved: tuple[Path, list[float]]) -> None:
+    for number in range(3):
+        tear("half a shard", saved[0] / "checkpoints" / f"checkpoint_{number}")
+    with pytest.raises(
+        CheckpointError,
+        match=r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short.*start anew",
+    ):
+        Loop(saved[0]).accelerator.load_state()
+
+
+def test_a_folder_that_is_named_is_the_one_that_is_loaded(saved: tuple[Path, list[float]]) -> None:
+    loop = Loop(saved[0])
+    loop.accelerator.load_state(str(saved[0] / "checkpoints" / "checkpoint_0"))
+    assert loop.counter.value == 2
+
+
+def test_old_states_go_when_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate removes first; at limit 1 a job that is killed while it saves would be left
+    with nothing.
+    """
+    loop = Loop(tmp_path, limit=1)
+    seen: list[list[str]] = []
+    engine: Any = loop.model
+    save = engine.save_checkpoint
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(names(tmp_path))
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "save_checkpoint", watched)
+    for _ in range(3):
+        loop.step()
+        loop.accelerator.save_state()
+    assert seen == [
+        ["checkpoint_0"],
+        ["checkpoint_0", "checkpoint_1"],
+        ["checkpoint_1", "checkpoint_2"],
+    ]
+    assert names(tmp_path) == ["checkpoint_2"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoints"]
+    assert loop.accelerator.project_configuration.total_limit == 1
+
+
+def test_torn_states_are_not_counted(saved: tuple[Path, list[float]], heard: list[str]) -> None:
+    folder, _ = saved
+    tear("half a shard", folder / "checkpoints" / "checkpoint_2")
+    loop = Loop(folder, limit=2)
+    loop.accelerator.load_state()
+    loop.accelerator.project_configuration.iteration = 3
+    loop.accelerator.save_state()
+    assert names(folder) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert any(
+        "checkpoint_2 is damaged and is neither counted nor removed" in text for text in heard
+    )
+
+
+def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: list[str]) -> None:
+    """Of a whole one Accelerate says that it exists."""
+    folder, losses = saved
+    tear("half a shard", folder / "checkpoints" / "checkpoint_2")
+    (folder / "checkpoints" / "checkpoint_3").mkdir()
+    loop = Loop(folder)
+    loop.accelerator.load_state()
+    loop.accelerator.project_configuration.iteration = 2
+    loop.step()
+    loop.accelerator.save_state()
+    assert (
+        names(folder) == [f"checkpoint_{number}" for number in range(5)]
+        and loop.accelerator.save_iteration == 5
+    )
+    for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
+        assert any(
+            f"{name} is not whole and is left as it is" in text and why in text for text in heard
+        ), heard
+    loop.accelerator.load_state()
+    assert [loop.step() for _ in range(3)] == losses[4:]
+    loop.accelerator.project_configuration.iteration = 1
+    with pytest.raises(ValueError, match="already exists"):
+        loop.accelerator.save_state()

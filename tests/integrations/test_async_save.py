@@ -1,0 +1,346 @@
+"""Saves beside the training in the Trainer, Accelerate and Lightning: what is old goes when the
+new one is whole, what is pushed or loaded is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import peft
+import pytest
+import torch
+import transformers
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
+
+from hf_zero.checkpoint import async_save, find
+from hf_zero.errors import CheckpointError
+from hf_zero.integrations.checkpoint_folders import engines_part, trainers
+from tests.integrations.accelerate.test_checkpoints import Loop, names
+from tests.integrations.lightning.test_checkpoints import Net
+from tests.integrations.tiny_trainer import logged, weights
+from tests.integrations.transformers.test_trainer import model, routed
+from tests.integrations.transformers.test_trainer_checkpoints import EVERY_STEP, hub  # noqa: F401
+
+pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
+
+BESIDE = {"checkpoint": {"async_save": True}}
+
+
+class Gate:
+    """Threads write their files while it is open."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.fails: list[str] = []  # parts of paths that cannot be written
+        self.seconds = 0.0  # that each file takes
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, write = Gate(), async_save.write_image
+
+    def waiting(path: Path, image: memoryview) -> None:
+        assert gate.open.wait(60)
+        time.sleep(gate.seconds)
+        if any(part in str(path) for part in gate.fails):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, image)
+
+    monkeypatch.setattr(async_save, "write_image", waiting)
+    yield gate
+    gate.open.set()
+
+
+class Held(transformers.TrainerCallback):
+    """Keeps each save from being written until the Trainer is done with it and looks at what is
+    there then.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.whole = gate, []
+        self.run: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.run.deepspeed.wait_for_checkpoint()
+        self.gate.open.clear()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = sorted(Path(args.output_dir).glob("checkpoint-*"))
+        self.whole.append([folder.name for folder in found if not trainers(folder)])
+        self.gate.open.set()
+
+
+def held(
+    gate: Gate, folder: Path, stage: int = 3, **changes: Any
+) -> tuple[transformers.Trainer, Held]:
+    watch = Held(gate)
+    watch.run = routed(
+        "ours", stage, folder, config=BESIDE, **EVERY_STEP, callbacks=[watch], **changes
+    )
+    return watch.run, watch
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.glob("*checkpoint-*"))
+
+
+def test_the_limit_of_the_trainer_waits_for_the_new_one(
+    gate: Gate, tmp_path: Path, heard: list[str]
+) -> None:
+    run, watch = held(gate, tmp_path, save_total_limit=1)
+    run.train()
+    assert watch.whole == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+    assert left(tmp_path) == ["checkpoint-4"] and trainers(tmp_path / "checkpoint-4") == ""
+    assert not [text for text in heard if "damaged" in text]
+
+
+def test_where_the_new_one_fails_the_old_one_stays(gate: Gate, tmp_path: Path) -> None:
+    run, _ = held(gate, tmp_path, save_total_limit=1)
+    gate.fails.append("global_step4")
+    with pytest.raises(CheckpointError, match="Nothing was saved as 'global_step4'"):
+        run.train()  # the last step: nothing but the end of the training can say so
+    assert (
+        left(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+        and trainers(tmp_path / "checkpoint-3") == ""
+    )
+
+
+def test_training_goes_on_from_what_was_saved_beside_it(gate: Gate, tmp_path: Path) -> None:
+    gate.open.set()
+    constant: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    whole = routed("ours", 2, tmp_path / "whole", max_steps=6, **constant)
+    whole.train()
+    routed(
+        "ours", 3, tmp_path / "run", config=BESIDE, **EVERY_STEP, **constant, save_total_limit=1
+    ).train()
+    resumed = routed("ours", 2, tmp_path / "run", config=BESIDE, max_steps=6, **constant)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "better", [True, False], ids=["the last is the best", "the first is the best"]
+)
+def test_the_best_model_is_loaded_though_it_is_still_being_written(
+    better: bool, gate: Gate, tmp_path: Path, heard: list[str]
+) -> None:
+    gate.open.set()
+    gate.seconds = 0.3
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 1e-3 if better else 0.5,
+    }
+    run = routed("ours", 3, tmp_path, config=BESIDE, **EVERY_STEP, **best, save_total_limit=1)
+    run.train()
+    losses = logged(run, "eval_loss")
+    assert min(losses) == losses[-1 if better else 0]
+    assert left(tmp_path) == [f"checkpoint-{4 if better else 1}"] and not [
+        text for text in heard if "not whole" in text
+    ]
+    assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_best_adapters_are_loaded(stage: int, gate: Gate, tmp_path: Path) -> None:
+    gate.open.set()
+    gate.seconds = 0.1
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 5.0,
+    }
+    lora = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    changes: dict[str, Any] = {
+        **EVERY_STEP,
+        **best,
+        "save_total_limit": 1,
+        "model": peft.get_peft_model(model("gpt2"), lora),
+    }
+    run = routed("ours", stage, tmp_path, "gpt2", config=BESIDE, **changes)
+    run.train()
+    losses = logged(run, "eval_loss")
+    assert min(losses) == losses[0] < losses[-1] and left(tmp_path) == ["checkpoint-1"]
+    assert run.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6)
+    loaded = peft.PeftModel.from_pretrained(model("gpt2"), str(tmp_path / "checkpoint-1"))
+    expected = {name: value for name, value in weights(run).items() if "lora" in name}
+    assert expected and all(
+        torch.equal(loaded.state_dict()[name], value) for name, value in expected.items()
+    )
+
+
+def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: list[str]) -> None:
+    """With a metric and a limit of one the Trainer deletes all but the best at the end, loaded
+    or not.
+    """
+
+    class Tearing(transformers.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for shard in (tmp_path / "checkpoint-1").rglob("rank-*"):
+                os.truncate(shard, 100)
+
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.5,
+        "save_total_limit": 1,
+    }
+    routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing()]).train()
+    assert trainers(tmp_path / "checkpoint-4") == ""
+    assert any(
+        "the best checkpoint" in text and "checkpoint-1 is not whole" in text for text in heard
+    )
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints", "end"])
+def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path: Path) -> None:  # noqa: F811
+    gate.open.set()
+    gate.seconds = 0.3
+    pushed = {
+        "push_to_hub": True,
+        "hub_model_id": "someone/tiny",
+        "hub_strategy": strategy,
+        "hub_always_push": True,
+    }
+    run = routed(
+        "ours", 3, tmp_path / "run", config=BESIDE, **EVERY_STEP, **pushed, save_total_limit=1
+    )
+    run.train()
+    if strategy == "end":
+        assert not hub.exists()
+        run.push_to_hub()
+    uploaded = {
+        "checkpoint": ["last-checkpoint"],
+        "all_checkpoints": [f"checkpoint-{step}" for step in (1, 2, 3, 4)],
+    }.get(strategy, [])
+    assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == uploaded
+    for name in uploaded:
+        assert trainers(hub / name) == ""
+    assert not [path for path in hub.rglob("*") if path.name.startswith(find.RESERVED)]
+    loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(hub, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(
+        torch.equal(value, weights(run)[name]) for name, value in loaded.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_what_save_model_writes_instead_of_weights_is_there(
+    pushed: bool,
+    gate: Gate,
+    hub: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Without stage3_gather_16bit_weights_on_model_save a model folder holds a checkpoint."""
+    gate.open.set()
+    gate.seconds = 0.3
+    stage = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
+    run = routed(
+        "ours",
+        3,
+        tmp_path / "run",
+        config={**BESIDE, **stage},
+        push_to_hub=pushed,
+        hub_model_id="someone/tiny",
+    )
+    run.train()
+    if pushed:
+        run.push_to_hub()
+        assert engines_part(hub) == ""
+    else:
+        run.save_model(str(tmp_path / "model"))
+        assert engines_part(tmp_path / "model") == ""
+
+
+def test_the_limit_of_accelerate_waits_for_the_new_one(
+    gate: Gate, tmp_path: Path, heard: list[str]
+) -> None:
+    loop = Loop(tmp_path, limit=1, **BESIDE)
+    engine: Any = loop.model
+    for number in range(3):
+        loop.step()
+        gate.open.clear()
+        loop.accelerator.save_state()
+        assert names(tmp_path) == [
+            f"checkpoint_{each}" for each in range(max(number - 1, 0), number + 1)
+        ]
+        gate.open.set()
+        engine.wait_for_checkpoint()
+        assert names(tmp_path) == [f"checkpoint_{number}"]
+    gate.fails.append("pytorch_model")
+    gate.open.clear()
+    loop.accelerator.save_state()
+    gate.open.set()
+    with pytest.raises(CheckpointError, match="Nothing was saved"):
+        engine.wait_for_checkpoint()
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
+    assert not [text for text in heard if "damaged" in text]
+
+
+class HeldFit(Callback):
+    """Lets a save be written when the next batch begins, and sees what is there before."""
+
+    def __init__(self, gate: Gate, folder: Path) -> None:
+        self.gate, self.folder = gate, folder
+        self.whole: list[list[str]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.release(trainer)
+        self.gate.open.clear()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.release(trainer)
+
+    def release(self, trainer: Any) -> None:
+        found = sorted(item for item in self.folder.glob("*.ckpt") if item.is_dir())
+        self.whole.append([item.name for item in found if not engines_part(item)])
+        self.gate.open.set()
+        trainer.strategy.model.wait_for_checkpoint()
+
+
+def strategies() -> dict[str, Any]:
+    from hf_zero.integrations.lightning import ZeroStrategy
+
+    zero = {"zero_optimization": {"stage": 2}, **BESIDE}
+    theirs = {**zero, "train_micro_batch_size_per_gpu": 3}
+    return {
+        "ours": lambda: ZeroStrategy(config=zero),
+        "Lightning's own": lambda: DeepSpeedStrategy(config=theirs),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ours", "Lightning's own"])
+def test_the_best_of_lightning_waits_for_the_new_one(
+    strategy: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning refuses it where there is no CUDA, and knows CPU devices by no index.
+    monkeypatch.setattr(deepspeed_strategy, "CUDAAccelerator", pl.accelerators.CPUAccelerator)
+    monkeypatch.setattr(
+        deepspeed_strategy, "_validate_device_index_selection", lambda devices: None
+    )
+    keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=1)
+    watch = HeldFit(gate, tmp_path)
+    trainer = pl.Trainer(
+        strategy=strategies()[strategy](), devices=1, accelerator="cpu", max_epochs=3,
+        callbacks=[keeping, watch], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Net())
+    assert watch.whole == [[], [], ["epoch=0.ckpt"], ["epoch=1.ckpt"]]
+    assert [item.name for item in tmp_path.iterdir()] == ["epoch=2.ckpt"] and engines_part(
+        tmp_path / "epoch=2.ckpt"
+    ) == ""

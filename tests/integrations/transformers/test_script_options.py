@@ -1,0 +1,130 @@
+"""What published example scripts do beyond the other tests: resume at another stage, less usual
+options, and simply end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+from tests.integrations.tiny_trainer import logged, weights
+from tests.integrations.transformers.test_trainer import assert_same_training, distance, routed
+
+BARE_LOOP = Path(__file__).parents[1] / "scripts" / "bare_loop.py"
+
+# A rank that answers fetches through the store, and reports at exit: what was registered first runs
+# last.
+ENDS = """
+import atexit, threading
+atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
+import torch.distributed as dist
+from hf_zero.distributed.agreement import Agreement
+class Owner:
+    def read(self, unit):
+        return b""
+agreement, owner = Agreement(dist.HashStore(), 0, 2, 60.0), Owner()
+agreement.serve(owner.read)
+print(sorted(thread.name for thread in threading.enumerate()))
+"""
+
+
+def run(command: list[str], timeout: float = 120.0) -> str:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.usefixtures("plain_process")
+@pytest.mark.parametrize(("saved", "stage"), [(3, 0), (0, 3), (2, 3)])
+def test_a_run_goes_on_at_another_stage(saved: int, stage: int, tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    whole = routed("ours", saved, tmp_path / "whole", **changes)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = routed("ours", stage, tmp_path / "again", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == pytest.approx(logged(whole), rel=1e-5)
+    expected = weights(whole)
+    assert distance(weights(resumed), expected) <= 1e-5 * distance(expected)
+
+
+@pytest.mark.usefixtures("plain_process")
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_less_usual_options_of_the_trainer(option: dict[str, Any], tmp_path: Path) -> None:
+    oracle = routed("plain", 0, tmp_path, "gpt2", **option)
+    oracle.train()
+    run = routed("stock", 3, tmp_path, "gpt2", config={"gradient_clipping": 0.5}, **option)
+    run.train()
+    assert_same_training(run, oracle)
+
+
+def test_no_thread_is_in_the_store_when_the_interpreter_ends() -> None:
+    """One that returns from there into an interpreter that is going aborts a rank whose training
+    has succeeded.
+    """
+    running, at_exit = run([sys.executable, "-c", ENDS]).splitlines()
+    assert running == "['MainThread', 'hf_zero-serve']"
+    assert at_exit == "['MainThread']"
+
+
+@pytest.mark.long
+def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path) -> None:
+    configuration = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "gradient_clipping": 1000.0,
+            "zero3_init_flag": True,
+            "zero3_save_16bit_model": True,
+        },
+        "main_process_port": 0,
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": 2,
+        "use_cpu": True,
+    }
+    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(configuration))
+    run([sys.executable, str(BARE_LOOP), str(tmp_path / "alone"), "8"])
+    accelerate = Path(sys.executable).parent / "accelerate"
+    run(
+        [
+            str(accelerate),
+            "launch",
+            "--config",
+            str(tmp_path / "zero3.yaml"),
+            str(BARE_LOOP),
+            str(tmp_path / "sharded"),
+            "4",
+        ]
+    )
+    _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "sharded", output_loading_info=True)
+    assert not any(info.values())
+    expected, found = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded")
+    )
+    assert found.keys() == expected.keys()
+    assert found["transformer.wte.weight"].shape == torch.Size((61, 16))
+    assert distance(found, expected) <= 1e-5 * distance(expected)
