@@ -110,7 +110,8 @@ def initialize(
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
     choose = settings.kernels == "auto"
-    settings = settings.on_device(kind_for_auto(comm.default_device()))
+    if choose:
+        settings = settings.on_device(kind_for_auto(comm.default_device()))
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(

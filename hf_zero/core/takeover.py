@@ -134,6 +134,8 @@ def take_over(optimizer: Any, owner: Any) -> None:
         alive = engine()
         if alive is not None and alive.updater is not None:
             alive.updater.finish()
+        if alive is not None:
+            state_dict = alive.bound.fitted(state_dict)
         type(optimizer).load_state_dict(optimizer, state_dict)
         watch_state()
         if alive is not None:

@@ -10,7 +10,7 @@ piece at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,20 +99,16 @@ class OffloadedOptimizer(BoundOptimizer):
         else:
             super()._bind_segment(segment)
 
-    def _divide(
-        self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
-    ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
-        divided = super()._divide(segments, kind_of)
-        for segment, found in divided.items():
-            pieces = [piece for _, piece in found]
-            if self._is_hosted(segment) and len(pieces) > 1:
+    def _replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
+        super()._replace(pieces)
+        for segment, found in pieces.items():
+            if self._is_hosted(segment) and len(found) > 1:
                 hosted = self._hosted[segment.parts[0].flat.key]
                 at = next(place for place, each in enumerate(hosted) if each is segment)
-                hosted[at : at + 1] = pieces
+                hosted[at : at + 1] = found
             if segment in self._fresh:
                 self._fresh.discard(segment)
-                self._fresh.update(pieces)
-        return divided
+                self._fresh.update(found)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Keep the states of some flats on the device from now on: ``moved`` has, by key, what
@@ -299,21 +295,28 @@ class OffloadedOptimizer(BoundOptimizer):
                     for name, value in entries.get(place, {}).items()
                     if name not in segment.parts[0].flat.states.names()
                 }
-                kept = entries.get(place, {}).keys() & arrays.keys()
+                begins = segment in self._fresh and self._base in BEGIN_WITH_GRADIENT
+                kept = set() if begins else entries.get(place, {}).keys() & arrays.keys()
                 entries[place] = numbers | {
                     name: arrays[name][segment.start : segment.stop] for name in kept
                 }
-        return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
+        kept = {place: entry for place, entry in entries.items() if entry}
+        return super().packed({**packed, "state": kept})
 
     def unpacked(self) -> None:
         super().unpacked()
         for segments in self._hosted.values():
             for segment in segments:
-                states, entries = segment.parts[0].flat.states, self.optimizer.state[segment.tensor]
-                for name in set(entries) & set(states.names()):
-                    states.store(name, segment.start, entries[name])
-                    entries[name] = self._entry(segment, name)
-                    self._fresh.discard(segment)
+                states = segment.parts[0].flat.states
+                given = self.optimizer.state.pop(segment.tensor, {})
+                if given.keys().isdisjoint(states.names()):
+                    self._renew(segment)
+                for name, value in given.items():
+                    if name in states.names():
+                        states.store(name, segment.start, value)
+                        given[name] = self._entry(segment, name)
+                        self._fresh.discard(segment)
+                self.optimizer.state[segment.tensor].update(given)
 
     def forget(self) -> None:
         for segments in self._hosted.values():
@@ -321,13 +324,15 @@ class OffloadedOptimizer(BoundOptimizer):
         super().forget()
         for segments in self._hosted.values():
             for segment in segments:
-                flat = segment.parts[0].flat
-                for name, value in self._fresh_state(segment).items():
-                    if name in flat.states.names():
-                        flat.states.store(
-                            name, segment.start, value.expand(segment.stop - segment.start)
-                        )
-                self._create(segment)
+                self._renew(segment)
+
+    def _renew(self, segment: Segment) -> None:
+        """Make ``segment``, whose state is in no book, what it was before the first step."""
+        states = segment.parts[0].flat.states
+        for name, value in self._fresh_state(segment).items():
+            if name in states.names():
+                states.store(name, segment.start, value.expand(segment.stop - segment.start))
+        self._create(segment)
 
     def _settle(self) -> None:
         """Only what is on the device is made by torch, wherever it likes."""

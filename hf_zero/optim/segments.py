@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_zero.core.layout import Slot
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim import hyperparameters, state, torch_fused
+from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.table import Flat, Region, Segment, cut, divide, masters
+from hf_zero.optim.table import Flat, Region, Segment, cut, divide, masters, split
 
 
 class BoundOptimizer:
@@ -109,11 +109,14 @@ class BoundOptimizer:
         each became, with its kind.
         """
         divided = {segment: divide(segment, kind_of) for segment in segments}
-        changed = {
-            segment: [piece for _, piece in found]
-            for segment, found in divided.items()
-            if len(found) > 1
-        }
+        self._replace(
+            {segment: [piece for _, piece in found] for segment, found in divided.items()}
+        )
+        return divided
+
+    def _replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
+        """Put the pieces that segments were cut into in their places, with their state."""
+        changed = {segment: found for segment, found in pieces.items() if len(found) > 1}
         for segment, found in changed.items():
             entries: Mapping[str, Any] = self.optimizer.state.pop(segment.tensor, {})
             for piece in found:
@@ -135,7 +138,6 @@ class BoundOptimizer:
             ]
             self._list_segments()
             self._fused.divide()
-        return divided
 
     def _leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
         """The segments of ``unused`` parameters among ``segments``, which are cut so that they
@@ -432,10 +434,33 @@ class BoundOptimizer:
             hyperparameters.restore(group, values)
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state dict ``packed``, over the segments of this rank, with what
-        is not kept in its books.
+        """The optimizer's own state dict ``packed``, over the segments of this rank, with where
+        each of them lies and with what is not kept in its books.
         """
-        return packed
+        return snapshots.described(packed, self._segments, self._parted)
+
+    def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """``packed``, a state dict of these elements, for the optimizer's own
+        ``load_state_dict``: segments are cut where those of ``packed`` begin, and its entries
+        where segments of this optimizer do. One that does not say where its segments lie is
+        returned as it is.
+
+        Raises:
+            UnsupportedOptimizerError: other groups, or not the elements of this rank.
+        """
+        self._same_groups(packed["param_groups"], "a state dict")
+        saved = snapshots.read(packed, type(self.optimizer).__name__)
+        if saved is None:
+            return packed
+        self._replace(
+            {
+                segment: split(segment, saved.borders(segment))
+                for segment in self._segments
+                if segment.parts
+            }
+        )
+        self._parted = set(saved.parted)
+        return saved.over(self._segments)
 
     def unpacked(self) -> None:
         """The optimizer's own ``load_state_dict`` has given its segments other state."""

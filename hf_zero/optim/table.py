@@ -220,10 +220,21 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
                 runs.append((kind, place if runs else 0))
     if len(runs) < 2:
         return [(kind_of(min(segment.names)), segment)]
+    return [
+        (kind, piece)
+        for (kind, _), piece in zip(runs, split(segment, [place for _, place in runs[1:]]))
+    ]
+
+
+def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
+    """``segment`` cut at ``places``, ascending and counted from its first element; not bound yet.
+
+    Without places it is returned itself.
+    """
+    if not places:
+        return [segment]
     found = []
-    for (kind, start), stop in zip(
-        runs, [place for _, place in runs[1:]] + [segment.stop - segment.start]
-    ):
+    for start, stop in pairwise([0, *places, segment.stop - segment.start]):
         piece = Segment(
             segment.group, segment.start + start, segment.start + stop, [], segment.piece
         )
@@ -232,7 +243,7 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
             if first < last:
                 offset = part.start - part.offset
                 piece.parts.append(Part(part.flat, first + offset, last + offset, first - start))
-        found.append((kind, piece))
+        found.append(piece)
     return found
 
 

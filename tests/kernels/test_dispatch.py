@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import hf_zero
+from hf_zero.device import kinds
 from hf_zero.ops import dispatch, trial
 from hf_zero.ops.dispatch import Kernel
+from tests.helpers.engines import config_of, start
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("triton")
 
@@ -124,6 +128,35 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
             "finds no driver for this GPU" in said
             and "AssertionError: libcuda.so cannot found!)" in said
         )
+    finally:
+        for cached in (dispatch.missing_driver, dispatch._warned_missing):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("asked", ["off", "auto"])
+def test_the_driver_is_asked_for_only_where_kernels_are_wanted(
+    asked: str, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton.runtime
+
+    monkeypatch.setattr(triton.runtime, "driver", NoDriver())
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.setattr(kinds, "runs_triton", lambda device: True)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    for cached in (dispatch.missing_driver, dispatch._warned_missing):
+        cached.cache_clear()
+
+    def on_rank(rank: int) -> None:
+        model = torch.nn.Linear(3, 2)
+        hf_zero.optimize(model, kernels=asked)
+        engine = start(model, torch.optim.AdamW(model.parameters()), config_of(2, kernels=asked))
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        engine.destroy()
+
+    try:
+        run_ranks(1, on_rank)
+        assert len([each for each in heard if "Triton" in each]) == (asked == "auto")
     finally:
         for cached in (dispatch.missing_driver, dispatch._warned_missing):
             cached.cache_clear()

@@ -93,7 +93,8 @@ def optimize(
         KernelError: a name that is no kernel, or a model that ``sparse_attention`` or
         ``pre_layer_norm`` is not for.
     """
-    names = _names(kernels, kind_for_auto(kinds.accelerator() or "cpu"))
+    kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
+    names = _names(kernels, kind)
     _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
 

@@ -18,6 +18,7 @@ from transformers import HfArgumentParser
 import hf_zero
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.config_sources import LAUNCH_FILE
 from hf_zero.integrations.transformers.trainer_config import open_left_out, read
 from hf_zero.integrations.transformers.training_arguments import (
     TrainingArguments,
@@ -272,6 +273,22 @@ def test_a_launcher_with_another_stage(
         ConfigError, match="asks for stage 2, and accelerate launch was given a config of stage 3"
     ):
         make("zero2")
+
+
+def test_settings_of_the_launchers_file_beside_it_are_refused_in_our_words(
+    make: Callable[..., TrainingArguments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate's own answer names its plugin, and neither the argument nor the file."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "gradient_accumulation_steps,zero_stage")
+    monkeypatch.setenv(LAUNCH_FILE, "zero.yaml")
+    with pytest.raises(ConfigError) as refused:
+        make("zero3")
+    assert str(refused.value) == (
+        "zero_config and the file of accelerate launch both configure ZeRO "
+        "(gradient_accumulation_steps, zero_stage, in zero.yaml); give it in one place: leave "
+        "zero_config out, or start with torchrun or a plain accelerate launch"
+    )
 
 
 def test_another_deepspeed_is_refused(

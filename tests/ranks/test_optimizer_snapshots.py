@@ -1,0 +1,174 @@
+"""``optimizer.state_dict()`` kept in memory and loaded again, where segments were cut otherwise
+then: against plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.ops import dispatch
+from tests.helpers import oracle
+from tests.helpers.checked_triton import checked_triton
+from tests.helpers.engines import OnEngine, config_of, full_weights, start
+from tests.helpers.offloads import offload
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import At, Plan
+from tests.ranks.test_unused import HeadsJob
+
+RANKS = 2
+Weights = dict[str, torch.Tensor]
+Step = Callable[[int], None]
+
+
+class Plain:
+    """One process with whole parameters."""
+
+    dtype = torch.float32
+
+    def __init__(self, job: HeadsJob):
+        self.model = job.build()
+        self.optimizer = job.optimizer(self.model)
+        self._job = job
+
+    def __call__(self, *args: Any) -> Any:
+        return self.model(*args)
+
+    def step(self, number: int) -> None:
+        for rank in range(RANKS):
+            (self._job.loss(self, At(number, 0, rank)) / RANKS).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> Weights:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def close(self) -> None:
+        pass
+
+
+class Sharded:
+    """One rank of an engine."""
+
+    def __init__(self, job: HeadsJob, model: nn.Module, section: dict[str, Any], rank: int):
+        config = config_of(section["stage"], Plan(RANKS), zero_optimization=section)
+        self._engine = start(model, job.optimizer(model), config)
+        self._net = OnEngine(self._engine, Plan(RANKS))
+        self._job, self._rank = job, rank
+        self.optimizer = self._engine.optimizer
+
+    def step(self, number: int) -> None:
+        self._engine.backward(self._job.loss(self._net, At(number, 0, self._rank)))
+        self._engine.step()
+
+    def weights(self) -> Weights:
+        return full_weights(self._engine)
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def course(opened: Callable[[int], Plain | Sharded]) -> list[Weights]:
+    """Weights after snapshots were loaded that are coarser than what there is by then, and those
+    of a second run that begins with a finer one.
+    """
+    run = opened(0)
+    kept = {-1: copy.deepcopy(run.optimizer.state_dict())}
+    found = []
+    for step in range(6):
+        run.step(step)
+        kept[step] = copy.deepcopy(run.optimizer.state_dict())
+        if step in (1, 4):
+            run.optimizer.load_state_dict(copy.deepcopy(kept[-1 if step == 1 else 2]))
+    found.append(run.weights())
+    run.close()
+    run = opened(1)
+    run.optimizer.load_state_dict(copy.deepcopy(kept[3]))
+    for step in range(2):
+        run.step(step)
+    found.append(run.weights())
+    run.close()
+    return found
+
+
+def check(kind: str, *sections: dict[str, Any]) -> None:
+    """``sections`` are those of the first run and of the second."""
+    job = HeadsJob(kind, RANKS)
+    want = course(lambda which: Plain(job))
+    models = [[job.build() for _ in range(2)] for _ in range(RANKS)]
+
+    def on_rank(rank: int) -> list[Weights]:
+        return course(lambda which: Sharded(job, models[rank][which], sections[which], rank))
+
+    for got in run_ranks(RANKS, on_rank):
+        for which, (mine, plain) in enumerate(zip(got, want, strict=True)):
+            oracle.compare_tensors(f"run {which}", mine, plain, floor=oracle.ADAM_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "kind, stage", [("adamw", 0), ("unfused", 1), ("sgd", 2), ("adamw", 3), ("nadam", 3)]
+)
+def test_a_snapshot_is_loaded_whatever_was_cut_since(kind: str, stage: int) -> None:
+    check(kind, {"stage": stage}, {"stage": stage})
+
+
+@pytest.mark.parametrize("way, kind, stage", [
+    ("optimizer on cpu", "adamw", 0),
+    ("optimizer on cpu", "nadam", 2),
+    ("optimizer on cpu", "sgd", 3),
+    ("optimizer in files", "lion", 1),
+    ("half on cpu", "adamw", 3),
+    ("all in files", "adagrad", 3),
+])  # fmt: skip
+def test_offloaded(way: str, kind: str, stage: int, tmp_path: Path) -> None:
+    """Pieces are small, so that segments are cut at their ends, too."""
+    section = offload(way, stage, tmp_path, buffer_size=512)
+    check(kind, section, section)
+
+
+@pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer on cpu", None)])
+def test_between_ways_of_offloading(ways: tuple[str | None, str | None], tmp_path: Path) -> None:
+    check("adamw", *(
+        {"stage": 2} if way is None else offload(way, 2, tmp_path, buffer_size=512) for way in ways
+    ))  # fmt: skip
+
+
+def test_between_stages() -> None:
+    """A rank has the same elements at stages 1 to 3."""
+    check("adamw", {"stage": 3}, {"stage": 1})
+
+
+def test_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    with checked_triton(poison=False):
+        check("adamw", {"stage": 2}, {"stage": 2})
+
+
+def test_elements_of_another_rank_and_other_groups_are_refused() -> None:
+    job = HeadsJob("adamw", RANKS)
+    models = [job.build() for _ in range(RANKS)]
+    dicts: list[dict[str, Any]] = [{}] * RANKS
+
+    def on_rank(rank: int) -> None:
+        run = Sharded(job, models[rank], {"stage": 2}, rank)
+        run.step(0)
+        dicts[rank] = copy.deepcopy(run.optimizer.state_dict())
+        run.step(1)
+        with pytest.raises(UnsupportedOptimizerError, match="saved by another rank"):
+            run.optimizer.load_state_dict(copy.deepcopy(dicts[1 - rank]))
+        swapped = copy.deepcopy(dicts[rank])
+        swapped["segments"]["places"].reverse()
+        swapped["param_groups"].reverse()
+        with pytest.raises(UnsupportedOptimizerError, match="groups it was saved with"):
+            run.optimizer.load_state_dict(swapped)
+        run.close()
+
+    run_ranks(RANKS, on_rank)
