@@ -17,7 +17,7 @@ _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
     "Engine": "hf_zero.core.engine",
     "initialize": "hf_zero.initialize",
-    "init_distributed": "hf_zero.distributed.comm",
+    "init_distributed": "hf_zero.distributed.init",
     "GatheredParameters": "hf_zero.core.gathered",
     "summon_full_params": "hf_zero.core.gathered",
     "safe_get_full_fp32_param": "hf_zero.core.gathered",

@@ -19,10 +19,10 @@ from hf_zero.config import ZeroConfig, explaining
 from hf_zero.core.compiled import to_be_compiled
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import release_holders
-from hf_zero.core.mpu import check_mpu
 from hf_zero.device.kinds import device_count
-from hf_zero.distributed import comm
-from hf_zero.distributed.discovery import announce
+from hf_zero.distributed import init, process_group, world_group
+from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
@@ -94,14 +94,14 @@ def initialize(
         )
     settings = _config(args, config, config_params)
     _tell_of_other_devices()
-    if dist_init_required is False and not comm.is_initialized():
+    if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() "
             "first or drop the argument"
         )
-    comm.join(settings, distributed_port)
+    init.init_from_config(settings, distributed_port)
     if mpu is not None:
-        check_mpu(mpu, comm.get_world_size())
+        check_mpu(mpu, process_group.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler "
@@ -111,11 +111,11 @@ def initialize(
         give_values(model)
     choose = settings.kernels == "auto"
     if choose:
-        settings = settings.on_device(kind_for_auto(comm.default_device()))
+        settings = settings.on_device(kind_for_auto(process_group.default_device()))
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(
-        comm.get_world_size(),
+        process_group.get_world_size(),
         require_batch_size=training_data is not None,
         training=made is not None,
     )
@@ -149,7 +149,7 @@ def _tell_of_other_devices() -> None:
     use.
     """
     devices = device_count()
-    if devices > 1 and not comm.is_initialized() and announce() is None:
+    if devices > 1 and not process_group.is_initialized() and announce() is None:
         logger.warning(
             "one process trains on one of %d devices that it sees, as no launcher has started it: "
             "`hf-zero launch %s` or torchrun starts a "
@@ -193,12 +193,14 @@ def _preflight(
     model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Refuse what does not fit before any memory is taken, on all ranks alike."""
-    world, device = comm.get_world_size(), comm.default_device()
+    world, device = process_group.get_world_size(), process_group.default_device()
     free = room_for(model, config, device)
     if world > 1:
         least = [
             min(numbers)
-            for numbers in zip(*comm.everybody().all_gather_object(free.numbers(), "free memory"))
+            for numbers in zip(
+                *world_group.get_world_group().all_gather_object(free.numbers(), "free memory")
+            )
         ]
         free = free.with_numbers(least)
     moments = None
@@ -214,7 +216,7 @@ def _preflight(
         moments=moments,
         trains=optimizer is not None,
     )
-    if comm.get_rank() == 0:
+    if process_group.get_rank() == 0:
         for line in filter(None, (report.warning, report.note)):
             logger.warning("%s", line)
 
@@ -316,7 +318,7 @@ def _loader(
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
     sampler: DistributedSampler[Any] = DistributedSampler(
-        data, comm.get_world_size(), comm.get_rank(), seed=int(config.seed or 0)
+        data, process_group.get_world_size(), process_group.get_rank(), seed=int(config.seed or 0)
     )
     loader = DataLoader(
         data,

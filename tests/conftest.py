@@ -93,11 +93,11 @@ def no_group_is_left() -> Iterator[None]:
     without.
     """
     yield
-    comm = sys.modules.get("hf_zero.distributed.comm")
-    if comm is not None:
-        comm.choose_device(None)  # what a Trainer of this test may have chosen
+    process_group = sys.modules.get("hf_zero.distributed.process_group")
+    if process_group is not None:
+        process_group.choose_device(None)  # what a Trainer of this test may have chosen
         if torch.distributed.is_initialized():
-            comm.destroy_process_group()
+            process_group.destroy_process_group()
 
 
 @pytest.fixture

@@ -105,9 +105,9 @@ class AsyncSaver:
     device: where the state is; staging memory is pinned if that is a GPU.
     """
 
-    def __init__(self, comm: Any, rank: int, world: int, device: torch.device):
+    def __init__(self, mesh: Any, rank: int, world: int, device: torch.device):
         self._rank, self._world = rank, world
-        self._mail = comm.mailbox("saves")
+        self._mail = mesh.store_messages("saves")
         self._arena = HostArena(pin=True, device=device)
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -247,8 +247,8 @@ class _Work:
         The same on all ranks.
         """
         try:
-            self.mail.leave("wrote", self.number, json.dumps(own))
-            return str(json.loads(self.mail.await_word("verdict", self.number, 0)))
+            self.mail.send("wrote", self.number, json.dumps(own))
+            return str(json.loads(self.mail.receive("verdict", self.number, 0)))
         except (RuntimeError, HfZeroError) as error:  # the store is gone, or rank 0
             return self._on_disk(error)
 
@@ -257,7 +257,7 @@ class _Work:
         outcomes = [own]
         for rank in range(1, self.world):
             try:
-                digest, text = json.loads(self.mail.await_word("wrote", self.number, rank))
+                digest, text = json.loads(self.mail.receive("wrote", self.number, rank))
                 outcomes.append((digest, text))
             except (RuntimeError, HfZeroError) as error:
                 outcomes.append(
@@ -266,7 +266,7 @@ class _Work:
         verdict = self._publish(outcomes)
         if self.mail is not None:
             try:
-                self.mail.leave("verdict", self.number, json.dumps(verdict))
+                self.mail.send("verdict", self.number, json.dumps(verdict))
             except RuntimeError as error:  # nobody can be told; the others look at the folder
                 logger.warning(
                     "%s: the other ranks do not hear of it, because their store is gone (%s)",

@@ -48,7 +48,7 @@ def describe_failures(failed: Mapping[int, str], world: int) -> str:
 
 
 def collective_try(
-    comm: Any, action: Callable[[], T], path: Any = None, after: str = ""
+    mesh: Any, action: Callable[[], T], path: Any = None, after: str = ""
 ) -> list[T]:
     """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
     Collective.
@@ -62,7 +62,7 @@ def collective_try(
         outcome: tuple[bool, Any] = (True, action())
     except Exception as error:
         cause, outcome = error, (False, describe_error(error, path))
-    outcomes = comm.all_gather_object(outcome)
+    outcomes = mesh.all_gather_object(outcome)
     failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
     if not failed:
         return [value for _, value in outcomes]

@@ -187,7 +187,7 @@ def save_whole(
             os.replace(temporary, path)
             storage.fsync_folder(path.parent)
 
-    collective_try(engine.comm, finish, path)
+    collective_try(engine.mesh, finish, path)
     return path
 
 

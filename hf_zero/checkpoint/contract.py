@@ -88,9 +88,9 @@ class Bound(Protocol):
 class Comm(Protocol):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
-    def mailbox(self, topic: str) -> Any:
-        """A :class:`hf_zero.distributed.mailbox.Mailbox` for a thread of this rank; None for one
-        rank, and where ranks share no store.
+    def store_messages(self, topic: str) -> Any:
+        """A :class:`hf_zero.distributed.store.StoreMessages` for a thread of this rank; None for
+        one rank, and where ranks share no store.
         """
 
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """The dtype each parameter had when it was handed to training, such as ``"bfloat16"``."""
 
     @property
-    def comm(self) -> Any:
+    def mesh(self) -> Any:
         """A :class:`Comm` over all ranks."""
 
     @property

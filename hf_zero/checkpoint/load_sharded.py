@@ -87,7 +87,7 @@ def load(
 
     found: list[_Load] = []
     try:
-        _check_same(collective_try(engine.comm, look, directory, "Nothing was loaded."), directory)
+        _check_same(collective_try(engine.mesh, look, directory, "Nothing was loaded."), directory)
         plan = found[0]
         partly = "The engine is partly loaded: load again before training on."
         with progress_bar(
@@ -96,7 +96,7 @@ def load(
             f"loading {plan.checkpoint.folder}",
         ) as plan.tick:
             collective_try(
-                engine.comm,
+                engine.mesh,
                 lambda: plan.apply(load_module_only, load_rng),
                 plan.checkpoint.folder,
                 partly,

@@ -63,7 +63,7 @@ def save(
         touched then. What
             fails behind the training is raised by ``behind.wait()``.
     """
-    rank, comm = engine.global_rank, engine.comm
+    rank, mesh = engine.global_rank, engine.mesh
     if behind is not None:
         behind.wait("another save")
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
@@ -77,7 +77,7 @@ def save(
         roots.append(as_path(directory))
         return name, secrets.token_hex(16)
 
-    told = collective_try(comm, check, directory)
+    told = collective_try(mesh, check, directory)
     names = {each for each, _ in told}
     if len(names) > 1:
         raise CheckpointError(
@@ -102,10 +102,10 @@ def save(
             )
 
     try:
-        collective_try(comm, begin, path.parent, untouched)
+        collective_try(mesh, begin, path.parent, untouched)
         if behind is not None:
             staged = collective_try(
-                comm,
+                mesh,
                 lambda: behind.stage(
                     plan_save(engine, path.name, to.save_id, exclude_frozen_parameters)
                 ),
@@ -114,7 +114,7 @@ def save(
             )
             copied = [each for each in staged if isinstance(each, RankReport)]
             if len(copied) == len(staged):
-                collective_try(comm, lambda: complete(copied), path.parent, untouched)
+                collective_try(mesh, lambda: complete(copied), path.parent, untouched)
                 behind.start(SaveJob(to, path, rests[0] if rests else None, keep))
                 return to.final
             why = next(
@@ -130,7 +130,7 @@ def save(
                     why,
                 )
         written = collective_try(
-            comm, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched
+            mesh, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched
         )
 
         def finish() -> None:
@@ -138,13 +138,13 @@ def save(
             if rests:
                 publish(to, rests[0], [report.file.hash for report in written])
 
-        collective_try(comm, finish, path.parent, untouched)
+        collective_try(mesh, finish, path.parent, untouched)
     except BaseException:
         if rank == 0:
             to.abandon()
         raise
     whole = f"{to.final} itself is whole; pass its tag to load it."
-    collective_try(comm, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
+    collective_try(mesh, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
     return to.final
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.core.parameter import OwnedParameter, given_class, owned_class
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 
 
 def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,12 +71,12 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
     return None
 
 
-def share(parameters: Iterable[torch.Tensor], comm: Comm) -> None:
+def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Give the tensors attached to ``parameters`` rank 0's values, in place (collective)."""
     for parameter in parameters:
         for _, tensor in attached(parameter):
             if tensor.is_contiguous():
-                comm.broadcast(tensor, 0)
+                mesh.broadcast(tensor, 0)
 
 
 def _combines(kind: Any) -> bool:

@@ -49,8 +49,8 @@ from hf_zero.core.updating import Updating
 from hf_zero.core.usage import Usage
 from hf_zero.core.wrap import cut
 from hf_zero.device import kinds
-from hf_zero.distributed import comm as comms
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed import process_group, rank_status
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.ops import native
@@ -90,7 +90,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         # names that whole state dicts without frozen parameters have all the same
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.stage = config.stage
-        self.device = device or comms.default_device()
+        self.device = device or process_group.default_device()
         kinds.set_device(self.device)
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
@@ -99,18 +99,18 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.scaler = LossScaler.from_config(config)
         self._policy = POLICIES[config.stage]
         beside = config.offload_optimizer.on and self._policy.gathers_after_step
-        self.comm = Comm(
-            self._policy.shards(comms.get_world_size(), config.replicate_size),
+        self.mesh = Mesh(
+            self._policy.shards(process_group.get_world_size(), config.replicate_size),
             self.device,
             config.timeout,
             beside,
         )
         self.global_rank, self.world_size, self.local_rank = (
-            self.comm.rank,
-            self.comm.world,
-            comms.get_local_rank(),
+            self.mesh.rank,
+            self.mesh.world,
+            process_group.get_local_rank(),
         )
-        self.shard_rank, self.shard_world = self.comm.shard.rank, self.comm.shard.size
+        self.shard_rank, self.shard_world = self.mesh.shard.rank, self.mesh.shard.size
         self._accumulation = config.gradient_accumulation_steps or 1
         self._boundary: bool | None = None  # set from outside
         self._micro = 0  # micro-batches since the last step
@@ -121,7 +121,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._sanity = SanityChecks(
             self.device, self._accumulation, config.precision, self.global_rank
         )
-        self._placement = Placement(config, self.device, self.comm.rank, self.comm.world)
+        self._placement = Placement(config, self.device, self.mesh.rank, self.mesh.world)
         self.updater: Updater | None = None  # of what is offloaded
         self._threads: int | None = None  # that kernels ran on before
         self._applied = False
@@ -131,12 +131,12 @@ class Engine(Answers, Stopping, Saving, Updating):
         except BaseException as error:
             for parameter in model.parameters():
                 flat = owner_of(parameter)
-                if flat is not None and flat.axis in (self.comm.shard, self.comm.replicate):
+                if flat is not None and flat.axis in (self.mesh.shard, self.mesh.replicate):
                     flat.retire()  # the model must not stay with an engine that nobody holds
             self._placement.close()
-            self.comm.close(
+            self.mesh.close(
                 groups=not self._policy.shards_parameters,
-                why=f"could not build the engine ({comms.first_line(error)})",
+                why=f"could not build the engine ({rank_status.first_line(error)})",
             )
             raise
         if not _guarding:
@@ -179,7 +179,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             cuts,
             group_of,
             self._policy,
-            self.comm,
+            self.mesh,
             self.device,
             None if self.holds else config.precision,
             self._placement,
@@ -196,7 +196,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         item = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
             self.units,
-            self.comm,
+            self.mesh,
             int(config.zero.prefetch_bucket_size) * item,
             self._placement.reads_ahead,
         )
@@ -213,16 +213,16 @@ class Engine(Answers, Stopping, Saving, Updating):
         if away:
             self.updater = Updater(
                 self.units,
-                self.comm,
+                self.mesh,
                 self.device,
                 self._placement.piece,
                 self._placement.take_pinned,
                 homeward,
             )
-        self._usage = Usage(self._training, self.comm, self.device)
+        self._usage = Usage(self._training, self.mesh, self.device)
         self._reducer = GradientReducer(
             self.units,
-            self.comm,
+            self.mesh,
             self._policy,
             scaling,
             self._usage,
@@ -563,7 +563,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.bound = None
         # Sharded values that stay so can be gathered by another engine, over the groups of this
         # one.
-        self.comm.close(groups=gather or not any(flat.sharded for flat in self.flats))
+        self.mesh.close(groups=gather or not any(flat.sharded for flat in self.flats))
         if failure is not None:  # the values that were given back are not those of the last step
             raise failure
         if unsaved is not None:

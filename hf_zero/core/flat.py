@@ -30,7 +30,7 @@ from hf_zero.core.parameter import (
 )
 from hf_zero.core.writes import UserWrites
 from hf_zero.device import streams
-from hf_zero.distributed.axis import Axis
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.spans import span
 from hf_zero.storage.states import MASTER, States
@@ -56,7 +56,7 @@ class Flat:
         dtype: torch.dtype,
         raw: bool,
         sharded: bool,
-        axis: Axis,
+        axis: MeshDim,
         writes: bool,
     ):
         self.number = number  # of the flat in its engine
@@ -85,7 +85,7 @@ class Flat:
         self.switched: set[str] = set()
         self.user_writes = UserWrites(parameters)
         self.unit: Unit
-        self.comm: Any = None
+        self.mesh: Any = None
         self.engine_flats: list[Flat] = [self]
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
         self.full: torch.Tensor

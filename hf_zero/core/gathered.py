@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_zero.core.flat import Flat
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import PartitionError
 
 
@@ -67,10 +67,10 @@ class GatheredParameters:
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
         self._lent = ExitStack()
-        if modifier_rank is not None and not 0 <= modifier_rank < comm.get_world_size():
+        if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
             raise PartitionError(
-                f"modifier_rank {modifier_rank} does not exist among {comm.get_world_size()} "
-                "ranks; pass one of them or None"
+                f"modifier_rank {modifier_rank} does not exist among "
+                f"{process_group.get_world_size()} ranks; pass one of them or None"
             )
 
     def __enter__(self) -> GatheredParameters:
@@ -125,7 +125,7 @@ class GatheredParameters:
             if parameter.is_meta or modifier is None:
                 return
             values = parameter.data.contiguous()
-            comm.broadcast(values, modifier)
+            world_group.broadcast(values, modifier)
             if values.data_ptr() != parameter.data_ptr():
                 parameter.data.copy_(values)
             return
@@ -135,7 +135,7 @@ class GatheredParameters:
             view.copy_(parameter.data)  # somebody has put another tensor into parameter.data
             parameter.data = view
         if modifier is not None:
-            comm.broadcast(view, modifier)
+            world_group.broadcast(view, modifier)
         with _engine_of(flat).schedule.writing():
             flat.adopt(name)
 

@@ -33,8 +33,8 @@ from hf_zero.core.precision import Scaling
 from hf_zero.core.sparse import dense
 from hf_zero.core.unit import Unit
 from hf_zero.core.usage import Usage
-from hf_zero.distributed.axis import Handle
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.spans import span
 
@@ -60,7 +60,7 @@ class GradientReducer:
     def __init__(
         self,
         units: Sequence[Unit],
-        comm: Comm,
+        mesh: Mesh,
         policy: Policy,
         scaling: Scaling,
         usage: Usage,
@@ -76,7 +76,7 @@ class GradientReducer:
         self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
         self._order = ReductionOrder(units)
         self._units = list(units)
-        self._comm = comm
+        self._mesh = mesh
         self._policy = policy
         self._scaling = scaling
         self._usage = usage
@@ -117,7 +117,7 @@ class GradientReducer:
         """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
         if self._homeward is not None:
             self._homeward.arrive()
-        self._comm.passes.begin("backward", key)
+        self._mesh.passes.begin("backward", key)
         self._ready.clear()
         self._landed.clear()
         self._shown = Shown(False)
@@ -264,7 +264,7 @@ class GradientReducer:
         if not learns:
             return
         self._shown.late = [unit.index for unit in late]
-        told = self._comm.all_gather_object(self._shown, "what a backward has shown")
+        told = self._mesh.all_gather_object(self._shown, "what a backward has shown")
         again = {index for each in told for index in each.late}
         while again and self._flights:
             self._land()  # what is on the wire must not change
@@ -296,7 +296,7 @@ class GradientReducer:
         """What a gradient in the window is a multiple of that is the same on all ranks: its
         average is yet to be taken.
         """
-        return 1.0 / (self._comm.world * self._scaling.post)
+        return 1.0 / (self._mesh.world * self._scaling.post)
 
     def arrive(self) -> None:
         """Return when every gradient that was reduced can be read."""
@@ -393,7 +393,7 @@ class GradientReducer:
     def _send_window(self, flat: Flat) -> None:
         assert flat.window is not None
         dtype = self._wire_dtype or flat.dtype
-        if dtype != flat.window.dtype and self._comm.world > 1:
+        if dtype != flat.window.dtype and self._mesh.world > 1:
             wire = self._borrow(flat.layout.padded, dtype, flat.full.device)
             wire.copy_(flat.window)
             self._send(flat, wire, wire, self._scaling.after(self.weight))
@@ -403,7 +403,7 @@ class GradientReducer:
     def _send(
         self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float
     ) -> None:
-        shard, replicate, part = self._comm.shard, self._comm.replicate, None
+        shard, replicate, part = self._mesh.shard, self._mesh.replicate, None
         if flat.layout.shards > 1:
             handle = shard.reduce_scatter(wire, flat.key)
             if replicate.size > 1:
@@ -421,7 +421,7 @@ class GradientReducer:
 
     def _exceeds(self) -> bool:
         # Alone, nothing is on the wire, and what has to go to the host should leave at once.
-        most = IN_FLIGHT if self._comm.world > 1 else 0
+        most = IN_FLIGHT if self._mesh.world > 1 else 0
         return sum(map(self._takes_memory, self._flights)) > most
 
     def _widen(self, flat: Flat) -> None:
@@ -447,7 +447,7 @@ class GradientReducer:
         if flight.part is not None:
             with span("wait_reduction", flat.key):
                 flight.handle.reduce_into(flight.part, False, 1.0)
-            flight.handle = self._comm.replicate.all_reduce(flight.part, flat.key, ordered=True)
+            flight.handle = self._mesh.replicate.all_reduce(flight.part, flat.key, ordered=True)
         if self._homeward is not None and flat.states is not None:
             wire = flight.borrowed if flight.borrowed is not None else flat.window
             assert wire is not None

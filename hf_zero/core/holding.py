@@ -9,7 +9,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
@@ -31,7 +31,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     )
     return Engine(
         model,
-        held.resolve(comm.get_world_size(), require_batch_size=False, training=False),
+        held.resolve(process_group.get_world_size(), require_batch_size=False, training=False),
         holds=True,
     )
 

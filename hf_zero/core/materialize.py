@@ -21,7 +21,8 @@ from hf_zero.core.policy import Policy
 from hf_zero.core.precision import CASTABLE, compute_dtype, is_raw
 from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import Cut
-from hf_zero.distributed.comm import Comm, agreed
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.memory.host import give_back_freed
 from hf_zero.optim.table import pieces
@@ -35,7 +36,7 @@ def partition(
     cuts: Sequence[Cut],
     group_of: Mapping[str, int],
     policy: Policy,
-    comm: Comm,
+    mesh: Mesh,
     device: torch.device,
     precision: str | None,
     placement: Placement,
@@ -56,14 +57,14 @@ def partition(
     RankMismatchError where ranks hold different models or one of them has no room on its disk, and
     DiskSpaceError on that one; the model is then as it was.
     """
-    _check_alike(cuts, group_of, comm)
+    _check_alike(cuts, group_of, mesh)
     units = [
-        _plan_unit(index, cut, model, group_of, policy, comm, precision)
+        _plan_unit(index, cut, model, group_of, policy, mesh, precision)
         for index, cut in enumerate(cuts)
     ]
     flats = [flat for unit in units for flat in unit.flats]
     for number, flat in enumerate(flats):
-        flat.number, flat.engine_flats, flat.comm = number, flats, comm
+        flat.number, flat.engine_flats, flat.mesh = number, flats, mesh
     chunks = {flat: Chunk(flat.key, _owned(flat), flat.dtype, flat.trainable) for flat in flats}
     away = placement.offloaded(list(chunks.values()))
     pieces_of = {
@@ -72,7 +73,7 @@ def partition(
         if flat.key in away
     }
     if placement.in_files:
-        with agreed("take the room on its disk that offloading needs"):
+        with raise_on_all_ranks("take the room on its disk that offloading needs"):
             placement.reserve(
                 [chunks[f] for f in flats if f.sharded],
                 [(chunks[f], those) for f, those in pieces_of.items()],
@@ -114,9 +115,9 @@ def partition(
             if flat.sharded:
                 flat.keep_shard_in(*shard_of(chunks[flat]))
             if _is_pending(flat):
-                own = _read_own(flat, comm, former, staging)
+                own = _read_own(flat, mesh, former, staging)
             else:
-                own = _fill(flat, full, comm, former)[flat.owned[0] : flat.owned[1]]
+                own = _fill(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
             flat.use_full(full)
             flat.store_shard(own)
             if flat.trainable:
@@ -141,10 +142,10 @@ def partition(
             give_back_freed()  # what this unit was in: the next one needs it
     former.let_go()
     if reads:
-        with agreed("read its part of the model"):
+        with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
-    attributes.share((parameter for cut in cuts for _, parameter in cut.parameters), comm)
-    _place_buffers(model, device, comm)
+    attributes.share((parameter for cut in cuts for _, parameter in cut.parameters), mesh)
+    _place_buffers(model, device, mesh)
     return units
 
 
@@ -228,11 +229,11 @@ def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
                 raise PartitionError(f"parameter {name} {refused}")
 
 
-def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -> None:
+def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], mesh: Mesh) -> None:
     """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not
     fit.
     """
-    if comm.world == 1:
+    if mesh.world == 1:
         return
     lines = [
         f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
@@ -240,9 +241,9 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], comm: Comm) -
         for cut in cuts
         for name, parameter in cut.parameters
     ]
-    digests = comm.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    digests = mesh.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) > 1:
-        everybody = comm.all_gather_object(lines)
+        everybody = mesh.all_gather_object(lines)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
         raise RankMismatchError(
@@ -257,7 +258,7 @@ def _plan_unit(
     model: nn.Module,
     group_of: Mapping[str, int],
     policy: Policy,
-    comm: Comm,
+    mesh: Mesh,
     precision: str | None,
 ) -> Unit:
     kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
@@ -276,11 +277,11 @@ def _plan_unit(
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
     for (trainable, dtype, raw), parameters in kinds.items():
-        shards = comm.shard.size if trainable else policy.parameter_shards(comm.shard.size)
+        shards = mesh.shard.size if trainable else policy.parameter_shards(mesh.shard.size)
         layout = FlatLayout.build(
             [(name, tuple(p.shape)) for name, p in parameters.items()], shards
         )
-        writes = comm.replicate.rank == 0 and (shards > 1 or comm.shard.rank == 0)
+        writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
         state = "trainable" if trainable else "frozen"
         key = f"{cut.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
         flats.append(
@@ -293,7 +294,7 @@ def _plan_unit(
                 dtype,
                 raw,
                 policy.shards_parameters,
-                comm.shard,
+                mesh.shard,
                 writes,
             )
         )
@@ -349,7 +350,7 @@ class _Former:
         self.drop_spent()
         for flats in self._seen.values():
             if not any(_owns(flat) for flat in flats):
-                flats[0].comm.close()
+                flats[0].mesh.close()
 
     def drop_spent(self) -> None:
         """Free the shards of which every parameter has been taken over."""
@@ -372,7 +373,7 @@ class _Former:
 
 
 @torch.no_grad()
-def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.Tensor:
+def _fill(flat: Flat, full: torch.Tensor, mesh: Mesh, former: _Former) -> torch.Tensor:
     """Rank 0's values into ``full``; returned in the precision they came in, for the master
     weights: [padded].
     """
@@ -387,7 +388,7 @@ def _fill(flat: Flat, full: torch.Tensor, comm: Comm, former: _Former) -> torch.
     for parameter, slot in flat.items:
         values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
         parameter.__dict__.pop("_hf_zero_source", None)
-    comm.broadcast(values, 0)
+    mesh.broadcast(values, 0)
     if values is not full:
         full.copy_(values)
     return values
@@ -419,7 +420,7 @@ def _is_pending(flat: Flat) -> bool:
 
 
 @torch.no_grad()
-def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> torch.Tensor:
+def _read_own(flat: Flat, mesh: Mesh, former: _Former, staging: _Staging) -> torch.Tensor:
     """This rank's elements, each rank reading its own where they can be read in part: [owned],
     in the precision they came in.
     """
@@ -444,17 +445,17 @@ def _read_own(flat: Flat, comm: Comm, former: _Former, staging: _Staging) -> tor
                 whole = former.values(parameter).detach().to(values.device).contiguous()
             else:
                 staged = staging.take(math.prod(slot.shape), source.dtype)
-                if comm.rank == 0:
+                if mesh.rank == 0:
                     former.attempt(source.read, 0, staged)
                 whole = staged.to(values.device)
-            comm.broadcast(whole, 0)
+            mesh.broadcast(whole, 0)
             values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
         parameter.__dict__.pop("_hf_zero_source", None)
     return values
 
 
 @torch.no_grad()
-def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
+def _place_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> None:
     """Buffers stay whole and keep their dtype; they move to the device and take rank 0's values."""
     moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
     for module in model.modules():
@@ -468,4 +469,4 @@ def _place_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device)
                 buffer = moved[id(buffer)]
             if buffer.is_contiguous():
-                comm.broadcast(buffer, 0)
+                mesh.broadcast(buffer, 0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.trouble import refuse_half_done
-from hf_zero.distributed.agreement import STOP
+from hf_zero.distributed.consensus import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.spans import span
@@ -160,11 +160,11 @@ class Saving(nn.Module):
         engine: Any = self
         if self._behind is None:
             self._behind = AsyncSaver(
-                engine.comm, engine.global_rank, engine.world_size, engine.device
+                engine.mesh, engine.global_rank, engine.world_size, engine.device
             )
-            if engine.comm.agreement is not None:
+            if engine.mesh.consensus is not None:
                 # all ranks hear of a failure after the same step
-                engine.comm.agreement.serve(engine.schedule.read)
+                engine.mesh.consensus.serve_out_of_order_gathers(engine.schedule.read)
         return self._behind
 
     def _tell_of_failed_save(self) -> None:
@@ -174,9 +174,9 @@ class Saving(nn.Module):
             self._behind is not None
             and self._behind.failed
             and engine.global_rank == 0
-            and engine.comm.agreement is not None
+            and engine.mesh.consensus is not None
         ):
-            engine.comm.agreement.tell_all(SAVE_FAILED - self._behind.number)
+            engine.mesh.consensus.broadcast_event(SAVE_FAILED - self._behind.number)
 
     def _raise_failed_save(self) -> None:
         """At the end of a step: raise what a save beside the training has met with, on all ranks
@@ -185,11 +185,11 @@ class Saving(nn.Module):
         engine: Any = self
         if self._behind is None:
             return
-        agreement = engine.comm.agreement
+        consensus = engine.mesh.consensus
         if (
             self._behind.failed
-            if agreement is None
-            else SAVE_FAILED - self._behind.number in agreement.events
+            if consensus is None
+            else SAVE_FAILED - self._behind.number in consensus.events
         ):
             self._behind.wait()
 

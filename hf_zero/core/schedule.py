@@ -7,7 +7,7 @@ to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order
 all ranks issue exactly that order, units that this rank happens not to use included. The first pass
 of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
 enters everybody's plan. A gather that is not in the rest of a plan departs from it: see the note in
-agreement.py.
+consensus.py.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the unit that ends a forward is still there when its backward begins.
@@ -24,7 +24,7 @@ from torch import nn
 from hf_zero.core.order import merged
 from hf_zero.core.unit import State, Unit
 from hf_zero.device import kinds, streams
-from hf_zero.distributed.comm import Comm, first_line
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 
 GATHER, END = 1, 0
@@ -35,12 +35,12 @@ AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 class Schedule:
     """The gathers and releases of one engine."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, ahead_bytes: int, reads_ahead: int = 0):
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, ahead_bytes: int, reads_ahead: int = 0):
         """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read
         from files before their gather.
         """
         self._units = list(units)
-        self._comm = comm
+        self._mesh = mesh
         self._ahead_bytes = ahead_bytes
         self._reads_ahead = reads_ahead
         self._plans: dict[Hashable, list[Unit]] = {}
@@ -104,7 +104,7 @@ class Schedule:
         self._plan = self._plans.get(self._key)
         self._record, self._cursor, self._backward = [], 0, backward
         if not backward:
-            self._comm.passes.begin("forward", self._key)
+            self._mesh.passes.begin("forward", self._key)
 
     def issue_rest(self) -> None:
         """The pass is over on this rank: issue the gathers that others may still need, and wait
@@ -120,8 +120,10 @@ class Schedule:
             self._plan = merged([self._record, self._before.get(self._key, ())])
             self._plans[self._key], self._cursor = self._plan, len(self._plan)
             self.plan, self.places = self._plan, _places(self._record, self._plan)
-            if self._comm.agreement is not None and self._comm.shard.size > 1:
-                self._comm.agreement.serve(self.read, partial(kinds.set_device, self._comm.device))
+            if self._mesh.consensus is not None and self._mesh.shard.size > 1:
+                self._mesh.consensus.serve_out_of_order_gathers(
+                    self.read, partial(kinds.set_device, self._mesh.device)
+                )
         else:
             self.issue_through(len(self._plan))
 
@@ -131,10 +133,10 @@ class Schedule:
         ``keep_last``: its backward may follow.
         """
         if not self.gathers or self._key is None:
-            self._comm.passes.end()
+            self._mesh.passes.end()
             return
         self.issue_rest()
-        self._comm.passes.end()
+        self._mesh.passes.end()
         assert self._plan is not None
         self._kept = [self._units[0], *self._plan[-1:]] if keep_last else []
         self._key, self._plan, self._record = None, None, []
@@ -170,20 +172,19 @@ class Schedule:
     @property
     def recording(self) -> bool:
         """Whether the pass under way settles every gather with the other ranks."""
-        return self._key is not None and self._plan is None and self._comm.world > 1
+        return self._key is not None and self._plan is None and self._mesh.world > 1
 
     def note(self, error: BaseException | None) -> None:
         """Remember, for the other ranks, the exception that a forward has raised, as long as
         none has gone well since.
         """
-        if self._comm.watch.presence is not None:
-            self._comm.watch.presence.trouble = "" if error is None else first_line(error)
+        self._mesh.record_last_error(error)
 
     def abandon(self) -> None:
         """Forget the pass under way, which an exception has broken, and release what nobody
         uses.
         """
-        self._comm.passes.broke()
+        self._mesh.passes.broke()
         self._key, self._plan, self._record, self._kept = None, None, [], []
         self._release_unused()
 
@@ -248,9 +249,9 @@ class Schedule:
         """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside
         passes).
         """
-        if self._comm.agreement is None:
+        if self._mesh.consensus is None:
             return value
-        return self._comm.agreement.settle(what, (0, value), lambda wish: "agreement")[1]
+        return self._mesh.consensus.agree(what, (0, value), lambda wish: "agreement")[1]
 
     def _acquire(self, unit: Unit) -> None:
         if self._plan is not None and unit in self._plan[self._cursor :]:
@@ -259,7 +260,7 @@ class Schedule:
             self.issue_through(self._plan.index(unit, self._cursor))
             self._cursor += 1
             unit.launch_gather()
-        elif self._plan is not None and self._comm.agreement is not None:
+        elif self._plan is not None and self._mesh.consensus is not None:
             self._fetch(unit)
         else:
             while unit.state is State.RELEASED:
@@ -273,30 +274,30 @@ class Schedule:
 
     def _fetch(self, unit: Unit) -> None:
         """Get ``unit`` although the others follow an order that does not hold it."""
-        agreement, axis = self._comm.agreement, self._comm.shard
-        assert agreement is not None
-        peers = [rank for rank in axis.ranks if rank != self._comm.rank]
+        consensus, axis = self._mesh.consensus, self._mesh.shard
+        assert consensus is not None
+        peers = [rank for rank in axis.ranks if rank != self._mesh.rank]
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
         unit.fill(
             {
                 axis.ranks.index(rank): data
-                for rank, data in agreement.fetch(unit.index, unit.label, peers, size).items()
+                for rank, data in consensus.fetch(unit.index, unit.label, peers, size).items()
             }
         )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Around every change of this rank's shards: other ranks may be fetching them."""
-        agreement = self._comm.agreement
-        if agreement is None:
+        consensus = self._mesh.consensus
+        if consensus is None:
             yield
             return
-        with agreement.writing():
+        with consensus.writing():
             yield
-            if not self._comm.blocks:
-                here = streams.current_stream(self._comm.device)
-                self._written[agreement.epoch + 1] = streams.record_event(here)
-                self._written.pop(agreement.epoch + 1 - EVENTS, None)
+            if not self._mesh.blocks:
+                here = streams.current_stream(self._mesh.device)
+                self._written[consensus.epoch + 1] = streams.record_event(here)
+                self._written.pop(consensus.epoch + 1 - EVENTS, None)
 
     def read(self, index: int, epoch: int) -> bytes:
         """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's
@@ -304,8 +305,8 @@ class Schedule:
         """
         written = self._written.get(epoch)
         if written is None:
-            assert self._comm.agreement is not None
-            if not self._comm.blocks or epoch != self._comm.agreement.epoch:
+            assert self._mesh.consensus is not None
+            if not self._mesh.blocks or epoch != self._mesh.consensus.epoch:
                 raise PartitionError(
                     "the values asked for have been overwritten since; keep the ranks together "
                     "around writes to parameters"
@@ -320,7 +321,7 @@ class Schedule:
 
     def meet(self) -> None:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
-        if self._comm.agreement is not None and self._comm.agreement.departed():
+        if self._mesh.consensus is not None and self._mesh.consensus.end_step():
             self._before.update(self._plans)
             self._plans.clear()
 
@@ -330,11 +331,11 @@ class Schedule:
         """
         sign = 1 if self._backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
-        agreement, agreed = self._comm.agreement, wish
-        if agreement is not None:
-            agreed = agreement.settle(self._where(), wish, self._say, self.launched())
+        consensus, agreed = self._mesh.consensus, wish
+        if consensus is not None:
+            agreed = consensus.agree(self._where(), wish, self._say, self.launched())
             if self.on_launched is not None:
-                self.on_launched(agreement.all_launched)
+                self.on_launched(consensus.all_launched)
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]

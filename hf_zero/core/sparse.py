@@ -10,18 +10,18 @@ import weakref
 import torch
 
 from hf_zero.core.flat import Flat
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import log_rank0
 
-_warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # of engines
+_warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # of engines
 
 
 def dense(flat: Flat, place: int, grad: torch.Tensor) -> torch.Tensor:
     """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
     tensor.
     """
-    if flat.comm not in _warned:
-        _warned.add(flat.comm)
+    if flat.mesh not in _warned:
+        _warned.add(flat.mesh)
         log_rank0(
             f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
             "flat buffers travel whole; "

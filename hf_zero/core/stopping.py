@@ -1,7 +1,7 @@
 """Stopping a job that is told to end: any rank may be told, at any time, and all stop after the
 same step.
 
-The answer is agreed through the store (agreement.py), in the one step in which somebody was told;
+The answer is agreed through the store (consensus.py), in the one step in which somebody was told;
 no other step pays for it.
 """
 
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logs import log_rank0
 
@@ -26,7 +26,7 @@ class Stopping:
     engine.stop_requested``, save and leave.
     """
 
-    comm: Comm
+    mesh: Mesh
     schedule: Any
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Stopping:
             )
         self._give_signals_back()
         self._listens = True
-        if self.comm.agreement is not None:
-            self.comm.agreement.serve(self.schedule.read)
+        if self.mesh.consensus is not None:
+            self.mesh.consensus.serve_out_of_order_gathers(self.schedule.read)
         for number in signals:
             self._caught[number] = _Handler(number, self.request_stop)
 
@@ -65,8 +65,8 @@ class Stopping:
                 "rank before training"
             )
         self._told = True
-        if self.comm.agreement is not None:
-            self.comm.agreement.ask_to_stop()
+        if self.mesh.consensus is not None:
+            self.mesh.consensus.request_stop()
 
     @property
     def stop_requested(self) -> bool:
@@ -78,8 +78,8 @@ class Stopping:
 
     def _meet_to_stop(self) -> None:
         """A step is over."""
-        before, agreement = self._stops, self.comm.agreement
-        self._stops = before or (self._told if agreement is None else agreement.stopped)
+        before, consensus = self._stops, self.mesh.consensus
+        self._stops = before or (self._told if consensus is None else consensus.stopped)
         if self._stops and not before:
             log_rank0(
                 "a rank was told to stop: all ranks see stop_requested now, after the same step"

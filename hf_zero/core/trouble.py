@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.update import Updater
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.storage.placement import Placement
 
 
 def failed_writes(
-    placement: Placement, updater: Updater | None, schedule: Schedule, comm: Comm
+    placement: Placement, updater: Updater | None, schedule: Schedule, mesh: Mesh
 ) -> str:
     """Which writes of the last update have failed, on any rank; "" if none (collective where
     something is in files).
@@ -27,7 +27,7 @@ def failed_writes(
     own = placement.trouble()
     if not schedule.agree("a look at what was written", int(own is not None)):
         return ""
-    told = comm.all_gather_object("" if own is None else str(own), "writes that failed")
+    told = mesh.all_gather_object("" if own is None else str(own), "writes that failed")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
 
 

@@ -20,7 +20,7 @@ from hf_zero.core.parameter import (
     owned_class,
 )
 from hf_zero.device import kinds, streams
-from hf_zero.distributed.axis import Handle
+from hf_zero.distributed.collectives import Handle
 from hf_zero.spans import span
 
 

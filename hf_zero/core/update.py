@@ -34,9 +34,9 @@ from hf_zero.core.parameter import (
 )
 from hf_zero.core.unit import Unit
 from hf_zero.device import kinds, streams
-from hf_zero.distributed.axis import Axis
-from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.lane import Wait
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
 from hf_zero.spans import span
 from hf_zero.storage.states import Take
@@ -65,14 +65,14 @@ class Updater:
     def __init__(
         self,
         units: Sequence[Unit],
-        comm: Comm,
+        mesh: Mesh,
         device: torch.device,
         piece: int,
         take: Take,
         homeward: Homeward | None = None,
     ):
         self._all = list(units)
-        self._axis, self._watch = comm.updates, comm.watch
+        self._axis, self._watchdog = mesh.updates, mesh.watchdog
         self._device = device
         self._piece = piece
         self._take = take
@@ -211,8 +211,8 @@ class Updater:
             # is it.
             with (
                 span("wait_update", each.label),
-                self._watch.over(
-                    Wait(
+                self._watchdog.watching(
+                    PendingCollective(
                         f"the update of {each.label}",
                         needs=self._axis.peers if self._axis is not None else (),
                     )
@@ -266,7 +266,7 @@ class Updater:
             self._gather(unit, self._axis)
         return streams.record_event(self._stream) if self._stream is not None else None
 
-    def _gather(self, unit: Unit, axis: Axis) -> None:
+    def _gather(self, unit: Unit, axis: MeshDim) -> None:
         """Have the other ranks' parts of the whole parameters of ``unit``."""
         pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.offloaded]
         with streams.on_stream(self._stream):

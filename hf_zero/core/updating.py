@@ -25,7 +25,7 @@ from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.core.usage import Usage
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import logger
 from hf_zero.spans import span
 from hf_zero.storage.placement import Chunk, Placement, room_beside_a_step
@@ -38,7 +38,7 @@ class Updating:
     config: ZeroConfig
     units: list[Unit]
     flats: list[Flat]
-    comm: Comm
+    mesh: Mesh
     device: torch.device
     schedule: Schedule
     scaler: LossScaler
@@ -67,7 +67,7 @@ class Updating:
             self.updates_state = False
 
     def _failed_writes(self) -> str:
-        return failed_writes(self._placement, self.updater, self.schedule, self.comm)
+        return failed_writes(self._placement, self.updater, self.schedule, self.mesh)
 
     def _update_early(self, unit: Unit) -> None:
         """The gradients of ``unit`` are here, and nothing can forbid its update any more."""
@@ -89,7 +89,7 @@ class Updating:
         if not any(flat.reduced for flat in self._training):
             return 0.0
         total = self._squares()
-        self.comm.shard.all_reduce(total, "gradient norm").wait()
+        self.mesh.shard.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self.scaler.scale
 
     def _squares(self) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Updating:
         for flat in stale:
             if not flat.sharded and flat.layout.shards > 1:
                 handles.append(
-                    self.comm.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
+                    self.mesh.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
                 )
         with span("wait_all_gather", "updated parameters"):
             for handle in handles:
@@ -216,7 +216,7 @@ class Updating:
         ]
         names = {name for flat in self._training for name in self.bound.tensors(flat)} - {MASTER}
         room = min(
-            self.comm.all_gather_object(room_beside_a_step(self.device), "room on the device")
+            self.mesh.all_gather_object(room_beside_a_step(self.device), "room on the device")
         )
         chosen = self._placement.fitting(chunks, len(names), room)
         self.bound.bring_back(

@@ -20,8 +20,8 @@ import torch
 from hf_zero.core.flat import Flat
 from hf_zero.core.unit import Unit
 from hf_zero.device import pinned
-from hf_zero.distributed.axis import Handle
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.mesh import Mesh
 
 EXACT = 1 << 53  # integers up to here are exact in fp64
 
@@ -29,19 +29,19 @@ EXACT = 1 << 53  # integers up to here are exact in fp64
 class Usage:
     """The parameters of ``flats``, which train, by their places in the message."""
 
-    def __init__(self, flats: Sequence[Flat], comm: Comm, device: torch.device):
+    def __init__(self, flats: Sequence[Flat], mesh: Mesh, device: torch.device):
         self._flats = list(flats)
-        self._comm = comm
+        self._mesh = mesh
         self._device = device
-        self._base = comm.world + 1
+        self._base = mesh.world + 1
         self._powers = [1]
         while self._powers[-1] * self._base**2 <= EXACT:
             self._powers.append(self._powers[-1] * self._base)
         # of a rank that has used everything
         self._all = self._message(self._flats, [flat.every for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
-        for axis in (comm.shard, comm.replicate):
-            axis.carry(1 + self._all.numel())
+        for axis in (mesh.shard, mesh.replicate):
+            axis.allow_small_sums(1 + self._all.numel())
 
     def _message(self, flats: Sequence[Flat], used: Sequence[int]) -> torch.Tensor:
         """[words] fp64: a digit for each parameter, 1 where the bit of it in ``used`` is set."""
@@ -63,7 +63,7 @@ class Usage:
         """The sum over the shard axis of ``squares`` (0-dim, fp64); flats learn which of their
         parameters are unused (collective).
         """
-        shard, replicate = self._comm.shard, self._comm.replicate
+        shard, replicate = self._mesh.shard, self._mesh.replicate
         complete = _complete(self._flats)
         words = (
             self._all
@@ -77,8 +77,8 @@ class Usage:
         if replicate.size > 1:
             words = words.clone()
             # Its name shows a rank that is at another micro-batch.
-            handle = replicate.mark(
-                f"step {step} after {replicate.reductions.issued} reductions", words
+            handle = replicate.verify_same_collective(
+                f"step {step} after {replicate.reductions.sequence_number} reductions", words
             )
             if not complete:
                 handle.wait()
@@ -90,7 +90,7 @@ class Usage:
         """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
         :meth:`receive` follows (collective).
         """
-        axis = self._comm.shard if self._comm.shard.size > 1 else self._comm.replicate
+        axis = self._mesh.shard if self._mesh.shard.size > 1 else self._mesh.replicate
         words = self._message(unit.trainable, [flat.used for flat in unit.trainable])
         if unit in self._units:
             self._units[unit][1].wait()
@@ -102,8 +102,8 @@ class Usage:
     def receive(self, unit: Unit) -> None:
         words, handle = self._units.pop(unit)
         handle.wait()
-        if self._comm.shard.size > 1 and self._comm.replicate.size > 1:
-            self._comm.replicate.all_reduce(
+        if self._mesh.shard.size > 1 and self._mesh.replicate.size > 1:
+            self._mesh.replicate.all_reduce(
                 words, f"used parameters of {unit.label}", ordered=True
             ).wait()
         if not _complete(unit.trainable):

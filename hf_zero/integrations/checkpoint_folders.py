@@ -19,7 +19,7 @@ from typing import Any
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.find import integrity_error
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 
@@ -184,12 +184,14 @@ def last_whole(newest_first: Iterable[Path], wrong: Callable[[Path], str]) -> Pa
 def decided(choose: Callable[[], Any]) -> Any:
     """What rank 0 says, on all ranks; where it fails, all raise CheckpointError. Collective."""
     answer: tuple[Any, str] = (None, "")
-    if comm.get_rank() == 0:
+    if process_group.get_rank() == 0:
         try:
             answer = choose(), ""
         except (CheckpointError, OSError) as error:
             answer = None, describe_error(error)
-    chosen, failure = comm.everybody().broadcast_object(answer, what="which checkpoint is whole")
+    chosen, failure = world_group.get_world_group().broadcast_object(
+        answer, what="which checkpoint is whole"
+    )
     if failure:
         raise CheckpointError(failure)
     return chosen

@@ -191,7 +191,7 @@ class Counters:
     global_steps: int = 1
 
 
-def engine(rank: int, world: int, comm: Comm, units: list[Shapes]) -> Any:
+def engine(rank: int, world: int, mesh: Comm, units: list[Shapes]) -> Any:
     layouts = [FlatLayout.build(unit, world) for unit in units]
     flats = [
         Flat(f"unit{index}|trainable|float32", layout, layout.rank_range(rank))
@@ -199,7 +199,7 @@ def engine(rank: int, world: int, comm: Comm, units: list[Shapes]) -> Any:
     ]
     names = [name for unit in units for name, _ in unit]
     return SimpleNamespace(
-        flats=flats, comm=comm, world_size=world, shard_world=world, global_rank=rank, stage=3,
+        flats=flats, mesh=mesh, world_size=world, shard_world=world, global_rank=rank, stage=3,
         module=nn.Module(), bound=Adam(),
         counters=Counters(), config=SimpleNamespace(precision="fp32"), aliases={},
         param_dtypes=dict.fromkeys(names, "float32"),
@@ -208,11 +208,11 @@ def engine(rank: int, world: int, comm: Comm, units: list[Shapes]) -> Any:
 
 
 def write_checkpoint(folder: Path, world: int, units: list[Shapes]) -> list[Any]:
-    comm = Comm(world)
-    engines = [engine(rank, world, comm, units) for rank in range(world)]
+    mesh = Comm(world)
+    engines = [engine(rank, world, mesh, units) for rank in range(world)]
 
     def on_rank(rank: int) -> None:
-        comm.enter(rank)
+        mesh.enter(rank)
         save(engines[rank], folder)
 
     with ThreadPoolExecutor(world) as pool:

@@ -89,7 +89,7 @@ class Scaler:
 class Engine:
     module: nn.Module
     flats: list[Flat]
-    comm: Comm
+    mesh: Comm
     stage: int
     global_rank: int
     world_size: int
@@ -153,7 +153,7 @@ def names_of(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]
     return held, aliases
 
 
-def build(module: nn.Module, job: Job, rank: int, comm: Comm) -> Engine:
+def build(module: nn.Module, job: Job, rank: int, mesh: Comm) -> Engine:
     """An engine of ``rank`` whose flats hold the values of ``module``."""
     held, aliases = names_of(module)
     names, units = list(held), []
@@ -169,7 +169,7 @@ def build(module: nn.Module, job: Job, rank: int, comm: Comm) -> Engine:
             if chosen:
                 flats.append(_flat(f"unit{index}", chosen, held, trainable, job, rank, shard_world))
     engine = Engine(
-        module, flats, comm, job.stage, rank, job.world, shard_world,
+        module, flats, mesh, job.stage, rank, job.world, shard_world,
         {name: str(p.dtype).removeprefix("torch.") for name, p in held.items()}, aliases,
         SimpleNamespace(precision=job.precision),
     )  # fmt: skip
@@ -276,12 +276,12 @@ def run(
     An exception comes back in the place of a result, so that a test can see that every rank has
     one.
     """
-    comm = Comm(job.world)
-    engines = [build(make(), job, rank, comm) for rank in range(job.world)]
+    mesh = Comm(job.world)
+    engines = [build(make(), job, rank, mesh) for rank in range(job.world)]
 
     def on_rank(engine: Engine) -> Any:
         torch.set_num_threads(1)
-        comm.enter(engine.global_rank)
+        mesh.enter(engine.global_rank)
         try:
             return action(engine)
         except Exception as error:

@@ -440,10 +440,10 @@ def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(
 class Unheard:
     """A mailbox whose store is lost after the ranks have begun."""
 
-    def leave(self, topic: str, number: int, word: str) -> None:
+    def send(self, topic: str, number: int, word: str) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    def await_word(self, topic: str, number: int, rank: int) -> str:
+    def receive(self, topic: str, number: int, rank: int) -> str:
         raise RuntimeError("Connection reset by peer")
 
 
@@ -472,14 +472,14 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
         torch.distributed.barrier()
         behind._mail, mail._timeout = mail, 60.0
         if rank == 1:
-            leave, await_word = mail.leave, mail.await_word
+            send, receive = mail.send, mail.receive
 
             class Half:
-                def leave(self, *word: Any) -> None:
-                    leave(*word)
+                def send(self, *word: Any) -> None:
+                    send(*word)
 
-                def await_word(self, *word: Any) -> str:
-                    await_word(*word)
+                def receive(self, *word: Any) -> str:
+                    receive(*word)
                     raise RuntimeError("Connection reset by peer")
 
             behind._mail = Half()

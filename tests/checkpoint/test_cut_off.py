@@ -27,7 +27,7 @@ STATE = {"seen": torch.arange(3)}  # not JSON: objects.pt is written too
 
 def trained(steps: int) -> Engine:
     engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
-    engines[0].comm.enter(0)
+    engines[0].mesh.enter(0)
     return engines[0]
 
 

@@ -53,7 +53,7 @@ def engine():
 
 
 def test_saving_loading_converting(tmp_path, engine):
-    engine.comm.enter(0)
+    engine.mesh.enter(0)
     assert grows(lambda: checkpoint.save(engine, tmp_path)) < ALLOWED
     assert grows(lambda: checkpoint.load(engine, tmp_path)) < ALLOWED
     assert grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "out")) < ALLOWED

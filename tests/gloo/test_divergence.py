@@ -126,7 +126,7 @@ def destroys_its_engine(job: Job) -> None:
 
 
 def waits_elsewhere(job: Job) -> None:
-    hf_zero.distributed.comm.barrier()
+    hf_zero.distributed.world_group.barrier()
 
 
 PARTED = [

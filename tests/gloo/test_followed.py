@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.distributed import axis
+from hf_zero.distributed import collectives
 from hf_zero.errors import RankMismatchError
 from tests.gloo.test_divergence import ODD, Job
 from tests.helpers.backends import PLAIN, join_again
@@ -29,7 +29,7 @@ class LateWork:
         return bool(self._work.is_completed())
 
 
-class LateHandle(axis.Handle):
+class LateHandle(collectives.Handle):
     def __init__(self, works: Any, *args: Any, **kwargs: Any):
         super().__init__([LateWork(work) for work in works], *args, **kwargs)
 
@@ -40,10 +40,10 @@ def leave(rank: int) -> str:
     for _ in range(2):
         job.step()
     if rank == ODD:
-        job.engine.comm.close(groups=False)
+        job.engine.mesh.close(groups=False)
         time.sleep(8)  # its process is there, and connected
         return ""
-    axis.Handle, job.engine.comm.shard._follows = LateHandle, axis.CPU  # type: ignore[misc]
+    collectives.Handle, job.engine.mesh.shard._follows = LateHandle, collectives.CPU  # type: ignore[misc]
     with pytest.raises(RankMismatchError) as raised:
         for _ in range(2000):
             job.step()

@@ -20,7 +20,8 @@ from hf_zero.config import ActivationOffload
 from hf_zero.core.activations import offload_of
 from hf_zero.core.saved import Offload
 from hf_zero.core.transfers import Streams
-from hf_zero.distributed import comm
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.integrations.deepspeed import activation_checkpointing
 from tests.helpers.models import seeded
 
@@ -47,9 +48,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    comm.init_distributed()
+    init_distributed()
     yield
-    comm.destroy_process_group()
+    destroy_process_group()
 
 
 class Block(nn.Module):

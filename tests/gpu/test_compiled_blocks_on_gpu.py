@@ -15,7 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_zero
-from hf_zero.distributed import comm
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.process_group import destroy_process_group
 from tests.helpers.engines import STAGES
 
 DEVICE = "cuda"
@@ -27,9 +28,9 @@ STEPS = 4
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    comm.init_distributed()
+    init_distributed()
     yield
-    comm.destroy_process_group()
+    destroy_process_group()
     torch._dynamo.reset()
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.distributed import comm
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.process_group import destroy_process_group
 from tests.helpers.engines import STAGES
 from tests.helpers.stacks import stack
 
@@ -17,9 +18,9 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def process_group():
-    comm.init_distributed()
+    init_distributed()
     yield
-    comm.destroy_process_group()
+    destroy_process_group()
 
 
 def batches() -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.distributed import comm
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
     Piece,
@@ -29,9 +30,9 @@ STEPS = 3
 
 @pytest.fixture
 def process_group():
-    comm.init_distributed()
+    init_distributed()
     yield
-    comm.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ import torch
 import hf_zero
 from hf_zero.core.flat import Flat
 from hf_zero.core.homeward import Homeward
-from hf_zero.distributed import comm
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.errors import ConfigError
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.optim.piecewise import Update
@@ -38,9 +39,9 @@ SLOW = 20_000_000  # cycles that a delayed stream sleeps: some 10 ms
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    comm.init_distributed()
+    init_distributed()
     yield
-    comm.destroy_process_group()
+    destroy_process_group()
 
 
 def wide() -> torch.nn.Module:
@@ -219,13 +220,13 @@ ALONE = """
 import json, sys, torch
 from pathlib import Path
 from tests.gpu.test_offload_on_gpu import train
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group
 from tests.helpers.offloads import offload
-comm.init_distributed()
+init.init_distributed()
 way, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 weights, losses = train(offload(way, stage, folder), "bf16")
 print("@" + json.dumps([losses, sum(float(w.double().abs().sum()) for w in weights.values())]))
-comm.destroy_process_group()
+process_group.destroy_process_group()
 """
 
 

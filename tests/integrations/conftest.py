@@ -38,8 +38,8 @@ def forget() -> None:
     """Accelerate's state and the process group, as if nothing had been made in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from hf_zero.distributed import comm
+    from hf_zero.distributed import process_group
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    comm.destroy_process_group()
+    process_group.destroy_process_group()

@@ -20,7 +20,7 @@ from tests.late import device, training
 
 import torch  # isort: skip
 import hf_zero  # isort: skip
-from hf_zero.distributed import comm  # isort: skip
+from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.logs import logger  # isort: skip
 
 JOB = "stage 3, one micro-batch"
@@ -71,7 +71,7 @@ class Job:
 def leaves(job: Job) -> list[float]:
     """Rank 1 is over with its engine; its process goes on."""
     if job.rank:
-        job.engine.comm.close(groups=False)
+        job.engine.mesh.close(groups=False)
         time.sleep(8)
         return []
     return job.alone()
@@ -87,7 +87,7 @@ def dies(job: Job) -> list[float]:
 def is_elsewhere(job: Job) -> list[float]:
     """Rank 1 is at a barrier of the hosts, rank 0 at a forward."""
     if job.rank:
-        comm.barrier()
+        world_group.barrier()
         return []
     return job.alone()
 

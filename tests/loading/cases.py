@@ -97,7 +97,7 @@ def let_go(*models: nn.Module) -> None:
         engines = {flat.engine() for flat in map(owner_of, model.parameters()) if flat is not None}
         for engine in engines:
             engine.destroy()
-            engine.comm.close()
+            engine.mesh.close()
 
 
 def tokens(step: int = 0) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.distributed.discovery import discover
+from hf_zero.distributed.rendezvous import discover
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.hosts import LOOPBACK, NAMESPACES, Hosts, loopback, two_hosts
 from tests.helpers.launched import Report, beside, end_group, environment

@@ -88,10 +88,10 @@ def test_no_further_gather(name: str | None) -> None:
     def run(rank: int, model: torch.nn.Module) -> Counter[str]:
         engine = start(model, adamw(model), config_of(3, **(CONFIGS[name] if name else {})))
         for number in range(4):
-            engine.comm.ledger.counts.clear()
+            engine.mesh.stats.counts.clear()
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()
-        counts = Counter(engine.comm.ledger.counts)
+        counts = Counter(engine.mesh.stats.counts)
         engine.destroy()
         return counts
 

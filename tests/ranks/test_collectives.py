@@ -35,11 +35,11 @@ def last_step(stage: int, plan: Plan, depth: int = 3):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, plan))
         for number in range(STEPS):
-            engine.comm.ledger.record = number == STEPS - 1
-            engine.comm.ledger.log.clear()
+            engine.mesh.stats.keep_log = number == STEPS - 1
+            engine.mesh.stats.log.clear()
             step(engine, rank, number, plan)
         padded = {flat.key: flat.layout.padded for flat in engine.flats}
-        return list(engine.comm.ledger.log), padded
+        return list(engine.mesh.stats.log), padded
 
     answers = on_ranks(RANKS, run, build=lambda: seeded(lambda: Stack(depth)))
     assert all(answer == answers[0] for answer in answers), "ranks issued different collectives"
@@ -109,7 +109,7 @@ def test_one_rank_sends_nothing():
         engine = start(model, adamw(model), config_of(3))
         for number in range(2):
             step(engine, rank, number, Plan())
-        return dict(engine.comm.ledger.counts)
+        return dict(engine.mesh.stats.counts)
 
     assert on_ranks(1, run) == [{}]
 
@@ -118,14 +118,14 @@ def test_one_rank_sends_nothing():
 def test_recorded_steps_need_no_agreement(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        agreement = engine.comm.agreement
-        asked, settle = [], agreement.settle
+        consensus = engine.mesh.consensus
+        asked, settle = [], consensus.agree
 
         def counting(*args, **kwargs):
             asked.append(args)
             return settle(*args, **kwargs)
 
-        agreement.settle = counting
+        consensus.agree = counting
         seen = []
         for number in range(4):
             step(engine, rank, number, Plan())
@@ -143,11 +143,11 @@ def test_gathers_run_ahead_and_few_units_are_whole():
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
-        ledger, whole = engine.comm.ledger, []
+        stats, whole = engine.mesh.stats, []
 
         def seen(index):
             def hook(module, args):
-                ledger.log.append(("compute", f"blocks.{index}", 0))
+                stats.log.append(("compute", f"blocks.{index}", 0))
                 whole.append(sum(flat.full.untyped_storage().size() > 0 for flat in engine.flats))
 
             return hook
@@ -155,12 +155,12 @@ def test_gathers_run_ahead_and_few_units_are_whole():
         for index, block in enumerate(model.blocks):
             block.norm.register_forward_pre_hook(seen(index))
         for number in range(3):
-            ledger.record = True
-            ledger.log.clear()
+            stats.keep_log = True
+            stats.log.clear()
             step(engine, rank, number, Plan())
         order = [
             (operation, key)
-            for operation, key, _ in ledger.log
+            for operation, key, _ in stats.log
             if operation in ("all_gather", "compute")
         ]
         for index in (0, 1):
@@ -180,9 +180,9 @@ def test_checkpointing_costs_no_further_gather(checkpointing):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
         for number in range(STEPS):
-            engine.comm.ledger.record = number == STEPS - 1
+            engine.mesh.stats.keep_log = number == STEPS - 1
             step(engine, rank, number, Plan())
-        return counted(engine.comm.ledger.log)["all_gather"]
+        return counted(engine.mesh.stats.log)["all_gather"]
 
     build = way.build if checkpointing else None
     answers = on_ranks(2, run, **({"build": build} if build else {}))
@@ -195,9 +195,9 @@ def test_evaluation_gathers_each_unit_once(stage):
         engine = start(model, adamw(model), config_of(stage))
         engine.eval()
         for number in range(3):
-            engine.comm.ledger.counts.clear()
+            engine.mesh.stats.counts.clear()
             with torch.no_grad():
                 squared(engine, At(number, 0, rank))
-        return dict(engine.comm.ledger.counts)
+        return dict(engine.mesh.stats.counts)
 
     assert on_ranks(2, run) == [{"all_gather": 4} if stage == 3 else {}] * 2

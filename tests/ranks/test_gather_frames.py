@@ -52,13 +52,13 @@ def test_a_planned_gather_is_at_most_six_frames_deep(monkeypatch):
             engine.step()
         if rank == 0:
             seen.clear()
-        engine.comm.barrier()
+        engine.mesh.barrier()
         squared(engine, At(2, 0, rank))
-        engine.comm.barrier()
+        engine.mesh.barrier()
         # as gloo sends it
-        engine.comm.shard._point_to_point = True
+        engine.mesh.shard._point_to_point = True
         squared(engine, At(2, 0, rank))
-        engine.comm.shard._point_to_point = False
+        engine.mesh.shard._point_to_point = False
 
     monkeypatch.setattr(dist, name, spied)
     monkeypatch.setattr(dist, "irecv", message)

@@ -284,9 +284,9 @@ def test_ranks_may_run_forwards_apart_while_everything_is_gathered():
         engine = start(model, plain_sgd(model), config_of(3))
         for step in range(2):
             with hf_zero.GatheredParameters(model.parameters()), torch.no_grad():
-                before = dict(engine.comm.ledger.counts)
+                before = dict(engine.mesh.stats.counts)
                 answers = [squared(engine, At(step, 0, rank)) for _ in range(3 * rank)]
-                assert dict(engine.comm.ledger.counts) == before
+                assert dict(engine.mesh.stats.counts) == before
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()

@@ -47,7 +47,7 @@ def limited(limit):
 
 
 def gathers(engine):
-    return engine.comm.ledger.counts["all_gather"]
+    return engine.mesh.stats.counts["all_gather"]
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
@@ -91,7 +91,7 @@ def test_ranks_may_generate_different_numbers_of_tokens(room):
         for _ in range(2):  # recorded, then by the recorded order
             made = engine.module.generate(**asked(rank, max_new_tokens=lengths[rank]))
             assert torch.equal(made, want[rank])
-        return engine.comm.ledger.counts["all_gather"]
+        return engine.mesh.stats.counts["all_gather"]
 
     counts = on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval())
     assert counts[0] == counts[1]

@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.core.holding import hold
 from hf_zero.core.parameter import ReleasedParameter, pending
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
@@ -154,7 +154,7 @@ def test_the_memory_of_a_holder_is_given_back():
         del shards
         start(model, plain_sgd(model), config_of(3))
         assert all(flat._storage is None and not flat.views for flat in holder.flats)
-        assert holder.comm.shard._group is None, "its process groups are left behind"
+        assert holder.mesh.shard._group is None, "its process groups are left behind"
 
     on_ranks(RANKS, run)
 
@@ -220,6 +220,6 @@ def test_data_of_another_shape_is_told():
             model.head.weight.data = torch.zeros(7, 32)
         assert model.head.weight.shape == (5, 32) and type(model.head.weight) is ReleasedParameter
         gc.collect()
-        assert comm.get_world_size() == RANKS
+        assert process_group.get_world_size() == RANKS
 
     on_ranks(RANKS, run)

@@ -16,7 +16,7 @@ from torch import nn
 import hf_zero
 from hf_zero.core.attributes import refusal
 from hf_zero.core.parameter import OwnedParameter, ReleasedParameter
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
@@ -32,7 +32,7 @@ RANKS, STEPS = 2, 3
 @pytest.fixture(autouse=True)
 def one_process():
     yield
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 PACKED = [f"blocks.{number}.up.base_layer.weight" for number in range(3)]
@@ -188,7 +188,7 @@ def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         engine = start(model, adam(model), config_of(3))
         for step in range(2):
-            engine.comm.ledger.bytes.clear()
+            engine.mesh.stats.bytes.clear()
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
         padding = 2 * RANKS * 8 * 8 * len(engine.flats)
@@ -199,7 +199,7 @@ def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
         assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, (
             "two moments of half the adapters"
         )
-        moved = engine.comm.ledger.bytes
+        moved = engine.mesh.stats.bytes
         assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
         assert moved["all_gather"] >= frozen
         assert {flat.dtype for flat in engine.flats if not flat.trainable} == {

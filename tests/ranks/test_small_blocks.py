@@ -69,13 +69,13 @@ def test_they_travel_together(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, **joined(stage, 3)))
         for number in range(4):
-            engine.comm.ledger.log.clear()
-            engine.comm.ledger.record = True
+            engine.mesh.stats.log.clear()
+            engine.mesh.stats.keep_log = True
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()
         return [
             operation
-            for operation, key, _ in engine.comm.ledger.log
+            for operation, key, _ in engine.mesh.stats.log
             if key not in ("gradient norm", "used parameters")
         ]
 

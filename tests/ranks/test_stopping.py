@@ -11,8 +11,8 @@ import time
 import pytest
 
 from hf_zero.core.stopping import _Handler
-from hf_zero.distributed import agreement as agreeing
-from hf_zero.distributed import comm
+from hf_zero.distributed import consensus as agreeing
+from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
@@ -31,7 +31,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def one_process():
     yield
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def train(engine, rank, number, told=()):
@@ -109,10 +109,10 @@ def test_steps_in_which_nobody_is_told_cost_nothing(quick):
         engine = start(model, plain_sgd(model), config_of(3))
         if listen:
             engine.stop_on()
-        engine.comm.ledger.record = True
+        engine.mesh.stats.keep_log = True
         for number in range(3):
             train(engine, rank, number)
-        return list(engine.comm.ledger.log), engine.comm.agreement._store.check(["fetch/n"])
+        return list(engine.mesh.stats.log), engine.mesh.consensus._store.check(["fetch/n"])
 
     plain, listening = on_ranks(2, run, False), on_ranks(2, run, True)
     assert plain == listening and not listening[0][1]
@@ -140,7 +140,7 @@ def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
 def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
-        engine.comm.agreement._timeout = 0.3
+        engine.mesh.consensus._timeout = 0.3
         if rank == 0:
             engine.stop_on()
             engine.request_stop()

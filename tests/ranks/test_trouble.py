@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.distributed.comm import agreed
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed
@@ -64,10 +64,10 @@ def test_work_that_fails_on_one_rank_is_given_up_by_all():
             if rank == 1
             else (RankMismatchError, "rank 1 could not read: OSError: disk")
         )
-        with pytest.raises(error, match=told), agreed("read"):
+        with pytest.raises(error, match=told), raise_on_all_ranks("read"):
             if rank == 1:
                 raise OSError("disk")
-        with agreed("read"):
+        with raise_on_all_ranks("read"):
             pass
         return start(model, adamw(model), config_of(3)).global_rank
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hf_zero
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
@@ -340,7 +340,7 @@ def test_data_of_another_kind_is_refused(stage: int) -> None:
         ):
             bias.data = wrong
     engine.step()
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def test_a_frozen_parameter_may_still_be_cast() -> None:
@@ -351,7 +351,7 @@ def test_a_frozen_parameter_may_still_be_cast() -> None:
     model.head.bias.data = model.head.bias.data.double()
     assert model.head.bias.dtype == torch.float64
     engine.destroy()
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def test_a_step_looks_closer_only_where_something_was_written(
@@ -376,4 +376,4 @@ def test_a_step_looks_closer_only_where_something_was_written(
     engine.backward(squared(engine, At(2, 0, 0), torch.bfloat16))
     engine.step()
     assert looked == ["head.bias"]
-    comm.destroy_process_group()
+    process_group.destroy_process_group()

@@ -16,7 +16,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.parameter import ReleasedParameter
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import STAGES, config_of, start
@@ -30,7 +30,7 @@ NAME = r"blocks\.1\.up\.weight"
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
     yield
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def backward(engine: Any, step: int = 0) -> None:

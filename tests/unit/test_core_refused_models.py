@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.core.materialize import check_parameters
 from hf_zero.core.wrap import cut
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.ranks import RankFailed
@@ -25,7 +25,7 @@ NAME = r"blocks\.1\.up\.weight"
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
     yield
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def plain(model: nn.Module) -> bool:

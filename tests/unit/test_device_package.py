@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_zero.device import kinds, pinned, streams, usage
-from hf_zero.distributed.comm import backend_for
+from hf_zero.distributed.process_group import backend_for
 from hf_zero.ops.host_memory import HostArena, numa_node
 
 ROOT = Path(__file__).resolve().parents[2]

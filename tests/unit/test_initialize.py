@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hf_zero
 from hf_zero.core.engine import Engine
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.initialize import _loader
 from tests.helpers.engines import config_of
@@ -33,9 +33,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.125}}
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert not comm.is_initialized()
+    assert not process_group.is_initialized()
     yield
-    comm.destroy_process_group()
+    process_group.destroy_process_group()
 
 
 def refused(error: type[Exception], match: str, **arguments: Any) -> None:
@@ -62,7 +62,7 @@ def test_the_four_of_a_config_alone(stage: int) -> None:
     assert isinstance(engine, Engine) and engine.module is model and engine.stage == stage
     assert type(optimizer) is torch.optim.SGD and engine.optimizer is optimizer
     assert loader is None and engine.lr_scheduler is scheduler and hasattr(scheduler, "step")
-    assert comm.is_initialized() and (engine.global_rank, engine.world_size) == (0, 1)
+    assert process_group.is_initialized() and (engine.global_rank, engine.world_size) == (0, 1)
     before = [p.detach() for p in stack().parameters()]
     for step in range(3):  # the first two of a warm-up from 0 are taken at rate 0
         engine.backward(squared(engine, At(step, 0, 0)))
@@ -294,8 +294,8 @@ def test_a_group_that_should_exist_and_does_not() -> None:
         r"hf_zero\.init_distributed\(\) first"
     )
     refused(ConfigError, match, dist_init_required=False, config="zero1")
-    assert not comm.is_initialized()
-    comm.init_distributed(timeout=20)
+    assert not process_group.is_initialized()
+    init.init_distributed(timeout=20)
     assert (
         hf_zero.initialize(model=stack(), dist_init_required=False, config="zero1")[0].world_size
         == 1
@@ -387,10 +387,10 @@ def test_collation_and_the_last_batch() -> None:
 
 def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     config = hf_zero.ZeroConfig.from_dict(config_of(1)).resolve(4)
-    monkeypatch.setattr(comm, "get_world_size", lambda: 4)
+    monkeypatch.setattr(process_group, "get_world_size", lambda: 4)
     shares, orders = [], []
     for rank in range(4):
-        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(process_group, "get_rank", lambda rank=rank: rank)
         loader = _loader(list(range(24)), None, config)
         assert loader is not None
         shares.append([int(value) for batch in loader for value in batch])

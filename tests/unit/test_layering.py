@@ -77,6 +77,13 @@ OTHER_LIBRARIES = {
     "deepspeed": {"transformers"},
     "transformers": {"accelerate"},
 }
+TORCH_DISTRIBUTED = (
+    "hf_zero.distributed.process_group",
+    "hf_zero.distributed.init",
+    "hf_zero.distributed.world_group",
+    "hf_zero.distributed.mesh",
+    "hf_zero.distributed.collectives",
+)
 HUGGING_FACE = {
     "transformers",
     "accelerate",
@@ -166,11 +173,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             ):
                 found.append(f"{module} imports {name}, which comes later in integrations/")
         elif name.startswith("torch.distributed") and module not in (
-            "hf_zero.distributed.comm",
-            "hf_zero.distributed.axis",
+            *TORCH_DISTRIBUTED,
             "hf_zero.uncaught",
         ):
-            found.append(f"{module} imports {name}; only distributed/comm.py does")
+            found.append(f"{module} imports {name}; only hf_zero.distributed does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
         elif top in HUGGING_FACE:

@@ -99,11 +99,11 @@ def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., An
 def _start_on_cpu(**kwargs: Any) -> None:
     from accelerate.state import PartialState
 
-    from hf_zero.distributed import comm
+    from hf_zero.distributed import init
 
     if launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        comm.init_distributed("gloo", timeout=kwargs.get("timeout"))
+        init.init_distributed("gloo", timeout=kwargs.get("timeout"))
     PartialState(cpu=True, **kwargs)
 
 
@@ -112,16 +112,16 @@ def _join_group(state: Any, timeout: Any) -> None:
     make one of one rank.
     """
     from hf_zero.device import kinds
-    from hf_zero.distributed import comm
+    from hf_zero.distributed import init, process_group
 
     if kinds.is_host(state.device) and kinds.accelerator() is not None:
         # the engine computes where Accelerate puts the batches
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    comm.init_distributed(timeout=timeout)
-    if comm.get_world_size() != state.num_processes:
+    init.init_distributed(timeout=timeout)
+    if process_group.get_world_size() != state.num_processes:
         raise RankMismatchError(
             f"Accelerate counts {state.num_processes} process(es) and the process group "
-            f"{comm.get_world_size()}: LOCAL_RANK is not set, so "
+            f"{process_group.get_world_size()}: LOCAL_RANK is not set, so "
             "Accelerate cannot see its peers. Start the script with `accelerate launch` or "
             "torchrun, or export LOCAL_RANK"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.distributed.comm import backend_for, default_device
+from hf_zero.distributed.process_group import backend_for, default_device
 from hf_zero.integrations.deepspeed import cpu_accelerator
 
 

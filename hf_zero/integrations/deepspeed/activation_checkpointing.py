@@ -12,9 +12,9 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.core import recompute
 from hf_zero.core.activations import offload_of
-from hf_zero.core.mpu import check_mpu
 from hf_zero.core.saved import Offload
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
+from hf_zero.distributed.mpu import check_mpu
 
 
 @dataclass
@@ -52,13 +52,13 @@ def configure(
     """
     global _settings
     if mpu_ is not None:
-        check_mpu(mpu_, comm.get_world_size())
+        check_mpu(mpu_, process_group.get_world_size())
     config = (
         ZeroConfig(0)
         if deepspeed_config is None
         else ZeroConfig.coerce(deepspeed_config, allow_auto=True)
     )
-    section, device = config.activation_checkpointing, comm.default_device()
+    section, device = config.activation_checkpointing, process_group.default_device()
     profiles = section.profile if profile is None else profile
     waits = section.synchronize if synchronize is None else synchronize
     if _settings.offload is not None:
@@ -67,7 +67,7 @@ def configure(
         configured=True,
         config=config,
         in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
-        timing=recompute.Timing(device, profiles, comm.get_rank() == 0)
+        timing=recompute.Timing(device, profiles, process_group.get_rank() == 0)
         if profiles or waits
         else None,
     )
@@ -96,7 +96,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
     if _settings.in_cpu and _settings.offload is None:
-        _settings.offload = offload_of(comm.default_device(), _settings.config.activation_offload)
+        _settings.offload = offload_of(
+            process_group.default_device(), _settings.config.activation_offload
+        )
     kept = contextlib.nullcontext() if _settings.offload is None else _settings.offload.part()
     with kept:
         return recompute.checkpoint(function, _settings.timing, args, kwargs)

@@ -79,16 +79,16 @@ MODULES: tuple[Module, ...] = (
         "deepspeed.comm",
         "hf-zero's process groups; every name that is not here is torch.distributed's.",
         names(
-            "hf_zero.distributed.comm",
-            "barrier",
+            "hf_zero.distributed.process_group",
             "destroy_process_group",
             "get_local_rank",
             "get_rank",
             "get_world_size",
             "is_initialized",
         ),
+        names("hf_zero.distributed.world_group", "barrier"),
         names(f"{HERE}.comm", "init_distributed"),
-        others="hf_zero.distributed.comm:dist",
+        others="hf_zero.distributed.process_group:dist",
     ),
     module("deepspeed.launcher", "The launcher."),
     module(
@@ -256,7 +256,7 @@ MODULES: tuple[Module, ...] = (
             "safe_set_full_grad",
             "safe_set_full_optimizer_state",
         ),
-        names("hf_zero.distributed.comm", "is_initialized"),
+        names("hf_zero.distributed.process_group", "is_initialized"),
         names("hf_zero.logs", "logger"),
         names(
             f"{HERE}.leaf_modules",
@@ -272,7 +272,7 @@ MODULES: tuple[Module, ...] = (
         "deepspeed.utils.groups",
         "All ranks are data parallel; there are no sequence parallel groups.",
         names(
-            "hf_zero.distributed.comm",
+            "hf_zero.distributed.process_group",
             "get_rank as _get_data_parallel_rank",
             "get_world_size as _get_data_parallel_world_size",
         ),

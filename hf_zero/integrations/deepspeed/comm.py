@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import init
 
 
 def init_distributed(
@@ -20,10 +20,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """``hf_zero.distributed.comm.init_distributed`` with DeepSpeed's arguments; ranks are found in
+    """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
     the launcher's variables, without mpi4py.
     """
     if dist_init_required is not False:
-        comm.init_distributed(
+        init.init_distributed(
             dist_backend, timeout, init_method, rank, world_size, distributed_port
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
 from hf_zero.logs import logger
 
@@ -16,8 +16,8 @@ GIB = 1 << 30
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:
-    return not comm.is_initialized() or (
-        bool(ranks) and (-1 in (ranks or ()) or comm.get_rank() in (ranks or ()))
+    return not process_group.is_initialized() or (
+        bool(ranks) and (-1 in (ranks or ()) or process_group.get_rank() in (ranks or ()))
     )
 
 
@@ -37,7 +37,7 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
 
 
 def print_rank_0(message: str) -> None:
-    if comm.get_rank() == 0:
+    if process_group.get_rank() == 0:
         print(message)
 
 
@@ -45,7 +45,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log on rank 0 what this process and its machine hold now; only with ``force``, as scripts
     are full of these calls.
     """
-    if not force or comm.get_rank() != 0:
+    if not force or process_group.get_rank() != 0:
         return
     gc.collect()
     device, machine = get_accelerator(), psutil.virtual_memory()

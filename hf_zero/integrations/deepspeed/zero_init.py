@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.holding import hold
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group
 from hf_zero.integrations.deepspeed.zero3_context import asked_for, forced, loading_now
 from hf_zero.loading import Building, make_pending, make_real
 
@@ -79,8 +79,8 @@ class Init:
                 hold(module, self._config)
 
     def _shards(self) -> bool:
-        comm.join(self._config)
-        return self._config.stage == 3 and comm.get_world_size() > 1
+        init.init_from_config(self._config)
+        return self._config.stage == 3 and process_group.get_world_size() > 1
 
     def __enter__(self) -> Init:
         if self.enabled and loading_now.get() is None and self._shards():

@@ -22,7 +22,7 @@ from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.engine import Engine
 from hf_zero.core.holding import hold, release_holders
 from hf_zero.core.parameter import owner_of
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
@@ -116,19 +116,19 @@ class StrategyMethods:
         this: Any = self
         self._library("strategies.ddp").reset_seed()
         this.set_world_ranks()
-        comm.choose_device(this.root_device)
-        if comm.is_initialized() and comm.get_world_size() != this.world_size:
+        process_group.choose_device(this.root_device)
+        if process_group.is_initialized() and process_group.get_world_size() != this.world_size:
             raise ConfigError(
-                f"a process group of {comm.get_world_size()} rank(s) exists and the Trainer wants "
-                f"{this.world_size}; something made it before the "
+                f"a process group of {process_group.get_world_size()} rank(s) exists and the "
+                f"Trainer wants {this.world_size}; something made it before the "
                 "Trainer started its ranks: load models in configure_model, or start the "
                 "script with torchrun"
             )
         os.environ["MASTER_ADDR"] = this.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(this.cluster_environment.main_port)
-        if not comm.is_initialized():
-            atexit.register(comm.destroy_process_group)
-        comm.init_distributed(
+        if not process_group.is_initialized():
+            atexit.register(process_group.destroy_process_group)
+        init.init_distributed(
             this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group
 from hf_zero.integrations.deepspeed import zero_init
 from hf_zero.integrations.deepspeed.zero3_context import Loading, asked_for, loading_now
 from hf_zero.loading import Building, record_in
@@ -28,10 +28,10 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             or torch.get_default_device().type == "meta"
         ):
             return original(cls, *args, **kwargs)
-        comm.join(config)
+        init.init_from_config(config)
         token = loading_now.set(Loading(shards=False))
         try:
-            if comm.get_world_size() == 1:
+            if process_group.get_world_size() == 1:
                 return original(cls, *args, **kwargs)
             building = Building(zero_init.WHOLE_BYTES)
             with building:

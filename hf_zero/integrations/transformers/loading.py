@@ -21,7 +21,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
 from hf_zero.core.holding import hold
 from hf_zero.core.parameter import owner_of
-from hf_zero.distributed import comm
+from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.deepspeed.zero3_context import (
@@ -43,11 +43,11 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         config = asked_for()
         if config is None or loading_now.get() is not None:
             return original(cls, *args, **kwargs)
-        comm.join(config)
-        loading = Loading(shards=comm.get_world_size() > 1)
+        init.init_from_config(config)
+        loading = Loading(shards=process_group.get_world_size() > 1)
         token = loading_now.set(loading)
         try:
-            with comm.agreed(f"load {cls.__name__}"):
+            with world_group.raise_on_all_ranks(f"load {cls.__name__}"):
                 answer = original(cls, *args, **kwargs)
                 model = answer[0] if isinstance(answer, tuple) else answer
                 pending = make_pending(model)

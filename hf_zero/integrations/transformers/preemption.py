@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import world_group
 from hf_zero.integrations.checkpoint_folders import SENTINEL
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logs import log_rank0
@@ -70,7 +70,7 @@ class AgreedStop:
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._sentinel:
-            comm.barrier()  # every rank has written what it writes
+            world_group.barrier()  # every rank has written what it writes
             if state.is_world_process_zero:
                 os.remove(self._sentinel)
             self._sentinel = ""

@@ -16,7 +16,7 @@ from typing import Any
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.retention import excess, remove
-from hf_zero.distributed import comm
+from hf_zero.distributed import world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
@@ -113,7 +113,7 @@ def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
             self.deepspeed.wait_for_checkpoint()
-            comm.barrier()
+            world_group.barrier()
         original(self, checkpoint_folder)
 
     return _push_from_checkpoint

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError
 from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations import finder
@@ -52,7 +52,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plain_process_has_a_group_of_one_rank() -> None:
     accelerator = Accelerator(deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
-    assert comm.is_initialized() and comm.get_world_size() == accelerator.num_processes == 1
+    assert (
+        process_group.is_initialized()
+        and process_group.get_world_size() == accelerator.num_processes == 1
+    )
     accelerator.wait_for_everyone()
     PartialState().wait_for_everyone()
     assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
@@ -78,7 +81,7 @@ def test_ranks_without_an_accelerator_meet_over_gloo(monkeypatch: pytest.MonkeyP
     assert PartialState().backend == "gloo"
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
     assert accelerator.device.type == "cpu"
-    assert comm.is_initialized()
+    assert process_group.is_initialized()
 
 
 def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +100,7 @@ def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -
     accelerator = Accelerator(cpu=how == "argument", deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
     assert accelerator.state.deepspeed_plugin.zero_stage == 3
-    assert accelerator.device.type == "cpu" == comm.default_device().type
+    assert accelerator.device.type == "cpu" == process_group.default_device().type
     assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if how == "variable" else None)
 
 
@@ -107,7 +110,7 @@ def test_the_engine_follows_accelerate_to_the_cpu_of_a_machine_with_gpus(
     play_accelerator(monkeypatch)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
-    assert accelerator.device.type == "cpu" == comm.default_device().type
+    assert accelerator.device.type == "cpu" == process_group.default_device().type
 
 
 def test_forcing_the_cpu_on_a_launched_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_a_state_made_before_zero_was_asked_for_is_made_again(
 
 
 def test_peers_that_accelerate_cannot_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(process_group, "get_world_size", lambda: 2)
     with pytest.raises(
         RankMismatchError, match=r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"
     ):
@@ -148,10 +151,10 @@ def test_another_deepspeed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(finder, "chosen", lambda: False)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.NO
-    assert not comm.is_initialized()
+    assert not process_group.is_initialized()
 
 
 def test_an_accelerator_without_zero_is_left_alone() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.distributed_type == DistributedType.NO
-    assert not comm.is_initialized()
+    assert not process_group.is_initialized()

@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core import activations
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import (
     accelerator,
@@ -33,7 +33,7 @@ from tests.helpers.late_transfers import Late
 
 
 def test_the_device_is_the_one_of_the_engine() -> None:
-    assert accelerator.get_accelerator().device_name() == comm.default_device().type
+    assert accelerator.get_accelerator().device_name() == process_group.default_device().type
     assert accelerator.get_accelerator() is accelerator.get_accelerator()
 
 

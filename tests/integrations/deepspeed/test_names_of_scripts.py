@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_zero.distributed import comm
+from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 
 
@@ -60,8 +60,8 @@ def test_messages_of_chosen_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deepspeed.log_dist("before a group everybody speaks")
-    monkeypatch.setattr(comm, "is_initialized", lambda: True)
-    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_group, "get_rank", lambda: 1)
     for ranks in (None, [], [0], [0, 1], [-1]):
         deepspeed.log_dist(f"to {ranks}", ranks)
         deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
@@ -72,7 +72,7 @@ def test_messages_of_chosen_ranks(
         "to [-1]",
     ]
     assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
-    monkeypatch.setattr(comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_group, "get_rank", lambda: 0)
     deepspeed.utils.logging.print_rank_0("to rank 0")
     assert capsys.readouterr().out == "to rank 0\n"
 
@@ -82,9 +82,9 @@ def test_memory_is_told_only_when_forced(
 ) -> None:
     tell = deepspeed.runtime.utils.see_memory_usage
     tell("quiet")
-    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    monkeypatch.setattr(process_group, "get_rank", lambda: 1)
     tell("another rank", force=True)
-    monkeypatch.setattr(comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_group, "get_rank", lambda: 0)
     tell("after the step", force=True)
     (record,) = said.records
     assert (

@@ -94,7 +94,7 @@ def test_one_process_beside_other_devices_says_so_once(
     module = __import__("sys").modules["hf_zero.initialize"]
     monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
     monkeypatch.setattr(module, "device_count", lambda: 8)
-    monkeypatch.setattr(module.comm, "is_initialized", lambda: False)
+    monkeypatch.setattr(module.process_group, "is_initialized", lambda: False)
     for launched in (SimpleNamespace(), None):
         _tell_of_other_devices.cache_clear()
         monkeypatch.setattr(module, "announce", lambda place=launched: place)

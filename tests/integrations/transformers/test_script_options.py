@@ -28,12 +28,12 @@ ENDS = """
 import atexit, threading
 atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
 import torch.distributed as dist
-from hf_zero.distributed.agreement import Agreement
+from hf_zero.distributed.consensus import Consensus
 class Owner:
     def read(self, unit):
         return b""
-agreement, owner = Agreement(dist.HashStore(), 0, 2, 60.0), Owner()
-agreement.serve(owner.read)
+consensus, owner = Consensus(dist.HashStore(), 0, 2, 60.0), Owner()
+consensus.serve_out_of_order_gathers(owner.read)
 print(sorted(thread.name for thread in threading.enumerate()))
 """
 

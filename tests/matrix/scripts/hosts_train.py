@@ -101,8 +101,8 @@ def case(stage: int, replicas: int) -> dict[str, Any]:
     found = {
         "losses": losses,
         "weights": final,
-        "shards": engine.comm.shard.ranks,
-        "replicas": engine.comm.replicate.ranks,
+        "shards": engine.mesh.shard.ranks,
+        "replicas": engine.mesh.replicate.ranks,
     }
     engine.destroy()
     return found
@@ -127,7 +127,7 @@ def until_lost(out: Path, limit: float) -> None:
 
 def place() -> dict[str, Any]:
     """Where this rank runs, as the launcher and the network have it."""
-    from hf_zero.distributed.interface import own_address
+    from hf_zero.distributed.network_interface import own_address
 
     named = (
         "RANK",

@@ -144,7 +144,7 @@ def account(engine):
     frozen = sum(
         p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad
     )
-    moved = engine.comm.ledger.bytes
+    moved = engine.mesh.stats.bytes
     return {
         "trained": trained,
         "frozen": frozen,

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds, streams
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.spans import span
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ BREAK_TAG = 0x7FFFFFFF
 BLOCKING = ("gloo", "threaded", "fake")
 
 
-def break_off(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
+def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
     """Make everything that waits in ``group`` raise, here and on its other ranks."""
     if backend != "gloo":
         group._get_backend(device).abort()
@@ -55,20 +55,20 @@ def break_off(group: Any, backend: str, size: int, rank: int, device: torch.devi
 
 
 @dataclass
-class Ledger:
+class CollectiveStats:
     """Logical collectives issued by this rank: numbers and bytes by operation, and their order
     when ``record`` is set.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    record: bool = False
+    keep_log: bool = False
     log: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def note(self, operation: str, key: str, size: int) -> None:
+    def record(self, operation: str, key: str, size: int) -> None:
         self.counts[operation] += 1
         self.bytes[operation] += size
-        if self.record:
+        if self.keep_log:
             self.log.append((operation, key, size))
 
 
@@ -78,8 +78,8 @@ class Handle:
     def __init__(
         self,
         works: Sequence[Any],
-        watch: Watch,
-        wait: Wait,
+        watchdog: Watchdog,
+        pending: PendingCollective,
         parts: Sequence[torch.Tensor] = (),
         free: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
@@ -89,8 +89,8 @@ class Handle:
         before they are completed.
         """
         self._works = list(works)
-        self._watch = watch
-        self._wait = wait
+        self._watchdog = watchdog
+        self._pending = pending
         self._parts = list(parts)
         self._free = free
         self._finish = finish
@@ -102,16 +102,16 @@ class Handle:
             return
         works, self._works = self._works, []
         try:
-            with self._watch.over(self._wait):
+            with self._watchdog.watching(self._pending):
                 for work in works:
                     work.wait()
         except RuntimeError as error:
-            raise self._watch.explain(self._wait, error) from error
+            raise self._watchdog.explain_failure(self._pending, error) from error
         if self._follows is not None:
             # The works keep tensors alive; an event in the stream that waits for them does not.
             event = streams.record_here(self._follows)
-            self._watch.follow(
-                self._wait, partial(_are_completed, works) if event is None else event.query
+            self._watchdog.follow(
+                self._pending, partial(_are_completed, works) if event is None else event.query
             )
         if self._finish is not None:
             self._finish()
@@ -161,7 +161,7 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
 
 
-class Axis:
+class MeshDim:
     """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state
     with this one.
     """
@@ -173,8 +173,8 @@ class Axis:
         group: Any,
         second: Any,
         backend: str,
-        ledger: Ledger,
-        watch: Watch,
+        stats: CollectiveStats,
+        watchdog: Watchdog,
         name: str = "axis",
         timeout: float = DEFAULT_TIMEOUT,
         device: torch.device = CPU,
@@ -189,20 +189,22 @@ class Axis:
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
-        self._ledger = ledger
-        self._watch = watch
+        self._stats = stats
+        self._watchdog = watchdog
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._marked: Handle | None = None
+        self._verified: Handle | None = None
         self._small = SMALL_NUMEL
-        lanes = []
+        logs = []
         for kind, each in (("gathers", group), ("reductions", second)):
-            off = partial(break_off, each, backend, self.size, self.rank, device)
+            off = partial(abort, each, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
-            lane = Lane(title, self.ranks, timeout, off, native=self._follows is None)
-            lanes.append(
-                lane if watch.presence is None or each is None else watch.presence.lane(lane)
+            log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
+            logs.append(
+                log
+                if watchdog.rank_status is None or each is None
+                else watchdog.rank_status.register(log)
             )
-        self.gathers, self.reductions = lanes
+        self.gathers, self.reductions = logs
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -213,13 +215,13 @@ class Axis:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @contextmanager
-    def _launching(self, wait: Wait) -> Iterator[None]:
+    def _launching(self, pending: PendingCollective) -> Iterator[None]:
         """Around the calls that start the collective of ``wait``."""
-        self._watch.check()
+        self._watchdog.check()
         try:
             yield
         except RuntimeError as error:  # a connection was lost before
-            raise self._watch.explain(wait, error) from error
+            raise self._watchdog.explain_failure(pending, error) from error
 
     def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str) -> Handle:
         """Gather each ``(full, chunk)``: [size * n] from everybody's [n].
@@ -227,11 +229,11 @@ class Axis:
         The pairs travel as one logical message.
         """
         size = sum(full.nbytes for full, _ in pairs)
-        wait = self.gathers.issue(f"all-gather of {key}, {size} bytes")
+        pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         if self.size > 1:
-            self._ledger.note("all_gather", key, size)
+            self._stats.record("all_gather", key, size)
         works: list[Any] = []
-        with span("all_gather", key, size), self._launching(wait):
+        with span("all_gather", key, size), self._launching(pending):
             for full, chunk in pairs:
                 own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
                 if own.data_ptr() != chunk.data_ptr():
@@ -242,12 +244,12 @@ class Axis:
                 whole, own = full.view(torch.uint8), own.view(torch.uint8)
                 if self._point_to_point and full.device.type == "cpu":
                     parts = whole.chunk(self.size)
-                    works += self._exchange([own] * self.size, parts, self._group, wait.tag)
+                    works += self._exchange([own] * self.size, parts, self._group, pending.tag)
                     continue
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 own = own.clone() if self._copies_input else own
                 works.append(gather(whole, own, group=self._group, async_op=True))
-        return Handle(works, self._watch, wait, follows=self._follows)
+        return Handle(works, self._watchdog, pending, follows=self._follows)
 
     def _exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
@@ -266,10 +268,10 @@ class Axis:
         """
         n = full.numel() // self.size
         own = full.narrow(0, self.rank * n, n)
-        wait = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
+        pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
         if self.size == 1:
-            return Handle([], self._watch, wait, [full])
-        self._ledger.note("reduce_scatter", key, full.nbytes)
+            return Handle([], self._watchdog, pending, [full])
+        self._stats.record("reduce_scatter", key, full.nbytes)
         if self._point_to_point and full.device.type == "cpu":
             buffers = {peer: self._borrow(n, full.dtype, full.device) for peer in self._peers()}
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
@@ -277,18 +279,23 @@ class Axis:
                 buffers[peer].view(torch.uint8) if peer in buffers else own
                 for peer in range(self.size)
             ]
-            with span("reduce_scatter", key, full.nbytes), self._launching(wait):
-                works = self._exchange(raw, into, self._reduce_group, wait.tag)
+            with span("reduce_scatter", key, full.nbytes), self._launching(pending):
+                works = self._exchange(raw, into, self._reduce_group, pending.tag)
             received = list(buffers.values())
             return Handle(
-                works, self._watch, wait, [own, *received], lambda: self._give_back(received)
+                works, self._watchdog, pending, [own, *received], lambda: self._give_back(received)
             )
         out = self._borrow(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with span("reduce_scatter", key, full.nbytes), self._launching(wait):
+        with span("reduce_scatter", key, full.nbytes), self._launching(pending):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
         return Handle(
-            [work], self._watch, wait, [out], lambda: self._give_back([out]), follows=self._follows
+            [work],
+            self._watchdog,
+            pending,
+            [out],
+            lambda: self._give_back([out]),
+            follows=self._follows,
         )
 
     def all_reduce(
@@ -298,70 +305,70 @@ class Axis:
 
         ``ordered``: no rank can be at another reduction (see the note).
         """
-        wait = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
+        pending = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
         if self.size == 1:
-            return Handle([], self._watch, wait, [tensor])
-        self._ledger.note("all_reduce", key, tensor.nbytes)
+            return Handle([], self._watchdog, pending, [tensor])
+        self._stats.record("all_reduce", key, tensor.nbytes)
         if self._point_to_point and not ordered:
             if tensor.device.type == "cpu" and tensor.numel() <= self._small and not maximum:
-                return self._sum_small(tensor, wait, self._reduce_group)
-            meet(wait, self.ranks, self.rank, self._reduce_group, self._watch)
+                return self._sum_small(tensor, pending, self._reduce_group)
+            tagged_barrier(pending, self.ranks, self.rank, self._reduce_group, self._watchdog)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with span("all_reduce", key, tensor.nbytes), self._launching(wait):
+        with span("all_reduce", key, tensor.nbytes), self._launching(pending):
             work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
-        return Handle([work], self._watch, wait, [tensor], follows=self._follows)
+        return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
-    def carry(self, numel: int) -> None:
+    def allow_small_sums(self, numel: int) -> None:
         """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks,
         and before the first of them.
         """
         self._small = max(self._small, numel)
 
-    def mark(self, what: str, values: torch.Tensor) -> Handle:
+    def verify_same_collective(self, what: str, values: torch.Tensor) -> Handle:
         """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the
         other ranks.
 
         It costs no wait, unless the caller waits for the sum: a difference raises at the next mark.
         """
-        wait = self.gathers.issue(what)
-        self._ledger.note("all_reduce", "used parameters", values.nbytes)
+        pending = self.gathers.issue(what)
+        self._stats.record("all_reduce", "used parameters", values.nbytes)
         if self._point_to_point and values.device.type == "cpu":
-            handle = self._sum_small(values, wait, self._group)
+            handle = self._sum_small(values, pending, self._group)
         else:
-            with span("all_reduce", "used parameters", values.nbytes), self._launching(wait):
+            with span("all_reduce", "used parameters", values.nbytes), self._launching(pending):
                 work = dist.all_reduce(values, group=self._group, async_op=True)
-            handle = Handle([work], self._watch, wait, [values], follows=self._follows)
-        before, self._marked = self._marked, handle
+            handle = Handle([work], self._watchdog, pending, [values], follows=self._follows)
+        before, self._verified = self._verified, handle
         if before is not None:
             before.wait()
         return handle
 
-    def _sum_small(self, tensor: torch.Tensor, wait: Wait, group: Any) -> Handle:
+    def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: Any) -> Handle:
         """Sum ``tensor``, and with it a code of ``wait``.
 
         All such messages have one size, so that gloo survives a difference.
         """
-        code = float(wait.tag & 0xFFFFF)
+        code = float(pending.tag & 0xFFFFF)
         message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
-        with span("all_reduce", "a few numbers", message.nbytes), self._launching(wait):
+        with span("all_reduce", "a few numbers", message.nbytes), self._launching(pending):
             work = dist.all_reduce(message, group=group, async_op=True)
 
         def finish() -> None:
             total, squares = message[-2:].tolist()
             # else there is no variance: all are the same
             if (total, squares) != (code * self.size, code * code * self.size):
-                raise self._watch.disagree(wait)
+                raise self._watchdog.report_mismatch(pending)
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
-        return Handle([work], self._watch, wait, [tensor], finish=finish)
+        return Handle([work], self._watchdog, pending, [tensor], finish=finish)
 
     def close(self) -> None:
         """Give the communicators and spare buffers back."""
         self._spare.clear()
-        marked, self._marked = self._marked, None
-        if marked is not None and not self._watch.verdict:
+        marked, self._verified = self._verified, None
+        if marked is not None and not self._watchdog.verdict:
             marked.wait()
         for group in (self._group, self._reduce_group):
             if group is not None and dist.is_initialized():
@@ -379,8 +386,13 @@ class Axis:
                 spare.append(tensor)
 
 
-def meet(
-    wait: Wait, ranks: Sequence[int], rank: int, group: Any, watch: Watch, source: int | None = None
+def tagged_barrier(
+    pending: PendingCollective,
+    ranks: Sequence[int],
+    rank: int,
+    group: Any,
+    watchdog: Watchdog,
+    source: int | None = None,
 ) -> list[Any]:
     """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source``
     count within ``ranks``.
@@ -389,8 +401,8 @@ def meet(
     are sent.
     """
     peers = [peer for peer in range(len(ranks)) if peer != rank]
-    empty, tag = torch.zeros(1, dtype=torch.uint8), wait.tag
-    watch.check()
+    empty, tag = torch.zeros(1, dtype=torch.uint8), pending.tag
+    watchdog.check()
     try:
         sent = [
             dist.isend(empty, ranks[peer], group, tag)
@@ -403,8 +415,8 @@ def meet(
             if source is None or peer == source
         ]
     except RuntimeError as error:
-        raise watch.explain(wait, error) from error
+        raise watchdog.explain_failure(pending, error) from error
     if rank == source:
         return sent
-    Handle([*came, *sent], watch, wait).wait()
+    Handle([*came, *sent], watchdog, pending).wait()
     return []

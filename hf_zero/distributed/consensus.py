@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logs import logger
 
@@ -40,7 +40,7 @@ STOP = -1  # in place of a unit: nothing is fetched
 Wish = tuple[int, int]
 
 
-class Agreement:
+class Consensus:
     """One rank's side of the agreements of one engine.
 
     ``store`` is a torch.distributed store that all its ranks share.
@@ -52,12 +52,12 @@ class Agreement:
         rank: int,
         world: int,
         timeout: float,
-        watch: Watch | None = None,
-        lane: Lane | None = None,
+        watchdog: Watchdog | None = None,
+        log: CollectiveLog | None = None,
     ):
         self._store = store
-        self._watch = watch or Watch(enabled=False)
-        self._lane = lane or Lane("agreements", range(world), timeout, native=False)
+        self._watchdog = watchdog or Watchdog(enabled=False)
+        self._lane = log or CollectiveLog("agreements", range(world), timeout, native=False)
         self._rank = rank
         self._world = world
         self._timeout = timeout
@@ -70,7 +70,7 @@ class Agreement:
         self._stops: set[int] = set()  # steps at whose end all ranks stop
         self._asked = False  # this rank was told to stop and has not told the others
         self.stopped = False
-        self._news: set[int] = set()  # events of which this rank has not told the others
+        self._unsent_events: set[int] = set()  # events of which this rank has not told the others
         self._due: dict[int, int] = {}  # events, and the step at whose end all ranks have them
         self.events: frozenset[int] = frozenset()
         self._lock = threading.Lock()
@@ -79,9 +79,7 @@ class Agreement:
         self._shards = threading.RLock()
         self.epoch = 0  # changes of shards so far
 
-    def settle(
-        self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0
-    ) -> Wish:
+    def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
         """Settle the next gather: every rank brings a wish ``(kind, unit)``, all get the largest
         one.
 
@@ -92,7 +90,7 @@ class Agreement:
         """
         step, self._sequence = self._sequence, self._sequence + 1
         what = f"join the {name(wish)} in {where}"
-        wait = self._lane.issue("agreement on the next gather")._replace(
+        pending = self._lane.issue("agreement on the next gather")._replace(
             what=f"all ranks to {what}", warns=True
         )
         store = self._store
@@ -101,53 +99,57 @@ class Agreement:
             entries = [store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
             split = [entry.rsplit("|", 3) for entry in entries]
             if len({place for place, *_ in split}) > 1:
-                told = [
+                wished = [
                     f"{place}: {name((int(kind), int(unit)))}" for place, kind, unit, _ in split
                 ]
-                verdict = "!" + "; ".join(
-                    f"rank {rank}: {entry}" for rank, entry in enumerate(told)
+                outcome = "!" + "; ".join(
+                    f"rank {rank}: {entry}" for rank, entry in enumerate(wished)
                 )
             else:
                 kind, unit = max((int(kind), int(unit)) for _, kind, unit, _ in split)
-                verdict = f"{kind}|{unit}|{min(int(count) for *_, count in split)}"
-            store.set(f"{step}/go", verdict)
+                outcome = f"{kind}|{unit}|{min(int(count) for *_, count in split)}"
+            store.set(f"{step}/go", outcome)
             if step:  # everybody has been here, so everybody has read the verdict before
                 for key in ("n", "go", *range(self._world)):
                     store.delete_key(f"{step - 1}/{key}")
         self._await(
-            f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, what, wait
+            f"{step}/go", {rank: f"{step}/{rank}" for rank in range(self._world)}, what, pending
         )
-        verdict = store.get(f"{step}/go").decode()
-        if verdict.startswith("!"):
+        outcome = store.get(f"{step}/go").decode()
+        if outcome.startswith("!"):
             raise RankMismatchError(
-                f"ranks ask for different collectives ({verdict[1:]}). Every rank must run the "
+                f"ranks ask for different collectives ({outcome[1:]}). Every rank must run the "
                 "same parts of the model in the same order; "
                 "look for a forward, backward or state_dict that only some ranks call"
             )
-        kind, unit, self.all_launched = map(int, verdict.split("|"))
+        kind, unit, self.all_launched = map(int, outcome.split("|"))
         return kind, unit
 
     def _await(
-        self, key: str, arrivals: Mapping[int, str], what: str, wait: Wait | None = None
+        self,
+        key: str,
+        arrivals: Mapping[int, str],
+        what: str,
+        pending: PendingCollective | None = None,
     ) -> None:
         """Wait until ``key`` is there, which follows when the keys ``arrivals`` of the ranks
         are.
         """
-        wait = wait or Wait(f"ranks to {what}", warns=True)
+        pending = pending or PendingCollective(f"ranks to {what}", warns=True)
         try:
-            with self._watch.over(wait):
+            with self._watchdog.watching(pending):
                 self._await_in_slices(key, arrivals, what)
         except RuntimeError as error:
             if isinstance(error, HfZeroError):
                 raise
-            raise self._watch.explain(wait, error) from error  # the store is gone
+            raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
 
     def _await_in_slices(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
         # Not store.wait(): torch writes two lines to the terminal whenever it gives up.
         started = looked = time.monotonic()
         warned, pause = WARN_SECONDS, FIRST_PAUSE
         while True:
-            self._watch.check()
+            self._watchdog.check()
             if self._store.check([key]):
                 return
             now = time.monotonic()
@@ -246,20 +248,20 @@ class Agreement:
         self._store.set(f"fetch/{number}/renew", str(max(steps)))
         return number, max(steps)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Tell the other ranks, at the end of this rank's step, that all are to stop; signal
         handlers may call it.
         """
         self._asked = True
 
-    def tell_all(self, event: int) -> None:
+    def broadcast_event(self, event: int) -> None:
         """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after
         the same step, one of the next.
         """
         if event not in self._due:
-            self._news.add(event)
+            self._unsent_events.add(event)
 
-    def serve(
+    def serve_out_of_order_gathers(
         self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None
     ) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own.
@@ -293,7 +295,7 @@ class Agreement:
             yield
             self.epoch += 1
 
-    def departed(self) -> bool:
+    def end_step(self) -> bool:
         """At the end of a step: whether the orders are to be recorded anew after it. Alike on all
         ranks, as are :attr:`stopped` and :attr:`events`.
 
@@ -304,8 +306,8 @@ class Agreement:
             # Not at once: a rank that waits here for the answer may be one that the step of this
             # rank still needs.
             self._stops.add(self._tell(STOP, 0, (), "hear that the job is to stop")[1])
-        while self._news:
-            event = self._news.pop()
+        while self._unsent_events:
+            event = self._unsent_events.pop()
             self._due[event] = self._tell(event, 0, (), "hear what has become of a save")[1]
         while True:
             with self._lock:
@@ -365,7 +367,7 @@ def _say_closed(store: Any, rank: int, why: str = ENDED) -> None:
 
 
 def _serve(
-    owner: weakref.ref[Agreement],
+    owner: weakref.ref[Consensus],
     store: Any,
     rank: int,
     read: weakref.WeakMethod[Any],
@@ -375,20 +377,20 @@ def _serve(
         begin()
         _serve_until_closed(owner, store, rank, read)
     finally:
-        agreement = owner()
-        if agreement is None or not agreement._closed:  # else it has said why
+        consensus = owner()
+        if consensus is None or not consensus._closed:  # else it has said why
             _say_closed(store, rank)
 
 
 def _serve_until_closed(
-    owner: weakref.ref[Agreement], store: Any, rank: int, read: weakref.WeakMethod[Any]
+    owner: weakref.ref[Consensus], store: Any, rank: int, read: weakref.WeakMethod[Any]
 ) -> None:
     number, pause = 1, POLL_SECONDS
     # requests from ranks that are ahead: this rank is still writing what they ask for
     waiting: list[tuple[int, list[int]]] = []
     while not _ending.is_set():
-        agreement, reader = owner(), read()
-        if agreement is None or reader is None or agreement._closed:
+        consensus, reader = owner(), read()
+        if consensus is None or reader is None or consensus._closed:
             return
         try:
             found = store.check([f"fetch/{number}"])
@@ -397,21 +399,21 @@ def _serve_until_closed(
                     (number, list(map(int, store.get(f"fetch/{number}").decode().split("|"))))
                 )
                 number += 1
-            ready = [entry for entry in waiting if entry[1][2] <= agreement.epoch]
+            ready = [entry for entry in waiting if entry[1][2] <= consensus.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
             for each, (requester, unit, epoch, *peers) in ready:
                 if requester != rank:
-                    _answer(agreement, store, each, unit, epoch, peers, reader)
+                    _answer(consensus, store, each, unit, epoch, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
         pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
-        del agreement, reader
+        del consensus, reader
         if not found:
             _ending.wait(pause)
 
 
 def _answer(
-    agreement: Agreement,
+    consensus: Consensus,
     store: Any,
     number: int,
     unit: int,
@@ -419,10 +421,10 @@ def _answer(
     peers: Sequence[int],
     read: Callable[[int, int], bytes],
 ) -> None:
-    rank = agreement._rank
-    at = agreement._hear(number)
+    rank = consensus._rank
+    at = consensus._hear(number)
     try:
-        with agreement._shards:
+        with consensus._shards:
             data = read(unit, epoch) if rank in peers else b""
     except Exception as error:
         logger.exception("rank %d cannot serve unit %d", rank, unit)

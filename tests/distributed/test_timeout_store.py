@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.patience import PatientStore
+from hf_zero.distributed.store import TimeoutStore
 
 
 def test_it_answers_as_the_store_does() -> None:
-    store = PatientStore(dist.HashStore())
+    store = TimeoutStore(dist.HashStore())
     store.set("a", "x")
     assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"x", True, False)
     assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
@@ -22,22 +22,22 @@ class Silent:
     """A store behind a cable that was cut."""
 
     def __init__(self) -> None:
-        self.over = threading.Event()
+        self.watching = threading.Event()
 
     def check(self, keys: list[str]) -> bool:
-        self.over.wait(60)
+        self.watching.wait(60)
         return True
 
 
 def test_a_store_that_does_not_answer_is_given_up_once() -> None:
     silent = Silent()
-    store = PatientStore(silent, 0.05)
+    store = TimeoutStore(silent, 0.05)
     with pytest.raises(RuntimeError, match=r"has not answered for 0\.05 s"):
         store.check(["a"])
     for call in (lambda: store.set("a", "x"), lambda: store.add("n", 1), lambda: store.get("a")):
         with pytest.raises(RuntimeError, match="does not answer"):
             call()
-    silent.over.set()
+    silent.watching.set()
 
 
 class Broken:
@@ -46,13 +46,13 @@ class Broken:
 
 
 def test_errors_of_the_store_are_passed_on() -> None:
-    store = PatientStore(Broken())
+    store = TimeoutStore(Broken())
     with pytest.raises(RuntimeError, match="connection reset"):
         store.get("a")
 
 
 def test_its_thread_ends_with_it() -> None:
-    store = PatientStore(dist.HashStore())
+    store = TimeoutStore(dist.HashStore())
     store.set("a", "x")
     thread = store._thread
     assert thread is not None

@@ -21,7 +21,7 @@ from hf_zero.core.materialize import partition
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.unit import State, Unit
 from hf_zero.core.wrap import cut
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.mesh import Mesh
 from hf_zero.storage.placement import Placement
 
 META = torch.device("meta")
@@ -54,14 +54,14 @@ def join(world: int, rank: int) -> None:
 
 def cut_up(
     model: nn.Module, stage: int, replicas: int, frozen: bool = False
-) -> tuple[list[Unit], Comm]:
+) -> tuple[list[Unit], Mesh]:
     model = copy.deepcopy(model)
-    comm = Comm(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
+    mesh = Mesh(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
     groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
-    placement = Placement(ZeroConfig(stage), META, comm.rank, comm.world)
+    placement = Placement(ZeroConfig(stage), META, mesh.rank, mesh.world)
     return partition(
-        model, cut(model)[0], groups, POLICIES[stage], comm, META, "bf16", placement
-    ), comm
+        model, cut(model)[0], groups, POLICIES[stage], mesh, META, "bf16", placement
+    ), mesh
 
 
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
@@ -70,10 +70,10 @@ def test_bytes_of_a_rank(
     stage: int, world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None
 ) -> None:
     join(world, rank)
-    units, comm = cut_up(seven_billion, stage, replicas)
+    units, mesh = cut_up(seven_billion, stage, replicas)
     flats = [flat for unit in units for flat in unit.flats]
     numel = sum(p.numel() for p in seven_billion.parameters())
-    want = POLICIES[stage].bytes_per_parameter(comm.shard.size, "bfloat16", moments=0)
+    want = POLICIES[stage].bytes_per_parameter(mesh.shard.size, "bfloat16", moments=0)
     found = {
         "parameters": sum(
             flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats
@@ -104,16 +104,16 @@ def test_gathering_a_unit_moves_its_bytes_and_releasing_gives_them_back(
     world: int, rank: int, seven_billion: nn.Module, group: None
 ) -> None:
     join(world, rank)
-    units, comm = cut_up(seven_billion, 3, 1)
+    units, mesh = cut_up(seven_billion, 3, 1)
     unit = next(unit for unit in units if unit.name == "model.layers.7")
     [flat] = unit.flats
     shapes = {name: p.shape for name, p in flat.parameters.items()}
-    comm.ledger.bytes.clear()
+    mesh.stats.bytes.clear()
     unit.launch_gather()
     unit.finish_gather()
     size = flat.layout.padded * 2
     assert unit.state is State.GATHERED and flat.full.untyped_storage().nbytes() == size
-    assert comm.ledger.bytes == {"all_gather": size} and unit.nbytes == size
+    assert mesh.stats.bytes == {"all_gather": size} and unit.nbytes == size
     assert size == pytest.approx(2 * sum(shape.numel() for shape in shapes.values()), rel=0.001)
     unit.release()
     assert unit.state is State.RELEASED and flat.full.untyped_storage().nbytes() == 0
@@ -146,14 +146,14 @@ def test_one_replica_of_each_chunk_writes_it(
     world: int, replicas: int, rank: int, seven_billion: nn.Module, group: None
 ) -> None:
     join(world, rank)
-    _, comm = cut_up(seven_billion, 3, replicas)
+    _, mesh = cut_up(seven_billion, 3, replicas)
     shards = world // replicas
-    assert (comm.shard.size, comm.replicate.size) == (shards, replicas)
-    assert comm.shard.ranks[comm.shard.rank] == comm.replicate.ranks[comm.replicate.rank] == rank
-    assert comm.shard.ranks == list(
+    assert (mesh.shard.size, mesh.replicate.size) == (shards, replicas)
+    assert mesh.shard.ranks[mesh.shard.rank] == mesh.replicate.ranks[mesh.replicate.rank] == rank
+    assert mesh.shard.ranks == list(
         range(rank // shards * shards, rank // shards * shards + shards)
     )
-    assert comm.replicate.ranks == list(range(rank % shards, world, shards))
+    assert mesh.replicate.ranks == list(range(rank % shards, world, shards))
     units, _ = cut_up(seven_billion, 3, replicas)
     assert {flat.writes for unit in units for flat in unit.flats} == {rank < shards}
     units, _ = cut_up(seven_billion, 0, 1)

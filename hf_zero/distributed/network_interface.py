@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 
-from hf_zero.distributed.discovery import is_loopback
+from hf_zero.distributed.rendezvous import is_loopback
 from hf_zero.errors import LaunchError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

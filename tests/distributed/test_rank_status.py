@@ -12,31 +12,36 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import presence as module
-from hf_zero.distributed import watch as watching
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.presence import Post, Presence, judge
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed import rank_status as module
+from hf_zero.distributed import watchdog as watching
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
 WORLD = range(3)
 
 
 def post(
-    wait: tuple[Any, ...] | None = None,
+    pending: tuple[Any, ...] | None = None,
     state: str = "waits",
     why: str = "",
     closed: str = "",
-    **issued: list[str],
-) -> Post:
+    **sequence_number: list[str],
+) -> StatusPost:
     """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number,
     needs).
     """
-    lanes = {lane: [len(names), names, closed] for lane, names in issued.items()}
-    made: Post = {"state": state, "why": why, "lanes": lanes}
-    if wait is not None:
-        lane, number, *needs = wait
-        made["wait"] = [lane, number, issued[lane][number], list(needs[0] if needs else WORLD)]
+    logs = {log: [len(names), names, closed] for log, names in sequence_number.items()}
+    made: StatusPost = {"state": state, "why": why, "lanes": logs}
+    if pending is not None:
+        log, number, *needs = pending
+        made["wait"] = [
+            log,
+            number,
+            sequence_number[log][number],
+            list(needs[0] if needs else WORLD),
+        ]
     return made
 
 
@@ -44,12 +49,12 @@ OWN = post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])
 
 
 def test_silence_proves_nothing() -> None:
-    assert judge(0, OWN, {}) is None
-    assert judge(0, OWN, {1: post(None, "here", a=["gather 1"])}) is None, "it computes"
+    assert diagnose_hang(0, OWN, {}) is None
+    assert diagnose_hang(0, OWN, {1: post(None, "here", a=["gather 1"])}) is None, "it computes"
 
 
 def test_other_collectives_of_one_number_have_parted() -> None:
-    verdict = judge(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
+    verdict = diagnose_hang(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
     assert (
         verdict is not None
         and "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
@@ -57,11 +62,13 @@ def test_other_collectives_of_one_number_have_parted() -> None:
 
 
 def test_the_same_collective_is_slow_and_no_proof() -> None:
-    assert judge(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])}) is None
+    assert (
+        diagnose_hang(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])}) is None
+    )
 
 
 def test_two_that_wait_for_each_other_are_stuck() -> None:
-    verdict = judge(0, OWN, {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])})
+    verdict = diagnose_hang(0, OWN, {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])})
     assert verdict is not None
     assert (
         "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for "
@@ -71,53 +78,60 @@ def test_two_that_wait_for_each_other_are_stuck() -> None:
 
 def test_a_wait_that_has_ended_since_its_post_is_no_proof() -> None:
     """Rank 1 waited for what rank 0 has issued by now: it has gone on, and may be computing."""
-    assert judge(0, OWN, {1: post(("b", 0), a=["gather 1"], b=["sum 1"])}) is None
+    assert diagnose_hang(0, OWN, {1: post(("b", 0), a=["gather 1"], b=["sum 1"])}) is None
 
 
 def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
     own = post(("a", 0, (0, 1)), a=["x"])
     second = post(("b", 0, (1, 2)), b=["y"])
     third = post(("c", 0, (2, 0)), c=["z"])
-    verdict = judge(0, own, {1: second, 2: third})
+    verdict = diagnose_hang(0, own, {1: second, 2: third})
     assert verdict is not None and "which rank 1 has not issued: it waits for y" in verdict.text
-    assert judge(0, own, {1: second}) is None, "rank 2 may still come"
-    assert judge(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, (
+    assert diagnose_hang(0, own, {1: second}) is None, "rank 2 may still come"
+    assert diagnose_hang(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, (
         "what rank 2 waits for needs nobody else"
     )
 
 
 def test_a_rank_that_has_ended_will_not_come() -> None:
-    verdict = judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
+    verdict = diagnose_hang(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
     assert (
         verdict is not None
         and "which rank 1 will never join: it has ended (its script is over)" in verdict.text
     )
     assert (
-        judge(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])})
+        diagnose_hang(
+            0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])}
+        )
         is None
     ), "its part is on the wire"
     assert (
-        judge(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")}) is None
+        diagnose_hang(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")})
+        is None
     ), "it is not needed"
 
 
 def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
-    verdict = judge(0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
+    verdict = diagnose_hang(
+        0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}
+    )
     assert (
         verdict is not None
         and "rank 1 will never join: it has destroyed its engine" in verdict.text
     )
     own = post(("a", 1), closed="destroyed its engine", a=["gather 1", "gather 2"])
     assert (
-        judge(0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])})
+        diagnose_hang(
+            0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}
+        )
         is None
     ), "another engine takes it over"
 
 
-@pytest.mark.parametrize("wait", [("a", 1), None])
-def test_a_rank_that_has_failed_ends_all_that_wait(wait: Any) -> None:
-    own = post(wait, a=["gather 1", "gather 2"])
-    verdict = judge(
+@pytest.mark.parametrize("pending", [("a", 1), None])
+def test_a_rank_that_has_failed_ends_all_that_wait(pending: Any) -> None:
+    own = post(pending, a=["gather 1", "gather 2"])
+    verdict = diagnose_hang(
         0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")}
     )
     assert verdict is not None
@@ -128,7 +142,7 @@ def test_a_rank_that_has_failed_ends_all_that_wait(wait: Any) -> None:
 
 
 def test_the_first_cause_is_what_is_passed_on() -> None:
-    verdict = judge(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
+    verdict = diagnose_hang(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
     assert verdict is not None and verdict.cause == "rank 2 died without a word"
 
 
@@ -139,19 +153,21 @@ class Rank:
     """A rank on this thread: lanes that wait on an event in place of a backend."""
 
     def __init__(self, store: Any, rank: int, timeout: float = 60.0):
-        self.presence = Presence(store, rank, 2)
-        self.watch = Watch(presence=self.presence)
+        self.rank_status = RankStatus(store, rank, 2)
+        self.watchdog = Watchdog(rank_status=self.rank_status)
         self.broken = threading.Event()
-        self.lane = self.presence.lane(Lane("gathers", (0, 1), timeout, self.broken.set))
+        self.log = self.rank_status.register(
+            CollectiveLog("gathers", (0, 1), timeout, self.broken.set)
+        )
 
     def wait(self, what: str) -> None:
-        wait = self.lane.issue(what)
+        pending = self.log.issue(what)
         try:
-            with self.watch.over(wait):
+            with self.watchdog.watching(pending):
                 assert self.broken.wait(30), "nobody breaks it off"
                 raise RuntimeError("connection closed")
         except RuntimeError as error:
-            raise self.watch.explain(wait, error) from error
+            raise self.watchdog.explain_failure(pending, error) from error
 
 
 @pytest.fixture
@@ -162,8 +178,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
     ranks = [Rank(store, 0), Rank(store, 1)]
     yield ranks
     for rank in ranks:
-        rank.watch.close()
-        watching._watches.discard(rank.watch)
+        rank.watchdog.close()
+        watching._watches.discard(rank.watchdog)
 
 
 def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
@@ -187,11 +203,11 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
     )
     assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
     with pytest.raises(RankMismatchError, match="gather of"):
-        pair[0].watch.check()
+        pair[0].watchdog.check()
 
 
 def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
-    pair[0].lane.timeout = 0.1
+    pair[0].log.timeout = 0.1
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 has waited .* which is the timeout, for gather of x .* needs rank 1,",
@@ -202,14 +218,14 @@ def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> Non
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys, "last_exc", error, raising=False)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(module, "WAIT_FOR_PEERS_SECONDS", 0.2)
 
 
 def test_an_exception_that_ends_a_rank_ends_the_other_by_its_first_line(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, ValueError("bad batch\nof many lines"))
-    assert pair[1].presence.leave() is None
+    assert pair[1].rank_status.publish_exit() is None
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$",
@@ -222,16 +238,16 @@ def test_a_rank_that_fails_because_of_another_is_not_the_cause(
 ) -> None:
     """Its own collective, not hf-zero's, has lost the connection to a rank that failed before."""
     failing(monkeypatch, ValueError("bad batch"))
-    pair[1].presence.leave()
+    pair[1].rank_status.publish_exit()
     failing(monkeypatch, RuntimeError("Connection closed by peer"))
-    assert pair[0].presence.leave() == "rank 1 has failed: ValueError: bad batch"
-    assert pair[1].presence._read()[0]["state"] == "broken"
+    assert pair[0].rank_status.publish_exit() == "rank 1 has failed: ValueError: bad batch"
+    assert pair[1].rank_status._read()[0]["state"] == "broken"
 
 
 def test_a_rank_that_ends_well_says_so(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("last_exc", "last_value"):
         monkeypatch.delattr(sys, name, raising=False)
-    pair[1].presence.leave()
+    pair[1].rank_status.publish_exit()
     with pytest.raises(RankMismatchError, match="rank 1 will never join: it has ended"):
         pair[0].wait("gather of x")
 
@@ -241,15 +257,15 @@ def test_an_exception_in_the_last_forward_is_remembered(
 ) -> None:
     for name in ("last_exc", "last_value"):
         monkeypatch.delattr(sys, name, raising=False)
-    pair[1].presence.trouble = "RuntimeError: shapes"
-    pair[1].presence.leave()
+    pair[1].rank_status.last_error = "RuntimeError: shapes"
+    pair[1].rank_status.publish_exit()
     with pytest.raises(RankMismatchError, match=r"it has ended \(after RuntimeError: shapes\)"):
         pair[0].wait("gather of x")
 
 
 def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    here = Presence(store, 0, 2)
+    here = RankStatus(store, 0, 2)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         store.set("who/1", module._identity(child.pid))
         assert not here._dead(1)
@@ -258,19 +274,19 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert here._dead(1)
         assert (
-            here.cause(0.0)
+            here.failure_cause(0.0)
             == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
         )
-        lane = here.lane(Lane("gathers", range(2), 60.0, native=False))
-        wait = lane.issue("gather 1")
+        log = here.register(CollectiveLog("gathers", range(2), 60.0, native=False))
+        pending = log.issue("gather 1")
         for state in ("here", "waits", "follows"):  # what it posted last, perhaps long before
             store.set("1", json.dumps(post(None, state, gathers=[])))
-            store.add("news", 1)
-            verdict = here.verdict(wait, ())
+            store.add("version", 1)
+            verdict = here.diagnose(pending, ())
             assert verdict is not None and "died without a word" in verdict.text, state
-            assert here.cause(0.0) is not None, state
+            assert here.failure_cause(0.0) is not None, state
     store.set("who/0", "another-host 1 1")
-    elsewhere = Presence(store, 1, 2)
+    elsewhere = RankStatus(store, 1, 2)
     store.set("who/0", "another-host 1 1")
     assert not elsewhere._dead(0), "nothing is known of other hosts"
 
@@ -292,35 +308,38 @@ class Gone:
 
 def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     store = Gone()
-    presence = Presence(store, 1, 2, keeper=0)
-    presence.say("waits")
+    rank_status = RankStatus(store, 1, 2, store_host=0)
+    rank_status.publish("waits")
     assert store.calls == 1
-    lane = Lane("agreements", (0, 1), 60.0, native=False)
-    verdict = presence.verdict(Wait("agreement", lane, 0, (0, 1)))
+    log = CollectiveLog("agreements", (0, 1), 60.0, native=False)
+    verdict = rank_status.diagnose(PendingCollective("agreement", log, 0, (0, 1)))
     assert verdict is not None and verdict.text.startswith(
         "rank 0, which hosts the ranks' store, cannot be reached"
     )
-    assert presence.verdict(Wait("gather", Lane("gathers", (0, 1), 60.0), 0, (0, 1))) is None, (
-        "the backend tells of that"
-    )
     assert (
-        Presence(store, 1, 2).cause(0.0)
+        rank_status.diagnose(
+            PendingCollective("gather", CollectiveLog("gathers", (0, 1), 60.0), 0, (0, 1))
+        )
+        is None
+    ), "the backend tells of that"
+    assert (
+        RankStatus(store, 1, 2).failure_cause(0.0)
         == "the launcher, which hosts the ranks' store, is gone or cannot be reached"
     )
 
 
 def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     store = dist.HashStore()
-    here, there = Presence(store, 0, 2), Presence(store, 1, 2)
+    here, there = RankStatus(store, 0, 2), RankStatus(store, 1, 2)
     # a thread of a rank that gives up may still say something
     for state in ("here", "waits", "broken"):
-        there.say(state, "it lost a connection") if state != "waits" else there.say(state)
-        assert here.gone(1) is None, state
-    ended = Presence(dist.PrefixStore("other", store), 1, 2)
-    other = Presence(dist.PrefixStore("other", store), 0, 2)
-    assert other.gone(1) is None
-    ended.say("ended", "its script is over")
-    assert "rank 1 has ended (its script is over)" in str(other.gone(1))
-    assert str(Presence(Gone(), 1, 2, keeper=0).gone(0)).startswith(
+        there.publish(state, "it lost a connection") if state != "waits" else there.publish(state)
+        assert here.exit_reason(1) is None, state
+    ended = RankStatus(dist.PrefixStore("other", store), 1, 2)
+    other = RankStatus(dist.PrefixStore("other", store), 0, 2)
+    assert other.exit_reason(1) is None
+    ended.publish("ended", "its script is over")
+    assert "rank 1 has ended (its script is over)" in str(other.exit_reason(1))
+    assert str(RankStatus(Gone(), 1, 2, store_host=0).exit_reason(0)).startswith(
         "rank 0, which hosts the ranks' store, cannot be reached"
     )

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_zero.distributed.nodelist import expand_hosts, expand_tasks
+from hf_zero.distributed.slurm import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 DEFAULT_PORT = 29500

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import comm
-from hf_zero.distributed.axis import Axis, Handle, Ledger
-from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.lane import Wait
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed import init, process_group, world_group
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.collectives import CollectiveStats, Handle, MeshDim
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.accelerators import play_accelerator
 
 CPU = torch.device("cpu")
-OFF = Watch(enabled=False)
+OFF = Watchdog(enabled=False)
 
 
 @pytest.fixture(autouse=True)
@@ -43,27 +43,27 @@ def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
     yield
-    comm.destroy_process_group()
-    assert not comm.is_initialized()
+    process_group.destroy_process_group()
+    assert not process_group.is_initialized()
 
 
 def test_without_a_group_this_is_the_only_rank() -> None:
     assert (
-        comm.is_initialized(),
-        comm.get_rank(),
-        comm.get_world_size(),
-        comm.get_local_rank(),
+        process_group.is_initialized(),
+        process_group.get_rank(),
+        process_group.get_world_size(),
+        process_group.get_local_rank(),
     ) == (False, 0, 1, 0)
-    comm.barrier()
+    world_group.barrier()
     value = torch.ones(3)
-    comm.broadcast(value, 0)
-    comm.destroy_process_group()
-    assert value.tolist() == [1, 1, 1] and not comm.is_initialized()
+    world_group.broadcast(value, 0)
+    process_group.destroy_process_group()
+    assert value.tolist() == [1, 1, 1] and not process_group.is_initialized()
 
 
 def test_the_local_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert comm.get_local_rank() == 3
+    assert process_group.get_local_rank() == 3
 
 
 @pytest.mark.parametrize("limit, seconds", [(None, 1830), (7.0, 37), (timedelta(seconds=9), 39)])
@@ -77,10 +77,14 @@ def test_without_a_launcher_a_group_of_one_is_made(
         "init_process_group",
         lambda *args, **kwargs: (seen.append(kwargs["timeout"]), join(*args, **kwargs)),
     )
-    comm.init_distributed(timeout=limit)
-    assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size()) == (True, 0, 1)
+    init.init_distributed(timeout=limit)
+    assert (
+        process_group.is_initialized(),
+        process_group.get_rank(),
+        process_group.get_world_size(),
+    ) == (True, 0, 1)
     assert dist.get_backend() == "gloo"
-    comm.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
+    init.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
     assert seen == [timedelta(seconds=seconds)]
 
 
@@ -93,10 +97,10 @@ def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch)
         "MASTER_PORT": str(port),
     }.items():
         monkeypatch.setenv(name, value)
-    comm.init_distributed(timeout=30)
+    init.init_distributed(timeout=30)
     assert (
         type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
-        and comm.get_world_size() == 1
+        and process_group.get_world_size() == 1
     )
 
 
@@ -120,7 +124,7 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
-    comm.init_distributed("gloo", 30, init_method="env://")
+    init.init_distributed("gloo", 30, init_method="env://")
     assert joined == [(("gloo",), ["timeout"])]
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
 
@@ -131,10 +135,10 @@ def test_an_address_as_a_meeting_place_chooses_the_interface(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
-    comm.init_distributed("gloo", 30, init_method="tcp://127.0.0.1:1234", rank=0, world_size=2)
+    init.init_distributed("gloo", 30, init_method="tcp://127.0.0.1:1234", rank=0, world_size=2)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    comm.init_distributed("gloo", 30, init_method="tcp://192.0.2.99:1234", rank=0, world_size=2)
+    init.init_distributed("gloo", 30, init_method="tcp://192.0.2.99:1234", rank=0, world_size=2)
     assert os.environ["GLOO_SOCKET_IFNAME"] != "lo", "peers on other hosts could not reach it"
 
 
@@ -143,7 +147,7 @@ def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.Monk
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    comm.join(
+    init.init_from_config(
         ZeroConfig(
             stage=0,
             timeout=30,
@@ -159,15 +163,15 @@ def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.Monk
 
 
 def test_what_goes_wrong_on_this_rank_alone_stays_its_error() -> None:
-    with pytest.raises(KeyError), comm.agreed("look"):
+    with pytest.raises(KeyError), world_group.raise_on_all_ranks("look"):
         raise KeyError("x")
 
 
 def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
-    comm.init_distributed(
+    init.init_distributed(
         "gloo", 30, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
     )
-    assert comm.get_world_size() == 1
+    assert process_group.get_world_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -176,11 +180,11 @@ def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
 def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(
     forced: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert comm.default_device() == CPU or torch.cuda.is_available()
+    assert process_group.default_device() == CPU or torch.cuda.is_available()
     play_accelerator(monkeypatch, count=4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
     monkeypatch.setenv("LOCAL_RANK", "6")
-    assert comm.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
+    assert process_group.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
 
 
 @pytest.mark.parametrize(
@@ -191,17 +195,19 @@ def test_the_backend_of_a_device(
     config: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert comm._backend_of(CPU) == backend
-    assert comm._backend_of(torch.device("cuda", 1)) == ("nccl" if "nccl" in config else backend)
+    assert process_group.group_backend(CPU) == backend
+    assert process_group.group_backend(torch.device("cuda", 1)) == (
+        "nccl" if "nccl" in config else backend
+    )
     monkeypatch.setattr(dist, "get_backend", lambda: "ucc")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    assert comm._backend_of(CPU) == "ucc", "no entry for the device: the default backend"
+    assert process_group.group_backend(CPU) == "ucc", "no entry for the device: the default backend"
 
 
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
-    comm.init_distributed()
-    alone = Comm(1, CPU, 5.0)
-    assert alone.agreement is None and not alone.watch._enabled
+    init.init_distributed()
+    alone = Mesh(1, CPU, 5.0)
+    assert alone.consensus is None and not alone.watchdog._enabled
     full, chunk = torch.zeros(8), torch.arange(8.0)
     alone.shard.all_gather([(full, chunk)], "unit").wait()
     assert full.tolist() == chunk.tolist()
@@ -213,7 +219,7 @@ def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
     alone.broadcast(out, 0)
     alone.barrier()
     assert alone.broadcast_object({"a": 1}) == {"a": 1} and alone.all_gather_object("x") == ["x"]
-    assert out[2] == 2 and alone.ledger == Ledger()
+    assert out[2] == 2 and alone.stats == CollectiveStats()
 
 
 class Work:
@@ -224,26 +230,26 @@ class Work:
         self.waits += 1
 
 
-class Seen(Watch):
+class Seen(Watchdog):
     """A watch that keeps what is waited for."""
 
     def __init__(self) -> None:
         super().__init__(enabled=False)
         self.names: list[str] = []
 
-    def over(self, wait: Wait) -> Any:
-        self.names.append(wait.what)
-        return super().over(wait)
+    def watching(self, pending: PendingCollective) -> Any:
+        self.names.append(pending.what)
+        return super().watching(pending)
 
 
 def test_a_handle_waits_once_and_says_for_what() -> None:
-    works, watch = [Work(), Work()], Seen()
-    handle = Handle(works, watch, Wait("all-gather of layer.1"))
+    works, watchdog = [Work(), Work()], Seen()
+    handle = Handle(works, watchdog, PendingCollective("all-gather of layer.1"))
     handle.wait()
     handle.wait()
-    assert [work.waits for work in works] == [1, 1] and watch.names == ["all-gather of layer.1"]
-    Handle([], watch, Wait("nothing")).wait()
-    assert watch.names == ["all-gather of layer.1"]
+    assert [work.waits for work in works] == [1, 1] and watchdog.names == ["all-gather of layer.1"]
+    Handle([], watchdog, PendingCollective("nothing")).wait()
+    assert watchdog.names == ["all-gather of layer.1"]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -258,7 +264,9 @@ def test_the_end_of_a_reduction(
     out, freed = torch.full((5,), 100.0), []
     want = scale * sum(part.float() for part in received) + (100.0 if accumulate else 0.0)
     work = Work()
-    handle = Handle([work], OFF, Wait("reduction"), received, lambda: freed.append(True))
+    handle = Handle(
+        [work], OFF, PendingCollective("reduction"), received, lambda: freed.append(True)
+    )
     handle.reduce_into(out, accumulate, scale)
     assert torch.allclose(out, want, atol=1e-4) and work.waits == 1
     assert freed == [True] and handle._parts == [] and handle._free is None
@@ -268,7 +276,7 @@ def test_the_end_of_a_reduction(
 def test_a_reduction_may_end_where_its_own_part_lies(parts: int) -> None:
     received = [torch.randn(5) for _ in range(parts)]
     want = 0.5 * sum(part.clone() for part in received)
-    Handle([], OFF, Wait("reduction"), received).reduce_into(received[0], False, 0.5)
+    Handle([], OFF, PendingCollective("reduction"), received).reduce_into(received[0], False, 0.5)
     assert torch.allclose(received[0], want)
 
 
@@ -276,7 +284,7 @@ def test_sums_of_16_bit_parts_have_the_precision_of_the_destination() -> None:
     """1 + 2⁻⁹ is 1 in bf16."""
     received = [torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-9]).bfloat16()]
     out = torch.empty(1)
-    Handle([], OFF, Wait("reduction"), received).reduce_into(out, False, 1.0)
+    Handle([], OFF, PendingCollective("reduction"), received).reduce_into(out, False, 1.0)
     assert float(out) == 1 + 2.0**-9
 
 
@@ -286,9 +294,9 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
     of the calls.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    mesh = Comm(4, CPU)
-    assert mesh.agreement is None
-    mesh.ledger.record = True
+    mesh = Mesh(4, CPU)
+    assert mesh.consensus is None
+    mesh.stats.keep_log = True
     chunk = torch.full((8,), float(rank + 1))
     full = torch.zeros(32)
     half, whole_half = torch.ones(8, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
@@ -300,20 +308,20 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
     mesh.replicate.all_reduce(torch.zeros(1), "nobody").wait()
     mesh.broadcast(torch.zeros(3), 0)
     mesh.broadcast(torch.zeros(0), 0)
-    assert mesh.ledger.log == [
+    assert mesh.stats.log == [
         ("all_gather", "layer.0", 4 * 32 + 2 * 32),
         ("reduce_scatter", "layer.0", 4 * 32),
         ("all_reduce", "norm", 4),
         ("all_reduce", "most", 4),
         ("broadcast", "", 12),
     ]
-    assert mesh.ledger.counts == {
+    assert mesh.stats.counts == {
         "all_gather": 1,
         "reduce_scatter": 1,
         "all_reduce": 2,
         "broadcast": 1,
     }
-    assert mesh.ledger.bytes["all_reduce"] == 8
+    assert mesh.stats.bytes["all_reduce"] == 8
 
 
 def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
@@ -327,18 +335,18 @@ def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
         "new_group",
         lambda ranks, **options: made.append(ranks) or new_group(ranks, **options),
     )
-    mesh = Comm(4, CPU)
+    mesh = Mesh(4, CPU)
     rows, columns = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert made == [*rows, *rows, *columns, *columns], "all ranks make all groups, in one order"
     assert mesh.shard._group is not mesh.shard._reduce_group
     made.clear()
-    Comm(8, CPU)
+    Mesh(8, CPU)
     assert made == [list(range(8))] * 2, "an axis of one rank needs no group"
 
 
 def test_receive_buffers_are_used_again() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    axis, out = Comm(2, CPU).shard, torch.zeros(8)
+    axis, out = Mesh(2, CPU).shard, torch.zeros(8)
     axis.reduce_scatter(torch.zeros(16), "a").reduce_into(out, False, 1.0)
     [(key, [buffer])] = axis._spare.items()
     assert key == (8, torch.float32)
@@ -349,32 +357,32 @@ def test_receive_buffers_are_used_again() -> None:
 
 
 def test_peers_start_with_the_next_rank() -> None:
-    axis = Axis([4, 5, 6, 7], 6, None, None, "gloo", Ledger(), OFF)
+    axis = MeshDim([4, 5, 6, 7], 6, None, None, "gloo", CollectiveStats(), OFF)
     assert (axis.rank, axis.size, axis._peers()) == (2, 4, [3, 0, 1])
 
 
 def test_a_trainer_may_decide_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     play_accelerator(monkeypatch, count=2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert comm.default_device() == torch.device("cuda", 1)
-    comm.choose_device(CPU)
+    assert process_group.default_device() == torch.device("cuda", 1)
+    process_group.choose_device(CPU)
     try:
-        assert comm.default_device() == CPU
+        assert process_group.default_device() == CPU
     finally:
-        comm.choose_device(None)
-    assert comm.default_device() == torch.device("cuda", 1)
+        process_group.choose_device(None)
+    assert process_group.default_device() == torch.device("cuda", 1)
 
 
 def test_an_accelerator_s_group_serves_host_memory_as_well() -> None:
-    assert comm.backends_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
-    assert comm.backends_for(CPU) == "gloo"
+    assert process_group.backends_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert process_group.backends_for(CPU) == "gloo"
 
 
 def test_values_in_host_memory_need_a_backend_that_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    comm.broadcast(torch.ones(2), 0)
+    world_group.broadcast(torch.ones(2), 0)
     play_accelerator(monkeypatch, count=2)
     monkeypatch.setattr(dist, "get_backend_config", lambda *args: "cuda:nccl")
     with pytest.raises(
@@ -382,17 +390,19 @@ def test_values_in_host_memory_need_a_backend_that_takes_them(
         match=r"\(cuda:nccl\) has no backend for tensors on "
         r"cpu.*init_process_group\('cpu:gloo,cuda:nccl'\)",
     ):
-        comm.broadcast(torch.ones(2), 0)
+        world_group.broadcast(torch.ones(2), 0)
 
 
 def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     groups: list[Any] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: groups.append(group))
-    Comm(2, CPU)
+    Mesh(2, CPU)
     assert groups == []
-    monkeypatch.setattr(comm.kinds, "is_host", lambda device: torch.device(device).type == "cpu")
-    made = Comm(2, torch.device("meta"))
+    monkeypatch.setattr(
+        process_group.kinds, "is_host", lambda device: torch.device(device).type == "cpu"
+    )
+    made = Mesh(2, torch.device("meta"))
     assert groups == [
         each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)
     ]

@@ -13,11 +13,11 @@ from typing import NamedTuple
 RECENT = 32  # collectives of a lane that are remembered
 
 
-class Wait(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective that this rank has issued and waits for."""
 
     what: str
-    lane: Lane | None = None
+    log: CollectiveLog | None = None
     number: int = 0
     needs: tuple[int, ...] = ()  # global ranks without which it cannot end
     warns: bool = False  # who waits says so by himself
@@ -31,13 +31,13 @@ class Wait(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.what} (number {self.number} of {self.lane.name})"
-            if self.lane is not None
+            f"{self.what} (number {self.number} of {self.log.name})"
+            if self.log is not None
             else self.what
         )
 
 
-class Lane:
+class CollectiveLog:
     """One communicator.
 
     ``break_off`` makes what waits in it raise; ``native``: the backend tells of peers that die.
@@ -48,28 +48,28 @@ class Lane:
         name: str,
         ranks: Sequence[int],
         timeout: float,
-        break_off: Callable[[], None] = lambda: None,
+        abort: Callable[[], None] = lambda: None,
         native: bool = True,
     ):
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
-        self.break_off = break_off
+        self.abort = abort
         self.native = native
-        self.issued = 0
+        self.sequence_number = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.closed = ""  # why this rank will issue nothing more
         # asked before the next collective, where a pass has broken
-        self.before_issue: Callable[[Lane, str], None] | None = None
+        self.before_issue: Callable[[CollectiveLog, str], None] | None = None
 
-    def issue(self, what: str, needs: tuple[int, ...] | None = None) -> Wait:
+    def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
         """Count a collective.
 
         ``needs`` are the ranks without which it cannot end here, by default all.
         """
         if self.before_issue is not None:
             self.before_issue(self, what)
-        number = self.issued
-        self.issued = number + 1
+        number = self.sequence_number
+        self.sequence_number = number + 1
         self.recent.append(what)
-        return Wait(what, self, number, self.ranks if needs is None else needs)
+        return PendingCollective(what, self, number, self.ranks if needs is None else needs)

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed import presence as presences
-from hf_zero.distributed import watch as module
-from hf_zero.distributed.axis import Handle
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.presence import Presence
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed import rank_status as presences
+from hf_zero.distributed import watchdog as module
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 from tests.helpers.accelerators import play_streams
 
@@ -41,10 +41,10 @@ class Clock:
             self.at.pop(moment)()
         return self.now >= self.last
 
-    def run(self, watch: Watch, seconds: float) -> None:
+    def run(self, watchdog: Watchdog, seconds: float) -> None:
         """Let the watching thread's loop run for ``seconds``, on this thread."""
         self.last = self.now + seconds
-        module._run(weakref.ref(watch), self)  # type: ignore[arg-type]
+        module._run(weakref.ref(watchdog), self)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str]) -> None:
-    watch = Watch()
-    with watch.over(Wait("all-gather of layer.3")):
-        clock.run(watch, 59)
+    watchdog = Watchdog()
+    with watchdog.watching(PendingCollective("all-gather of layer.3")):
+        clock.run(watchdog, 59)
         assert heard == []
-        clock.run(watch, 200)
+        clock.run(watchdog, 200)
     assert [message.split(":")[0] for message in heard] == [
         "waiting for all-gather of layer.3 since 60 s",
         "waiting for all-gather of layer.3 since 120 s",
@@ -71,16 +71,19 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
 
 
 def test_many_short_waits_are_not_warned_about(clock: Clock, heard: list[str]) -> None:
-    watch = Watch()
+    watchdog = Watchdog()
     for number in range(10):
-        with watch.over(Wait(f"wait {number}")):
-            clock.run(watch, 30)
+        with watchdog.watching(PendingCollective(f"wait {number}")):
+            clock.run(watchdog, 30)
     assert heard == []
 
 
 def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> None:
-    watch = Watch()
-    waits = [watch.over(Wait("first")), watch.over(Wait("second"))]
+    watchdog = Watchdog()
+    waits = [
+        watchdog.watching(PendingCollective("first")),
+        watchdog.watching(PendingCollective("second")),
+    ]
     waits[0].__enter__()
 
     def change() -> None:
@@ -88,7 +91,7 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
         waits[1].__enter__()
 
     clock.at[clock.now + 90] = change
-    clock.run(watch, 90 + 61)
+    clock.run(watchdog, 90 + 61)
     assert [message.split(":")[0] for message in heard] == [
         "waiting for first since 60 s",
         "waiting for second since 60 s",
@@ -96,35 +99,35 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
 
 
 def test_nobody_waits_after_an_end_or_an_error(clock: Clock, heard: list[str]) -> None:
-    watch = Watch()
-    with pytest.raises(KeyError), watch.over(Wait("broken")):
+    watchdog = Watchdog()
+    with pytest.raises(KeyError), watchdog.watching(PendingCollective("broken")):
         raise KeyError
-    clock.run(watch, 300)
+    clock.run(watchdog, 300)
     assert heard == []
 
 
 def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str]) -> None:
-    watch = Watch(warn_after=0.4)
-    with watch.over(Wait("quick")):
-        clock.run(watch, 0.9)
+    watchdog = Watchdog(warn_after=0.4)
+    with watchdog.watching(PendingCollective("quick")):
+        clock.run(watchdog, 0.9)
     assert len(heard) == 2
 
 
 def test_a_watch_that_is_off_starts_no_thread() -> None:
-    watch = Watch(enabled=False)
+    watchdog = Watchdog(enabled=False)
     before = threading.active_count()
-    with watch.over(Wait("nothing")):
-        assert threading.active_count() == before and watch._thread is None
+    with watchdog.watching(PendingCollective("nothing")):
+        assert threading.active_count() == before and watchdog._thread is None
 
 
 def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
-    watch = Watch(warn_after=0.01)
-    assert watch._thread is None, "a thread before the first wait"
-    with watch.over(Wait("one")):
-        thread = watch._thread
-    with watch.over(Wait("two")):
-        assert watch._thread is thread and thread is not None and thread.daemon
-    watch.close()
+    watchdog = Watchdog(warn_after=0.01)
+    assert watchdog._thread is None, "a thread before the first wait"
+    with watchdog.watching(PendingCollective("one")):
+        thread = watchdog._thread
+    with watchdog.watching(PendingCollective("two")):
+        assert watchdog._thread is thread and thread is not None and thread.daemon
+    watchdog.close()
     thread.join(timeout=10)
     assert not thread.is_alive()
 
@@ -139,34 +142,35 @@ class Work:
         return self.completed
 
 
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watch], list[Lane]]:
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[CollectiveLog]]:
     # whose thread the clock does not start
-    monkeypatch.setattr(presences, "PatientStore", lambda store: store)
-    store, lanes, watches = dist.HashStore(), [], []
+    monkeypatch.setattr(presences, "TimeoutStore", lambda store: store)
+    store, logs, watches = dist.HashStore(), [], []
     for rank in range(2):
-        presence = Presence(store, rank, 2)
-        lanes.append(presence.lane(Lane("gathers", range(2), 1000.0, native=False)))
-        watches.append(Watch(presence=presence))
+        rank_status = RankStatus(store, rank, 2)
+        logs.append(rank_status.register(CollectiveLog("gathers", range(2), 1000.0, native=False)))
+        watches.append(Watchdog(rank_status=rank_status))
         monkeypatch.setattr(watches[-1], "_start", lambda: None)
-    return watches, lanes
+    return watches, logs
 
 
 def test_what_only_a_stream_waits_for_is_followed(
     clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watches, lanes = two_ranks(monkeypatch)
+    watches, logs = two_ranks(monkeypatch)
     done, late = Work(), Work()
     done.completed = True
     for name, work in (("layer.0", done), ("layer.1", late)):
-        watches[0].follow(lanes[0].issue(f"all-gather of {name}"), work.is_completed)
+        watches[0].follow(logs[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
     assert len(heard) == 1 and heard[0].startswith(
         "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank"
     )
-    lanes[1].issue("all-gather of layer.0")
-    elsewhere = Lane("reductions", range(2), 1000.0)
+    logs[1].issue("all-gather of layer.0")
+    elsewhere = CollectiveLog("reductions", range(2), 1000.0)
     watches[1].follow(
-        watches[1].presence.lane(elsewhere).issue("reduce-scatter of layer.9"), Work().is_completed
+        watches[1].rank_status.register(elsewhere).issue("reduce-scatter of layer.9"),
+        Work().is_completed,
     )  # type: ignore[union-attr]
     clock.run(watches[1], 2)
     heard.clear()
@@ -194,7 +198,7 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
     What is followed is an event in the stream that waits for them.
     """
     played = play_streams(monkeypatch, prompt=False)
-    watches, lanes = two_ranks(monkeypatch)
+    watches, logs = two_ranks(monkeypatch)
 
     class Holding(Work):
         output = torch.zeros(4)
@@ -204,7 +208,7 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
 
     before: list[int] = []
     work = Holding()
-    handle = Handle([work], watches[0], lanes[0].issue("all-gather"), follows=torch.device("cpu"))
+    handle = Handle([work], watches[0], logs[0].issue("all-gather"), follows=torch.device("cpu"))
     held = weakref.ref(work)
     del work
     assert held() is not None
@@ -218,22 +222,22 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
 def test_followed_collectives_that_differ_end_both_ranks(
     clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watches, lanes = two_ranks(monkeypatch)
-    for watch, lane, name in zip(watches, lanes, ("layer.1", "layer.2")):
-        watch.follow(lane.issue(f"all-gather of {name}"), Work().is_completed)
-    for watch in (*watches, *watches):
-        clock.run(watch, 2)
-    for watch in watches:
+    watches, logs = two_ranks(monkeypatch)
+    for watchdog, log, name in zip(watches, logs, ("layer.1", "layer.2")):
+        watchdog.follow(log.issue(f"all-gather of {name}"), Work().is_completed)
+    for watchdog in (*watches, *watches):
+        clock.run(watchdog, 2)
+    for watchdog in watches:
         with pytest.raises(RankMismatchError, match=r"layer.1.*layer.2|layer.2.*layer.1"):
-            watch.check()
+            watchdog.check()
 
 
 def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    watches, lanes = two_ranks(monkeypatch)
+    watches, logs = two_ranks(monkeypatch)
     works = [Work() for _ in range(1000)]
     for work in works:
-        watches[0].follow(lanes[0].issue("all-gather"), work.is_completed)
-    kept = watches[0]._followed[lanes[0]]
+        watches[0].follow(logs[0].issue("all-gather"), work.is_completed)
+    kept = watches[0]._followed[logs[0]]
     assert len(kept) == module.FOLLOWED and kept[0][1] == works[0].is_completed
     assert kept[-1][1] == works[-1].is_completed, "the newest is followed however many there are"
     for work in works[:-1]:
@@ -241,23 +245,23 @@ def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert watches[0]._oldest_followed() is kept[0][0] and len(kept) == 1
     for work in works:
         work.completed = True
-    watches[0].follow(lanes[0].issue("all-gather"), Work().is_completed)
+    watches[0].follow(logs[0].issue("all-gather"), Work().is_completed)
     assert len(kept) == 1
 
 
 def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here, broken = Presence(dist.HashStore(), 0, 2), []
+    here, broken = RankStatus(dist.HashStore(), 0, 2), []
 
     def fails() -> None:
         raise RuntimeError("no such group")
 
     for name, off in (("first", fails), ("second", lambda: broken.append("second"))):
-        here.lane(Lane(name, range(2), 60.0, off))
-    watch = Watch(presence=here)
-    watch.end("rank 1 has failed")
-    watch.close()
+        here.register(CollectiveLog(name, range(2), 60.0, off))
+    watchdog = Watchdog(rank_status=here)
+    watchdog.end("rank 1 has failed")
+    watchdog.close()
     assert broken == ["second"] and "could not break off first" in caplog.text
     with pytest.raises(RankMismatchError, match="rank 1 has failed"):
-        watch.check()
+        watchdog.check()

@@ -7,38 +7,38 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.mailbox import Mailbox
+from hf_zero.distributed.store import StoreMessages
 from hf_zero.errors import RankMismatchError
 
 
 def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
     store = dist.HashStore()
-    here, there = (Mailbox(store, rank, 10.0, lambda rank: None) for rank in range(2))
-    there.leave("wrote", 1, "a|b")
-    assert here.await_word("wrote", 1, 1) == "a|b"
-    timer = threading.Timer(0.1, there.leave, ("wrote", 2, "second"))
+    here, there = (StoreMessages(store, rank, 10.0, lambda rank: None) for rank in range(2))
+    there.send("wrote", 1, "a|b")
+    assert here.receive("wrote", 1, 1) == "a|b"
+    timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
     timer.start()
-    assert here.await_word("wrote", 2, 1) == "second", "not the first one again"
+    assert here.receive("wrote", 2, 1) == "second", "not the first one again"
     timer.join()
-    here.leave("verdict", 2, "")
-    assert there.await_word("verdict", 2, 0) == ""
+    here.send("verdict", 2, "")
+    assert there.receive("verdict", 2, 0) == ""
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
     """What it said last may have come between the look and the news of its end."""
     store = dist.HashStore()
-    leaving = Mailbox(store, 1, 10.0, lambda rank: None)
+    leaving = StoreMessages(store, 1, 10.0, lambda rank: None)
 
     def gone(rank: int) -> str:
-        leaving.leave("wrote", 1, "done")
+        leaving.send("wrote", 1, "done")
         return "rank 1 has ended"
 
-    assert Mailbox(store, 0, 10.0, gone).await_word("wrote", 1, 1) == "done"
+    assert StoreMessages(store, 0, 10.0, gone).receive("wrote", 1, 1) == "done"
     with pytest.raises(
         RankMismatchError,
         match="rank 1 did not say what came of it: rank 1 has ended; its own output says more",
     ):
-        Mailbox(store, 0, 10.0, lambda rank: "rank 1 has ended").await_word("wrote", 2, 1)
+        StoreMessages(store, 0, 10.0, lambda rank: "rank 1 has ended").receive("wrote", 2, 1)
 
 
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
@@ -46,7 +46,7 @@ def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
         RankMismatchError,
         match=r"rank 3 did not say .*nothing was heard of it for 0.05 s \(the timeout",
     ):
-        Mailbox(dist.HashStore(), 0, 0.05, lambda rank: None).await_word("wrote", 1, 3)
+        StoreMessages(dist.HashStore(), 0, 0.05, lambda rank: None).receive("wrote", 1, 3)
 
 
 class Lost:
@@ -59,4 +59,4 @@ class Lost:
 
 def test_a_store_that_is_gone_is_told() -> None:
     with pytest.raises(RuntimeError, match="Connection reset"):
-        Mailbox(Lost(), 0, 10.0, lambda rank: None).await_word("wrote", 1, 1)
+        StoreMessages(Lost(), 0, 10.0, lambda rank: None).receive("wrote", 1, 1)

@@ -22,9 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.distributed import whereabouts
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.presence import PATIENCE_SECONDS, POLL_SECONDS, Presence, Verdict
+from hf_zero.distributed import rank_hosts
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.rank_status import (
+    PATIENCE_SECONDS,
+    POLL_SECONDS,
+    HangDiagnosis,
+    RankStatus,
+)
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
@@ -36,41 +41,43 @@ GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
 
 
-class Watch:
+class Watchdog:
     """Watches the waits of one rank from a daemon thread, started at the first wait."""
 
     def __init__(
         self,
         enabled: bool = True,
         warn_after: float = WARN_SECONDS,
-        presence: Presence | None = None,
+        rank_status: RankStatus | None = None,
     ):
         self._enabled = enabled
         self._warn_after = warn_after
-        self.presence = presence
+        self.rank_status = rank_status
         self.verdict = ""  # what ends this rank: sticky, because a lane has been broken off for it
-        self._current: tuple[Wait, float] | None = None
+        self._current: tuple[PendingCollective, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._told: tuple[Wait, float] | None = None
+        self._told: tuple[PendingCollective, float] | None = None
         self._warned = 0.0
         self._looked = 0.0
-        self._posted: tuple[Wait, float] | None = None
-        self._attended = 0.0
-        self._followed: dict[Lane, deque[tuple[tuple[Wait, float], Callable[[], bool]]]] = {}
+        self._posted: tuple[PendingCollective, float] | None = None
+        self._answered = 0.0
+        self._followed: dict[
+            CollectiveLog, deque[tuple[tuple[PendingCollective, float], Callable[[], bool]]]
+        ] = {}
         self._following = threading.Lock()
-        self._hinted: tuple[Wait, float] | None = None
-        if presence is not None:
+        self._hinted: tuple[PendingCollective, float] | None = None
+        if rank_status is not None:
             _watches.add(self)
 
     @contextmanager
-    def over(self, wait: Wait) -> Iterator[None]:
+    def watching(self, pending: PendingCollective) -> Iterator[None]:
         """Mark the enclosed block as waiting."""
         if not self._enabled:
             yield
             return
         self._start()
-        outer, self._current = self._current, (wait, time.monotonic())
+        outer, self._current = self._current, (pending, time.monotonic())
         try:
             yield
         finally:
@@ -83,25 +90,25 @@ class Watch:
             )
             self._thread.start()
 
-    def follow(self, wait: Wait, is_over: Callable[[], bool]) -> None:
+    def follow(self, pending: PendingCollective, is_over: Callable[[], bool]) -> None:
         """Watch a collective for which only a stream waits until ``is_over``. Those of a lane are
         over in their order.
 
         ``is_over`` is asked on other threads, and should keep no tensor alive.
         """
-        if not self._enabled or wait.lane is None:
+        if not self._enabled or pending.log is None:
             return
         self._start()
         with self._following:
-            followed = self._followed.setdefault(wait.lane, deque())
+            followed = self._followed.setdefault(pending.log, deque())
             while followed and followed[0][1]():
                 followed.popleft()
             # the oldest ones tell where a lane stands, the newest when all are over
             if len(followed) == FOLLOWED:
                 followed.pop()
-            followed.append(((wait, time.monotonic()), is_over))
+            followed.append(((pending, time.monotonic()), is_over))
 
-    def _oldest_followed(self) -> tuple[Wait, float] | None:
+    def _oldest_followed(self) -> tuple[PendingCollective, float] | None:
         with self._following:
             oldest = []
             for followed in self._followed.values():
@@ -115,17 +122,21 @@ class Watch:
         if self.verdict:
             raise RankMismatchError(self.verdict)
 
-    def explain(self, wait: Wait, error: BaseException) -> RankMismatchError:
+    def explain_failure(
+        self, pending: PendingCollective, error: BaseException
+    ) -> RankMismatchError:
         """What to raise for ``error``, which ``wait`` has raised: who is the reason, if that can
         be found.
         """
         _take_time_to_speak()
         if self.verdict:
             return RankMismatchError(self.verdict)
-        cause = self.presence.cause() if self.presence is not None else None
+        cause = self.rank_status.failure_cause() if self.rank_status is not None else None
         if cause is None:
-            others = whereabouts.of(
-                rank for rank in wait.needs if self.presence is None or rank != self.presence.rank
+            others = rank_hosts.of(
+                rank
+                for rank in pending.needs
+                if self.rank_status is None or rank != self.rank_status.rank
             )
             cause = (
                 f"a connection was lost ({error}): a rank has ended or died, or its network; "
@@ -134,48 +145,48 @@ class Watch:
         elif not cause.startswith("rank"):
             cause = f"lost while it waited: {cause}"
         text = (
-            f"rank {self.presence.rank if self.presence is not None else '?'} could not "
-            f"finish {wait}: {cause}"
+            f"rank {self.rank_status.rank if self.rank_status is not None else '?'} could not "
+            f"finish {pending}: {cause}"
         )
         self._conclude(text, cause)
         return RankMismatchError(text)
 
-    def disagree(self, wait: Wait) -> RankMismatchError:
+    def report_mismatch(self, pending: PendingCollective) -> RankMismatchError:
         """What to raise where ranks have met in different collectives: all of them know, and
         tell each other what theirs is.
         """
-        presence = self.presence
-        if presence is not None and not self.verdict:
-            presence.say("waits", wait=wait)
+        rank_status = self.rank_status
+        if rank_status is not None and not self.verdict:
+            rank_status.publish("waits", pending=pending)
             limit = time.monotonic() + PATIENCE_SECONDS
-            found = presence.verdict(wait)
+            found = rank_status.diagnose(pending)
             while found is None and time.monotonic() < limit:
                 time.sleep(POLL_SECONDS)
-                found = presence.verdict(wait)
-            text = f"rank {presence.rank} is at {wait}, another rank elsewhere"
-            self._conclude(*(found or Verdict(text, text)))
+                found = rank_status.diagnose(pending)
+            text = f"rank {rank_status.rank} is at {pending}, another rank elsewhere"
+            self._conclude(*(found or HangDiagnosis(text, text)))
         return RankMismatchError(self.verdict)
 
     def _conclude(self, verdict: str, cause: str) -> None:
         self.verdict = verdict
-        if self.presence is not None:
-            self.presence.say("broken", cause)
+        if self.rank_status is not None:
+            self.rank_status.publish("broken", cause)
         logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
-        if self.presence is not None:
+        if self.rank_status is not None:
             # All lanes, not only the one waited on: a group in which something is still under way
             # joins its thread when it is freed.
-            for lane in list(self.presence.lanes.values()):
-                if not lane.closed:
-                    self._break_off(lane)
+            for log in list(self.rank_status.logs.values()):
+                if not log.closed:
+                    self._abort(log)
 
     @staticmethod
-    def _break_off(lane: Lane) -> None:
+    def _abort(log: CollectiveLog) -> None:
         try:
-            lane.break_off()
+            log.abort()
         except Exception:
             # the other lanes must raise all the same, and this thread goes on for engines made
             # later
-            logger.exception("could not break off %s", lane.name)
+            logger.exception("could not break off %s", log.name)
 
     def end(self, verdict: str) -> None:
         """End this rank, and all that it waits for, for a reason that another thread or rank has
@@ -184,21 +195,21 @@ class Watch:
         if not self.verdict:
             self._conclude(verdict, verdict)
 
-    def attend(self) -> None:
+    def answer_recoveries(self) -> None:
         """Answer ranks that go on after an exception; asked for all the time, and looked after
         once a second.
         """
-        presence, now = self.presence, time.monotonic()
+        rank_status, now = self.rank_status, time.monotonic()
         if (
-            presence is None
-            or not hasattr(presence, "resumptions")
+            rank_status is None
+            or not hasattr(rank_status, "recovery_board")
             or self.verdict
-            or now - self._attended < self._every(presence)
+            or now - self._answered < self._every(rank_status)
         ):
             return
-        self._attended = now
+        self._answered = now
         try:
-            presence.resumptions.look(self.end)
+            rank_status.recovery_board.answer_statements(self.end)
         except RuntimeError:
             pass  # the store is gone: nobody can ask
 
@@ -210,53 +221,57 @@ class Watch:
         """Seconds between looks."""
         return min(LOOK_SECONDS, self._warn_after) / 4
 
-    def look(self) -> None:
+    def check_current_wait(self) -> None:
         """Warn if the wait under way has lasted long since it began or was last warned of; end
         it if it can never end.
         """
         current = self._current or self._oldest_followed()
         if current is None:
             return
-        wait, now = current[0], time.monotonic()
+        pending, now = current[0], time.monotonic()
         waited = now - current[1]
         if current is not self._told:
             self._told, self._warned, self._looked = current, 0.0, current[1]
         if (
-            self.presence is not None
+            self.rank_status is not None
             and not self.verdict
-            and now - self._looked >= self._every(self.presence)
+            and now - self._looked >= self._every(self.rank_status)
         ):
             self._looked = now
-            self._judge(current, waited, self.presence)
-        if not wait.warns and waited - self._warned >= self._warn_after:
+            self._judge(current, waited, self.rank_status)
+        if not pending.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
-            lacking = self.presence.lacking(wait) if self.presence is not None else []
+            missing_ranks = (
+                self.rank_status.missing_ranks(pending) if self.rank_status is not None else []
+            )
             who = (
-                f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-                if lacking
+                f"rank{'s' * (len(missing_ranks) > 1)} {', '.join(map(str, missing_ranks))}"
+                if missing_ranks
                 else "another rank"
             )
             logger.warning(
                 "waiting for %s since %.0f s: %s has not joined it (is it dead, or "
                 "elsewhere in the script?)",
-                wait,
+                pending,
                 waited,
                 who,
             )
 
     @staticmethod
-    def _every(presence: Presence) -> float:
-        return LOOK_SECONDS * max(1.0, presence.world / RANKS_A_LOOK)
+    def _every(rank_status: RankStatus) -> float:
+        return LOOK_SECONDS * max(1.0, rank_status.world / RANKS_A_LOOK)
 
-    def _judge(self, current: tuple[Wait, float], waited: float, presence: Presence) -> None:
-        wait, lane = current[0], current[0].lane
+    def _judge(
+        self, current: tuple[PendingCollective, float], waited: float, rank_status: RankStatus
+    ) -> None:
+        pending, log = current[0], current[0].log
         follows = current is not self._current
-        if lane is not None and self._posted is not current:
-            presence.say("follows" if follows else "waits", wait=wait)
+        if log is not None and self._posted is not current:
+            rank_status.publish("follows" if follows else "waits", pending=pending)
             self._posted = current
-        verdict = presence.verdict(wait, () if follows else ("waits",))
+        verdict = rank_status.diagnose(pending, () if follows else ("waits",))
         if verdict is None and follows and self._hinted is not current:
-            likely = presence.verdict(wait, ("waits", "follows"))
+            likely = rank_status.diagnose(pending, ("waits", "follows"))
             if likely is not None:
                 self._hinted = current
                 logger.warning(
@@ -264,31 +279,31 @@ class Watch:
                     "for their devices now)",
                     likely.text,
                 )
-        if verdict is None and lane is not None and waited >= lane.timeout:
-            others = whereabouts.of(rank for rank in wait.needs if rank != presence.rank)
+        if verdict is None and log is not None and waited >= log.timeout:
+            others = rank_hosts.of(rank for rank in pending.needs if rank != rank_status.rank)
             text = (
-                f"rank {presence.rank} has waited {waited:.0f} s, which is the timeout, for "
-                f"{wait}; it needs {others}, of which one has not "
+                f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
+                f"{pending}; it needs {others}, of which one has not "
                 "come. See where it stands (py-spy dump), or set a longer timeout in the config"
             )
-            verdict = Verdict(text, text)
+            verdict = HangDiagnosis(text, text)
         if verdict is not None and (self._current or self._oldest_followed()) is current:
             self._conclude(*verdict)
 
 
-def _run(owner: weakref.ref[Watch], stop: threading.Event) -> None:
+def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
     pause = 0.0
     while not stop.wait(pause) and not _ending.is_set():
-        watch = owner()
-        if watch is None:
+        watchdog = owner()
+        if watchdog is None:
             return
-        watch.look()
-        watch.attend()
-        pause = watch.pause
-        del watch
+        watchdog.check_current_wait()
+        watchdog.answer_recoveries()
+        pause = watchdog.pause
+        del watchdog
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _ending = threading.Event()
 
 
@@ -300,11 +315,11 @@ def _leave() -> None:
     process.
     """
     _ending.set()
-    for watch in list(_watches):
-        watch.close()
-        if watch._thread is not None:
-            watch._thread.join(JOIN_SECONDS)
-        told = watch.presence.leave() if watch.presence is not None else None
+    for watchdog in list(_watches):
+        watchdog.close()
+        if watchdog._thread is not None:
+            watchdog._thread.join(JOIN_SECONDS)
+        told = watchdog.rank_status.publish_exit() if watchdog.rank_status is not None else None
         if told:
             logger.error("this rank has lost a connection because %s", told)
 

@@ -29,17 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.patience import PatientStore
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.store import TimeoutStore
 from hf_zero.errors import RankMismatchError
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.resume import Resumptions
+    from hf_zero.distributed.recovery import RecoveryBoard
 
-Post = dict[str, Any]
+StatusPost = dict[str, Any]
 
 
-class Verdict(NamedTuple):
+class HangDiagnosis(NamedTuple):
     """Why a wait cannot end; ``cause`` is what the other ranks are told."""
 
     text: str
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 
 PATIENCE_SECONDS = 5.0  # for the word of a rank whose connection was lost
 # that a rank which fails waits for the others to hear of it, and they for it to end first
-LINGER_SECONDS = 4.0
+WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS = 0.05
 REMEDY = (
     "Every rank must run the same forwards, backwards, steps, evaluations and "
@@ -57,119 +57,125 @@ REMEDY = (
 OVER = ("failed", "broken")  # states of a rank that ends all others that wait
 
 
-class Presence:
+class RankStatus:
     """One rank's entry in ``store``, and its view of the entries of the others.
 
     ``keeper``: the rank that hosts the store.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, keeper: int | None = None):
+    def __init__(self, store: Any, rank: int, world: int, store_host: int | None = None):
         # its own: others block on theirs
-        self.store = self._store = PatientStore(store.clone() if hasattr(store, "clone") else store)
-        self.resumptions: Resumptions
+        self.store = self._store = TimeoutStore(store.clone() if hasattr(store, "clone") else store)
+        self.recovery_board: RecoveryBoard
         self.rank = rank
         self.world = world
-        self.keeper = keeper
-        self.lanes: dict[str, Lane] = {}
+        self.store_host = store_host
+        self.logs: dict[str, CollectiveLog] = {}
         # the exception that went through the engine last, if nothing has gone well since
-        self.trouble = ""
+        self.last_error = ""
         self._state = "here"
-        self._posts: dict[int, Post] = {}
-        self._news = 0
-        self._people: dict[int, str] = {}
+        self._posts: dict[int, StatusPost] = {}
+        self._version = 0
+        self._identities: dict[int, str] = {}
         self._gone = False  # the store: torch writes a stack for every call that fails
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._set(f"who/{rank}", _identity(os.getpid()))
 
-    def lane(self, lane: Lane) -> Lane:
+    def register(self, log: CollectiveLog) -> CollectiveLog:
         """Register a lane under its name."""
-        self.lanes[lane.name] = lane
-        return lane
+        self.logs[log.name] = log
+        return log
 
     # ---- telling ----
 
-    def say(self, state: str, why: str = "", wait: Wait | None = None) -> None:
+    def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
         """Post where this rank is. A rank that is over stays so."""
         if self._state in OVER and state not in OVER:
             return
         self._state = state
-        self._set(str(self.rank), json.dumps(self.post(wait, why)))
+        self._set(str(self.rank), json.dumps(self.post(pending, why)))
 
     def _set(self, key: str, value: str) -> None:
         try:
             if not self._gone:
                 self._store.set(key, value)
-                self._store.add("news", 1)
+                self._store.add("version", 1)
         except RuntimeError:
             self._gone = True  # nobody can read
 
-    def post(self, wait: Wait | None, why: str = "") -> Post:
-        lanes = {
-            name: [lane.issued, list(lane.recent), lane.closed]
-            for name, lane in list(self.lanes.items())
+    def post(self, pending: PendingCollective | None, why: str = "") -> StatusPost:
+        logs = {
+            name: [log.sequence_number, list(log.recent), log.closed]
+            for name, log in list(self.logs.items())
         }
-        post: Post = {"state": self._state, "why": why, "lanes": lanes}
-        if wait is not None and wait.lane is not None:
-            post["wait"] = [wait.lane.name, wait.number, wait.what, list(wait.needs)]
+        post: StatusPost = {"state": self._state, "why": why, "lanes": logs}
+        if pending is not None and pending.log is not None:
+            post["wait"] = [pending.log.name, pending.number, pending.what, list(pending.needs)]
         return post
 
     # ---- reading ----
 
-    def _read(self) -> dict[int, Post] | None:
+    def _read(self) -> dict[int, StatusPost] | None:
         """The posts of the other ranks; None when the store is gone."""
         with self._lock:
             try:
-                news = self._news if self._gone else self._store.add("news", 0)
-                if news != self._news:
+                version = self._version if self._gone else self._store.add("version", 0)
+                if version != self._version:
                     for rank in range(self.world):
                         if rank != self.rank and self._store.check([str(rank)]):
                             self._posts[rank] = json.loads(self._store.get(str(rank)))
-                    self._news = news
+                    self._version = version
             except RuntimeError:
                 self._gone = True
             return None if self._gone else dict(self._posts)
 
-    def knows(self, rank: int) -> bool:
+    def learn_identity(self, rank: int) -> bool:
         """Learn on which host and in which process ``rank`` runs; False where it has not said
         so.
         """
         try:
-            if rank not in self._people and not self._gone and self._store.check([f"who/{rank}"]):
-                self._people[rank] = self._store.get(f"who/{rank}").decode()
+            if (
+                rank not in self._identities
+                and not self._gone
+                and self._store.check([f"who/{rank}"])
+            ):
+                self._identities[rank] = self._store.get(f"who/{rank}").decode()
         except RuntimeError:
             self._gone = True
-        return rank in self._people
+        return rank in self._identities
 
     def _dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to be no more: it ran on this host."""
-        if not self.knows(rank):
+        if not self.learn_identity(rank):
             return False
-        host, process, _ = self._people[rank].split()
+        host, process, _ = self._identities[rank].split()
         return (
             host != "?"
             and host == _identity(os.getpid()).split()[0]
-            and _identity(int(process)) != self._people[rank]
+            and _identity(int(process)) != self._identities[rank]
         )
 
-    def verdict(self, wait: Wait, stuck_in: Sequence[str] = ("waits",)) -> Verdict | None:
+    def diagnose(
+        self, pending: PendingCollective, stuck_in: Sequence[str] = ("waits",)
+    ) -> HangDiagnosis | None:
         """What proves that ``wait`` will never end; None if nothing does.
 
         ``stuck_in`` as for :func:`judge`.
         """
-        lane = wait.lane
+        log = pending.log
         dead = (
             []
-            if lane is None or lane.native
-            else [rank for rank in wait.needs if rank != self.rank and self._dead(rank)]
+            if log is None or log.native
+            else [rank for rank in pending.needs if rank != self.rank and self._dead(rank)]
         )
         posts = self._read()
         if posts is None:
             # A backend tells of a peer that is gone by itself, and what is on the wire may still
             # come.
             return (
-                Verdict(self._without_store(), self._without_store())
-                if lane is not None and not lane.native
+                HangDiagnosis(self._without_store(), self._without_store())
+                if log is not None and not log.native
                 else None
             )
         for rank in dead:
@@ -179,29 +185,31 @@ class Presence:
                     "lanes": posts.get(rank, {}).get("lanes", {}),
                     "why": "",
                 }
-        return judge(self.rank, self.post(wait), posts, stuck_in)
+        return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
 
-    def lacking(self, wait: Wait) -> list[int]:
+    def missing_ranks(self, pending: PendingCollective) -> list[int]:
         """The ranks that ``wait`` needs and that had not issued it when they last said where
         they are.
         """
         posts = self._posts
         return [
             rank
-            for rank in wait.needs
-            if rank in posts and wait.lane and _issued(posts[rank], wait.lane.name) <= wait.number
+            for rank in pending.needs
+            if rank in posts
+            and pending.log
+            and _sequence_number(posts[rank], pending.log.name) <= pending.number
         ]
 
     def _without_store(self) -> str:
-        if self.keeper is None or self.keeper == self.rank:
+        if self.store_host is None or self.store_host == self.rank:
             return "the launcher, which hosts the ranks' store, is gone or cannot be reached"
-        how = "died or ended" if self._dead(self.keeper) else "cannot be reached"
+        how = "died or ended" if self._dead(self.store_host) else "cannot be reached"
         return (
-            f"rank {self.keeper}, which hosts the ranks' store, {how}; its own output says "
+            f"rank {self.store_host}, which hosts the ranks' store, {how}; its own output says "
             "why, if it could speak"
         )
 
-    def gone(self, rank: int) -> str | None:
+    def exit_reason(self, rank: int) -> str | None:
         """Why no thread of ``rank`` will say anything more: it has died, or its interpreter has
         ended. None if it may.
         """
@@ -216,7 +224,7 @@ class Presence:
             else None
         )
 
-    def cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
+    def failure_cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
         """Why a connection was lost: the rank that has failed, died or ended.
 
         None if nothing of the kind is known.
@@ -236,7 +244,7 @@ class Presence:
 
     # ---- the end ----
 
-    def leave(self) -> str | None:
+    def publish_exit(self) -> str | None:
         """The interpreter ends.
 
         Returns what there is to tell about an end that others have caused.
@@ -245,7 +253,7 @@ class Presence:
             return None  # a child that inherited this
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._state == "broken":  # a launcher calls the first that ends the reason
-            self._linger(
+            self._wait_for_peers(
                 lambda posts: all(
                     self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"
                 )
@@ -258,30 +266,34 @@ class Presence:
             and "Connection" in str(error)
             and not isinstance(error, RankMismatchError)
         ):
-            told = self.cause()  # in a collective that is not hf-zero's
+            told = self.failure_cause()  # in a collective that is not hf-zero's
         if told is not None:
-            self.say("broken", told)
+            self.publish("broken", told)
         elif error is not None:
-            self.say("failed", first_line(error))
+            self.publish("failed", first_line(error))
             # The launcher ends the others because of this rank's end: let them hear of it before.
-            self._linger(
+            self._wait_for_peers(
                 lambda posts: all(
                     posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)
                     for rank in range(self.world)
                     if rank != self.rank
                 )
             )
-        elif self.keeper is None or self.keeper == self.rank or not self._dead(self.keeper):
-            self.say(
+        elif (
+            self.store_host is None
+            or self.store_host == self.rank
+            or not self._dead(self.store_host)
+        ):
+            self.publish(
                 "ended",
-                f"after {self.trouble}"
-                if self.trouble
+                f"after {self.last_error}"
+                if self.last_error
                 else "its script is over, or its own output says why",
             )
         return told
 
-    def _linger(self, enough: Callable[[Mapping[int, Post]], bool]) -> None:
-        limit = time.monotonic() + LINGER_SECONDS
+    def _wait_for_peers(self, enough: Callable[[Mapping[int, StatusPost]], bool]) -> None:
+        limit = time.monotonic() + WAIT_FOR_PEERS_SECONDS
         while time.monotonic() < limit:
             posts = self._read()
             if posts is None or enough(posts):
@@ -312,7 +324,7 @@ def _identity(process: int) -> str:
     return f"{host} {process} {'gone' if fields[0] in 'ZX' else fields[19]}"
 
 
-def _end_of(posts: Mapping[int, Post], dead: list[int]) -> str | None:
+def _end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
     """The worst that has happened to another rank."""
     silent = [
         rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")
@@ -340,63 +352,66 @@ def _end_of(posts: Mapping[int, Post], dead: list[int]) -> str | None:
     return None
 
 
-def _said(post: Post, lane: str, number: int) -> str | None:
+def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
     """What the rank of ``post`` has issued as ``number`` on ``lane``; None where that is not
     known.
     """
-    issued, recent, _ = post["lanes"].get(lane, (0, [], ""))
-    at = number - (issued - len(recent))
+    sequence_number, recent, _ = post["lanes"].get(log, (0, [], ""))
+    at = number - (sequence_number - len(recent))
     return recent[at] if 0 <= at < len(recent) else None
 
 
-def _issued(post: Post, lane: str) -> int:
-    return int(post["lanes"].get(lane, (0, [], ""))[0])
+def _sequence_number(post: StatusPost, log: str) -> int:
+    return int(post["lanes"].get(log, (0, [], ""))[0])
 
 
-def judge(
-    rank: int, own: Post, posts: Mapping[int, Post], stuck_in: Sequence[str] = ("waits",)
-) -> Verdict | None:
+def diagnose_hang(
+    rank: int,
+    own: StatusPost,
+    posts: Mapping[int, StatusPost],
+    stuck_in: Sequence[str] = ("waits",),
+) -> HangDiagnosis | None:
     """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``.
 
     ``stuck_in`` are the states in which a host is taken to issue nothing before its wait is over.
     """
     over = {each: post for each, post in posts.items() if post["state"] in OVER}
-    lane, number, what, needs = own.get("wait", ("", 0, "the others", ()))
+    log, number, what, needs = own.get("wait", ("", 0, "the others", ()))
     if over:
         cause = _end_of(over, []) or ""
-        return Verdict(
-            f"rank {rank} waits for {what}{f' (number {number} of {lane})' if lane else ''}, and "
+        return HangDiagnosis(
+            f"rank {rank} waits for {what}{f' (number {number} of {log})' if log else ''}, and "
             f"will do so for ever: {cause}",
             cause,
         )
-    if not lane:
+    if not log:
         return None
-    said = _said(own, lane, number)
+    said = _issued_as(own, log, number)
     for each, post in posts.items():
-        other = _said(post, lane, number)
+        other = _issued_as(post, log, number)
         if said is not None and other is not None and other != said:
             return _same(
                 f"rank {rank} is at {said}, rank {each} at {other} (both number {number} "
-                f"of {lane}). {REMEDY}"
+                f"of {log}). {REMEDY}"
             )
     for each in needs:
-        if each == rank or each not in posts or _issued(posts[each], lane) > number:
+        if each == rank or each not in posts or _sequence_number(posts[each], log) > number:
             continue
         post = posts[each]
         # Where this rank has closed the lane too, what was left in shards is gathered: all that
         # destroyed the engine will come.
-        closed = "" if own["lanes"][lane][2] else post["lanes"].get(lane, (0, [], ""))[2]
+        closed = "" if own["lanes"][log][2] else post["lanes"].get(log, (0, [], ""))[2]
         if post["state"] == "dead":
             cause = _end_of({each: post}, [each]) or ""
-            return Verdict(
-                f"rank {rank} waits for {what} (number {number} of {lane}), and will do "
+            return HangDiagnosis(
+                f"rank {rank} waits for {what} (number {number} of {log}), and will do "
                 f"so for ever: {cause}",
                 cause,
             )
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(
-                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} will "
+                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} will "
                 f"never join: it has {how}. {REMEDY}, and the "
                 "same number of them"
             )
@@ -411,23 +426,24 @@ def judge(
             break
         stuck.update(more)
     for each in needs:
-        if each != rank and each in stuck and _issued(stuck[each], lane) <= number:
+        if each != rank and each in stuck and _sequence_number(stuck[each], log) <= number:
             there, at, instead, _ = stuck[each]["wait"]
             return _same(
-                f"rank {rank} waits for {what} (number {number} of {lane}), which rank {each} has "
+                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} has "
                 f"not issued: it waits for {instead} "
                 f"(number {at} of {there}). {REMEDY}"
             )
     return None
 
 
-def _same(text: str) -> Verdict:
-    return Verdict(text, text)
+def _same(text: str) -> HangDiagnosis:
+    return HangDiagnosis(text, text)
 
 
-def _lacks(post: Post, stuck: Mapping[int, Post], rank: int) -> bool:
+def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
     """Whether what ``rank`` waits for needs a rank of ``stuck`` that has not issued it."""
-    lane, number, _, needs = post["wait"]
+    log, number, _, needs = post["wait"]
     return any(
-        each in stuck and each != rank and _issued(stuck[each], lane) <= number for each in needs
+        each in stuck and each != rank and _sequence_number(stuck[each], log) <= number
+        for each in needs
     )

@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from hf_zero.distributed.lane import Lane, Wait
-from hf_zero.distributed.patience import PatientStore
-from hf_zero.distributed.watch import Watch
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.store import TimeoutStore
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
 POLL_SECONDS = 0.05
@@ -36,7 +36,7 @@ REMEDY = (
 Numbers = dict[str, int]
 
 
-class Passes:
+class PassTracker:
     """The passes of one engine on this rank: where each began, and whether the last one broke."""
 
     def __init__(
@@ -44,24 +44,24 @@ class Passes:
         name: str,
         rank: int,
         world: int,
-        lanes: Mapping[str, Lane],
-        watch: Watch,
+        logs: Mapping[str, CollectiveLog],
+        watchdog: Watchdog,
         timeout: float,
     ):
         """``lanes``: the communicators, by what they are for."""
         self.name = name
         self._rank, self._ranks = rank, range(world)
-        self._lanes = dict(lanes)
-        self._watch, self._timeout = watch, timeout
+        self._logs = dict(logs)
+        self._watchdog, self._timeout = watchdog, timeout
         self._began: deque[tuple[tuple[str, Hashable], tuple[int, ...]]] = deque(maxlen=BEGINNINGS)
         self._open = False
         self._broken = False
         self._serials = itertools.count()
-        if watch.presence is not None:
-            watch.presence.resumptions.add(self)
+        if watchdog.rank_status is not None:
+            watchdog.rank_status.recovery_board.add(self)
 
     def _at(self) -> tuple[int, ...]:
-        return tuple(lane.issued for lane in self._lanes.values())
+        return tuple(log.sequence_number for log in self._logs.values())
 
     def begin(self, what: str, kind: Hashable) -> None:
         """A pass begins, of a kind that is the same on all ranks.
@@ -78,21 +78,25 @@ class Passes:
 
     def broke(self) -> None:
         """The pass under way, if there is one, has ended with an exception."""
-        if self._open and self._began[-1][1] != self._at() and self._watch.presence is not None:
+        if (
+            self._open
+            and self._began[-1][1] != self._at()
+            and self._watchdog.rank_status is not None
+        ):
             self._broken = True
-            for lane in self._lanes.values():
-                lane.before_issue = self._resume_with
+            for log in self._logs.values():
+                log.before_issue = self._resume_with
         self._open = False
 
-    def _resume_with(self, lane: Lane, what: str) -> None:
-        role = next(role for role, each in self._lanes.items() if each is lane)
-        self._resume("", [role, lane.issued, what], what)
+    def _resume_with(self, log: CollectiveLog, what: str) -> None:
+        role = next(role for role, each in self._logs.items() if each is log)
+        self._resume("", [role, log.sequence_number, what], what)
 
     def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
-        presence = self._watch.presence
-        assert presence is not None
-        for lane in self._lanes.values():
-            lane.before_issue = None
+        rank_status = self._watchdog.rank_status
+        assert rank_status is not None
+        for log in self._logs.values():
+            log.before_issue = None
         self._broken = False
         said = {"kind": kind, "first": first, "what": what}
         statement = {
@@ -101,27 +105,29 @@ class Passes:
             "last": self.last(),
             **said,
         }
-        presence.resumptions.state(self.name, self._rank, statement)
+        rank_status.recovery_board.state(self.name, self._rank, statement)
         peers = [rank for rank in self._ranks if rank != self._rank]
-        with self._watch.over(
-            Wait(
+        with self._watchdog.watching(
+            PendingCollective(
                 "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
             )
         ):
             limit = time.monotonic() + self._timeout
             for peer in peers:
                 self._await_answer(peer, statement, limit)
-        presence.resumptions.stated.pop(self.name, None)
+        rank_status.recovery_board.stated.pop(self.name, None)
 
     def _await_answer(self, peer: int, statement: Mapping[str, Any], limit: float) -> None:
-        presence = self._watch.presence
-        assert presence is not None
+        rank_status = self._watchdog.rank_status
+        assert rank_status is not None
         while True:
-            self._watch.check()
-            answer = presence.resumptions.answer(self.name, peer, self._rank, statement["serial"])
+            self._watchdog.check()
+            answer = rank_status.recovery_board.answer(
+                self.name, peer, self._rank, statement["serial"]
+            )
             if answer == "":
                 return
-            gone = None if answer is not None else presence.gone(peer)
+            gone = None if answer is not None else rank_status.exit_reason(peer)
             if answer is None and gone is None and time.monotonic() >= limit:
                 gone = f"rank {peer} has not come there within {self._timeout:g} s"
             if answer is not None or gone is not None:
@@ -130,38 +136,38 @@ class Passes:
                     or f"rank {self._rank} cannot go on after an exception, having issued "
                     f"{statement['last']}: {gone}. {REMEDY}"
                 )
-                self._watch.end(text)
+                self._watchdog.end(text)
                 raise RankMismatchError(text)
             time.sleep(POLL_SECONDS)
 
     def numbers(self) -> Numbers:
-        return {role: lane.issued for role, lane in self._lanes.items()}
+        return {role: log.sequence_number for role, log in self._logs.items()}
 
     def last(self) -> str:
         """The last collective on each communicator that has had one."""
         said = [
-            f"{lane.recent[-1]} (number {lane.issued - 1} of {role})"
-            for role, lane in self._lanes.items()
-            if lane.recent
+            f"{log.recent[-1]} (number {log.sequence_number - 1} of {role})"
+            for role, log in self._logs.items()
+            if log.recent
         ]
         return "; ".join(said) or "nothing"
 
-    def judge(self, peer: int, statement: Mapping[str, Any]) -> str | None:
+    def answer_to(self, peer: int, statement: Mapping[str, Any]) -> str | None:
         """What this rank answers to ``statement`` of ``peer``: "" is yes; None: it cannot be
         said yet.
         """
         # before what has begun: a pass is noted before its first collective
         at, there = self.numbers(), statement["at"]
-        presence = self._watch.presence
-        own = presence.resumptions.stated.get(self.name) if presence is not None else None
+        rank_status = self._watchdog.rank_status
+        own = rank_status.recovery_board.stated.get(self.name) if rank_status is not None else None
         if statement["first"] is not None:
             role, number, what = statement["first"]
-            lane = self._lanes[role]
-            place = number - (lane.issued - len(lane.recent))
-            same = 0 <= place < len(lane.recent) and lane.recent[place] == what
+            log = self._logs[role]
+            place = number - (log.sequence_number - len(log.recent))
+            same = 0 <= place < len(log.recent) and log.recent[place] == what
         else:
             began = [
-                (f"{what} {kind!r}", dict(zip(self._lanes, numbers)))
+                (f"{what} {kind!r}", dict(zip(self._logs, numbers)))
                 for (what, kind), numbers in list(self._began)
             ]
             same = (statement["kind"], there) in began
@@ -181,17 +187,17 @@ class Passes:
         )
 
 
-class Resumptions:
+class RecoveryBoard:
     """What ranks that go on after a broken pass say in ``store``, and what the others answer."""
 
-    def __init__(self, store: PatientStore, rank: int):
+    def __init__(self, store: TimeoutStore, rank: int):
         self._store, self._rank = store, rank
-        self._passes: weakref.WeakValueDictionary[str, Passes] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[str, PassTracker] = weakref.WeakValueDictionary()
         self._seen = 0
         self._unanswered: list[tuple[str, int, dict[str, Any]]] = []  # engine, rank, statement
         self.stated: dict[str, dict[str, Any]] = {}  # by engine, what this rank has said last
 
-    def add(self, passes: Passes) -> None:
+    def add(self, passes: PassTracker) -> None:
         self._passes[passes.name] = passes
 
     def state(self, name: str, rank: int, statement: dict[str, Any]) -> None:
@@ -204,7 +210,7 @@ class Resumptions:
         key = f"answer/{name}/{of}/{to}/{serial}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def look(self, conclude: Callable[[str], None]) -> None:
+    def answer_statements(self, conclude: Callable[[str], None]) -> None:
         """Answer what other ranks have said; ``conclude`` ends this rank where it has parted
         from one. From the watch's thread.
         """
@@ -218,7 +224,7 @@ class Resumptions:
         for entry in list(self._unanswered):
             name, rank, statement = entry
             passes = self._passes.get(name)
-            answer = passes.judge(rank, statement) if passes is not None else None
+            answer = passes.answer_to(rank, statement) if passes is not None else None
             if answer is None:
                 continue
             self._unanswered = [each for each in self._unanswered if each is not entry]

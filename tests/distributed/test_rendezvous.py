@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from hf_zero.distributed import comm, discovery
-from hf_zero.distributed.discovery import DEFAULT_PORT, FIRST_PORT, PORTS, Place, announce, discover
-from hf_zero.distributed.nodelist import expand_hosts, expand_tasks
+from hf_zero.distributed import init, process_group, rendezvous
+from hf_zero.distributed.rendezvous import (
+    DEFAULT_PORT,
+    FIRST_PORT,
+    PORTS,
+    Place,
+    announce,
+    discover,
+)
+from hf_zero.distributed.slurm import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 TORCHRUN = {
@@ -314,8 +321,8 @@ def test_init_distributed_says_what_lacks_before_it_waits(monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(LaunchError, match="WORLD_SIZE is not"):
-        comm.init_distributed()
-    assert not comm.is_initialized()
+        init.init_distributed()
+    assert not process_group.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -329,4 +336,4 @@ def test_init_distributed_says_what_lacks_before_it_waits(monkeypatch: pytest.Mo
     ],
 )
 def test_addresses_of_one_s_own(address: str, is_own: Any) -> None:
-    assert discovery.is_loopback(address) is is_own
+    assert rendezvous.is_loopback(address) is is_own

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from hf_zero.distributed.interface import own_address
+from hf_zero.distributed.network_interface import own_address
 
 NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # as the user knows them: from the hostfile, from SLURM
 KEY = "hf_zero/hosts"

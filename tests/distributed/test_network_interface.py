@@ -6,8 +6,13 @@ import os
 
 import pytest
 
-from hf_zero.distributed import interface
-from hf_zero.distributed.interface import VARIABLES, choose_interface, interface_of, interfaces
+from hf_zero.distributed import network_interface
+from hf_zero.distributed.network_interface import (
+    VARIABLES,
+    choose_interface,
+    interface_of,
+    interfaces,
+)
 from hf_zero.errors import LaunchError
 
 
@@ -49,10 +54,10 @@ def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Many machines know their own name as 127.0.1.1."""
-    ways = {"worker-0": "127.0.0.1", interface.SOMEWHERE: "10.9.8.7"}
-    monkeypatch.setattr(interface, "_source", lambda address: ways.get(address))
+    ways = {"worker-0": "127.0.0.1", network_interface.SOMEWHERE: "10.9.8.7"}
+    monkeypatch.setattr(network_interface, "_source", lambda address: ways.get(address))
     monkeypatch.setattr(
-        interface,
+        network_interface,
         "interface_of",
         lambda address: {"127.0.0.1": "lo", "10.9.8.7": "eth0"}.get(address),
     )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import agreement as module
-from hf_zero.distributed.agreement import Agreement
+from hf_zero.distributed import consensus as module
+from hf_zero.distributed.consensus import Consensus
 from hf_zero.errors import RankMismatchError
 
 
@@ -24,7 +24,7 @@ def say(wish: tuple[int, int]) -> str:
 
 def together(
     world: int,
-    fn: Callable[[Agreement, int], Any],
+    fn: Callable[[Consensus, int], Any],
     timeout: float = 30.0,
     absent: tuple[int, ...] = (),
 ) -> list[Any]:
@@ -33,7 +33,7 @@ def together(
 
     def run(rank: int) -> None:
         try:
-            answers[rank] = fn(Agreement(store, rank, world, timeout), rank)
+            answers[rank] = fn(Consensus(store, rank, world, timeout), rank)
         except RankMismatchError as error:
             answers[rank] = error
 
@@ -52,9 +52,9 @@ def together(
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
-    def run(agreement: Agreement, rank: int) -> list[tuple[int, int]]:
+    def run(consensus: Consensus, rank: int) -> list[tuple[int, int]]:
         return [
-            agreement.settle("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
+            consensus.agree("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
         ]
 
     assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
@@ -63,10 +63,10 @@ def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
 def test_the_store_keeps_the_last_agreement_alone() -> None:
     stores: list[Any] = []
 
-    def run(agreement: Agreement, rank: int) -> None:
-        stores.append(agreement._store)
+    def run(consensus: Consensus, rank: int) -> None:
+        stores.append(consensus._store)
         for unit in range(30):
-            agreement.settle("forward", (1, unit), say)
+            consensus.agree("forward", (1, unit), say)
 
     together(3, run)
     assert stores[0].check(["29/go"]) and not any(
@@ -87,7 +87,7 @@ def test_of_differing_wishes_all_get_the_largest(
     wishes: list[tuple[int, int]], agreed: tuple[int, int]
 ) -> None:
     assert (
-        together(3, lambda agreement, rank: agreement.settle("backward", wishes[rank], say))
+        together(3, lambda consensus, rank: consensus.agree("backward", wishes[rank], say))
         == [agreed] * 3
     )
 
@@ -95,14 +95,14 @@ def test_of_differing_wishes_all_get_the_largest(
 def test_what_a_pass_is_called_may_hold_the_separator() -> None:
     where = "forward ('a|b', True)|x"
     assert (
-        together(2, lambda agreement, rank: agreement.settle(where, (1, rank), say)) == [(1, 1)] * 2
+        together(2, lambda consensus, rank: consensus.agree(where, (1, rank), say)) == [(1, 1)] * 2
     )
 
 
 @pytest.mark.parametrize("world, odd", [(2, 0), (4, 2)])
 def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int) -> None:
-    def run(agreement: Agreement, rank: int) -> Any:
-        return agreement.settle("backward 'b'" if rank == odd else "forward 'f'", (1, rank), say)
+    def run(consensus: Consensus, rank: int) -> Any:
+        return consensus.agree("backward 'b'" if rank == odd else "forward 'f'", (1, rank), say)
 
     for error in together(world, run):
         assert isinstance(error, RankMismatchError)
@@ -114,7 +114,7 @@ def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int)
 def test_ranks_that_never_come_are_named_at_the_timeout() -> None:
     answers = together(
         4,
-        lambda agreement, rank: agreement.settle("forward 'f'", (1, 6), say),
+        lambda consensus, rank: consensus.agree("forward 'f'", (1, 6), say),
         timeout=0.2,
         absent=(1, 3),
     )
@@ -158,18 +158,18 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
     with pytest.raises(
         RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
     ):
-        Agreement(store, 0, 3, 150.0).settle("forward", (1, 4), say)
+        Consensus(store, 0, 3, 150.0).agree("forward", (1, 4), say)
     assert heard == [
         f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward"
         for waited in (60, 120)
     ]
 
 
-def stepped(agreement: Agreement) -> bool:
+def stepped(consensus: Consensus) -> bool:
     """A step of the optimizer: shards are written."""
-    with agreement.writing():
+    with consensus.writing():
         pass
-    return agreement.departed()
+    return consensus.end_step()
 
 
 class Chunks:
@@ -189,15 +189,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trio(quick: None) -> Iterator[tuple[list[Agreement], list[Chunks], Any]]:
+def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     """Three ranks that serve 37 bytes a unit: three parts, the last one short."""
     store = dist.HashStore()
-    agreements = [Agreement(store, rank, 3, 20.0) for rank in range(3)]
+    agreements = [Consensus(store, rank, 3, 20.0) for rank in range(3)]
     chunks = [Chunks(rank, 37) for rank in range(3)]
-    for agreement, chunk in zip(agreements, chunks):
-        agreement.serve(chunk.of)
+    for consensus, chunk in zip(agreements, chunks):
+        consensus.serve_out_of_order_gathers(chunk.of)
     threads = [each._thread for each in agreements]
-    del agreement, chunk  # what is named here would be kept alive
+    del consensus, chunk  # what is named here would be kept alive
     yield agreements, chunks, store
     agreements.clear()
     for thread in threads:
@@ -251,11 +251,11 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
 
 def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(trio: Any) -> None:
     agreements, _, _ = trio
-    assert [agreement.departed() for agreement in agreements] == [False] * 3
+    assert [consensus.end_step() for consensus in agreements] == [False] * 3
     agreements[2].fetch(3, "layer.3", [0, 1], 37)
     agreements[0].fetch(4, "layer.4", [1, 2], 37)
-    assert [agreement.departed() for agreement in agreements] == [True] * 3
-    assert [agreement.departed() for agreement in agreements] == [False] * 3
+    assert [consensus.end_step() for consensus in agreements] == [True] * 3
+    assert [consensus.end_step() for consensus in agreements] == [False] * 3
 
 
 def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -> None:
@@ -268,7 +268,7 @@ def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -
         assert not store.check([f"fetch/{unit + 1}/0/2"]), (
             "a chunk that nobody takes is left in the store"
         )
-        assert [agreement.departed() for agreement in agreements] == [True] * 3
+        assert [consensus.end_step() for consensus in agreements] == [True] * 3
 
 
 def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
@@ -282,13 +282,13 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     ahead.start()
     ahead.join(timeout=0.1)
     assert got == [], "served before the step was over"
-    for chunk, agreement in zip(chunks[1:], agreements[1:]):
+    for chunk, consensus in zip(chunks[1:], agreements[1:]):
         chunk.rank += 1
-        stepped(agreement)
+        stepped(consensus)
     ahead.join(timeout=30)
     assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
-    del chunk, agreement
-    assert [each.departed() for each in agreements] == [True] * 3
+    del chunk, consensus
+    assert [each.end_step() for each in agreements] == [True] * 3
 
 
 def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
@@ -297,29 +297,29 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
     """
     agreements, _, _ = trio
     ahead = [0, 3, 1]
-    for agreement, steps in zip(agreements, ahead):
-        assert [agreement.departed() for _ in range(steps)] == [False] * steps
+    for consensus, steps in zip(agreements, ahead):
+        assert [consensus.end_step() for _ in range(steps)] == [False] * steps
     agreements[0].fetch(4, "layer.4", [1, 2], 37)
-    for agreement, steps in zip(agreements, ahead):
-        assert [agreement.departed() for _ in range(5 - steps)] == [
+    for consensus, steps in zip(agreements, ahead):
+        assert [consensus.end_step() for _ in range(5 - steps)] == [
             step == 3 for step in range(steps, 5)
         ]
-    del agreement
+    del consensus
 
 
 def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> None:
     agreements, _, _ = trio
     ahead, event = [0, 3, 1], module.STOP - 7
-    for agreement, steps in zip(agreements, ahead):
+    for consensus, steps in zip(agreements, ahead):
         for _ in range(steps):
-            agreement.departed()
+            consensus.end_step()
     seen: list[list[int]] = [[], [], []]
 
     def run(rank: int) -> None:
         for step in range(ahead[rank], 6):
             if rank == 0 and step < 4:
-                agreements[0].tell_all(event)  # again and again, as long as it has not come
-            assert not agreements[rank].departed() and not agreements[rank].stopped
+                agreements[0].broadcast_event(event)  # again and again, as long as it has not come
+            assert not agreements[rank].end_step() and not agreements[rank].stopped
             if agreements[rank].events:
                 assert agreements[rank].events == {event}
                 seen[rank].append(step)
@@ -333,7 +333,7 @@ def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> 
     for thread in threads:
         thread.join(timeout=30)
         assert not thread.is_alive()
-    del agreement
+    del consensus
     assert seen == [[3], [3], [3]], "the step at which the rank was that is ahead"
 
 
@@ -354,7 +354,7 @@ def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     assert not stepped(agreements[1]) and not stepped(agreements[2])
     ahead.join(timeout=30)
     assert not ahead.is_alive()
-    assert [agreement.departed() for agreement in agreements] == [True] * 3
+    assert [consensus.end_step() for consensus in agreements] == [True] * 3
 
 
 def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
@@ -365,8 +365,8 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
             raise ValueError("no such shard")
 
     store, broken = dist.HashStore(), Broken()
-    serving, asking = Agreement(store, 1, 2, 20.0), Agreement(store, 0, 2, 20.0)
-    serving.serve(broken.of)
+    serving, asking = Consensus(store, 1, 2, 20.0), Consensus(store, 0, 2, 20.0)
+    serving.serve_out_of_order_gathers(broken.of)
     for _ in range(2):  # the thread lives on
         with pytest.raises(
             RankMismatchError,
@@ -391,12 +391,12 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
         target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True
     )
     asking.start()
-    for agreement, chunk in zip(agreements[1:], chunks[1:]):
-        with agreement.writing():
+    for consensus, chunk in zip(agreements[1:], chunks[1:]):
+        with consensus.writing():
             asking.join(timeout=0.05)
             assert got == []
             chunk.rank += 5
-    del agreement, chunk
+    del consensus, chunk
     asking.join(timeout=30)
     assert got == [{1: Chunks(6, 37).of(4), 2: Chunks(7, 37).of(4)}]
 
@@ -415,7 +415,7 @@ def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
         match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has",
     ):
         agreements[0]._store.set("0/0", "x|1|3")
-        agreements[2].settle("x", (1, 3), say)
+        agreements[2].agree("x", (1, 3), say)
 
 
 def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
@@ -426,9 +426,9 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
             raise ValueError("no such shard")
 
     store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
-    asking, breaking, listening = (Agreement(store, rank, 3, 20.0) for rank in range(3))
-    listening.serve(whole.of)
-    breaking.serve(broken.of)
+    asking, breaking, listening = (Consensus(store, rank, 3, 20.0) for rank in range(3))
+    listening.serve_out_of_order_gathers(whole.of)
+    breaking.serve_out_of_order_gathers(broken.of)
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
         asking.fetch(3, "layer.3", [2, 1], 4)
     with pytest.raises(
@@ -436,7 +436,7 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
         match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: "
         r"ValueError: no such shard",
     ):
-        breaking.departed()
+        breaking.end_step()
     for each in (breaking, listening):
         each.close()
 
@@ -444,27 +444,27 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
 def test_serving_twice_starts_one_thread(trio: Any) -> None:
     agreements, chunks, _ = trio
     before = agreements[0]._thread
-    agreements[0].serve(chunks[0].of)
+    agreements[0].serve_out_of_order_gathers(chunks[0].of)
     assert agreements[0]._thread is before and before.daemon
 
 
 def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None:
     store = dist.HashStore()
     chunks = Chunks(1, 4)
-    serving = Agreement(store, 1, 3, 20.0)
-    serving.serve(chunks.of)
+    serving = Consensus(store, 1, 3, 20.0)
+    serving.serve_out_of_order_gathers(chunks.of)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
     ):
-        Agreement(store, 0, 3, 0.2).fetch(9, "layer.9", [1, 2], 4)
+        Consensus(store, 0, 3, 0.2).fetch(9, "layer.9", [1, 2], 4)
 
 
 def test_serving_ends_with_what_is_served(quick: None) -> None:
     """A thread must not keep an engine alive, nor outlive it."""
-    agreement, chunks = Agreement(dist.HashStore(), 0, 2, 5.0), Chunks(0, 4)
-    agreement.serve(chunks.of)
-    thread, gone = agreement._thread, weakref.ref(chunks)
+    consensus, chunks = Consensus(dist.HashStore(), 0, 2, 5.0), Chunks(0, 4)
+    consensus.serve_out_of_order_gathers(chunks.of)
+    thread, gone = consensus._thread, weakref.ref(chunks)
     assert thread is not None
     del chunks
     thread.join(timeout=10)
@@ -483,8 +483,8 @@ def test_serving_ends_quietly_when_the_store_is_gone(
 
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    agreement, chunks = Agreement(Gone(), 0, 2, 5.0), Chunks(0, 4)
-    agreement.serve(chunks.of)
-    assert agreement._thread is not None
-    agreement._thread.join(timeout=10)
-    assert not agreement._thread.is_alive() and failed == []
+    consensus, chunks = Consensus(Gone(), 0, 2, 5.0), Chunks(0, 4)
+    consensus.serve_out_of_order_gathers(chunks.of)
+    assert consensus._thread is not None
+    consensus._thread.join(timeout=10)
+    assert not consensus._thread.is_alive() and failed == []

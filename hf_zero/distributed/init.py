@@ -1,0 +1,126 @@
+"""``init_distributed``: joins the process group that the launcher describes."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from hf_zero.config import ZeroConfig
+from hf_zero.device import kinds
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.collectives import (
+    DEFAULT_TIMEOUT,
+)
+from hf_zero.distributed.network_interface import choose_interface
+from hf_zero.distributed.process_group import (
+    backends_for,
+    default_device,
+    get_world_size,
+    is_initialized,
+)
+from hf_zero.distributed.rendezvous import LOOPBACK, announce
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import ConfigError
+from hf_zero.logs import log_rank0
+
+MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
+
+
+def init_distributed(
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    port: int | None = None,
+    interface: str | None = None,
+) -> None:
+    """Join the process group of the launcher; without a launcher, make a group of this one process.
+
+    ``timeout`` in seconds is how long a silent wait lasts before it is an error, ``port`` is where
+    the ranks meet if MASTER_PORT is not set, ``interface`` the network interface that gloo and NCCL
+    use. Does nothing if a group exists. Raises LaunchError where the launcher's variables lack
+    something or contradict each other (``discovery.py``), ConfigError for a port that is in use.
+    """
+    if is_initialized():
+        return
+    by_address = init_method not in (None, "env://")
+    place = None if by_address else announce(rank, world_size, port)
+    seconds = (
+        timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
+    )
+    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
+    device = default_device()
+    backend = backend or backends_for(device)
+    kinds.set_device(device)
+    meeting = (
+        place.master_addr
+        if place
+        else urlsplit(init_method or "").hostname
+        if by_address
+        else LOOPBACK
+    )
+    choose_interface(meeting, bool(place and place.several_hosts), interface)
+    if by_address:
+        join = partial(
+            dist.init_process_group,
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+        )
+    elif place is not None:
+        if place.launcher is not None:
+            log_rank0(
+                f"{place.world_size} ranks, started by {place.launcher}, meet at "
+                f"{place.master_addr}:{place.master_port}"
+            )
+        world_size = place.world_size
+        join = partial(dist.init_process_group, backend, timeout=limit)
+    else:
+        join = partial(
+            dist.init_process_group,
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=limit,
+        )
+    where = (
+        init_method
+        if by_address
+        else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    )
+    watchdog = Watchdog(enabled=world_size > 1)
+    try:
+        with watchdog.watching(PendingCollective(f"all {world_size} ranks to meet at {where}")):
+            join()
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"the ranks cannot meet at {where}: another program on this machine (another "
+            "training?) uses the port. End it, or choose a port that "
+            "is free: `torchrun --master-port N`, `accelerate launch --main_process_port "
+            "N`, or MASTER_PORT=N"
+        ) from error
+    finally:
+        watchdog.close()
+    if get_world_size() > 1:
+        get_world_group().log.timeout = seconds
+
+
+def init_from_config(config: ZeroConfig, port: int | None = None) -> None:
+    """:func:`init_distributed` as ``config`` says; ``port`` goes before its port."""
+    init_distributed(
+        config.distributed_backend,
+        config.timeout,
+        port=port or config.distributed_port,
+        interface=config.distributed_interface,
+    )
