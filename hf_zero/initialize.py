@@ -15,15 +15,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from hf_zero.activations.compile import to_be_compiled
+from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.core.compiled import to_be_compiled
 from hf_zero.core.engine import Engine
-from hf_zero.core.holding import release_holders
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
+from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
 from hf_zero.logs import logger
 from hf_zero.ops.dispatch import kind_for_auto
@@ -122,7 +123,7 @@ def initialize(
     loader = _loader(training_data, collate_fn, settings)
     _preflight(model, settings, made)
     release_holders(model)
-    engine = Engine(model, settings, made)
+    engine = Engine(model, settings, ActivationPatches(settings), made)
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)

@@ -79,7 +79,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class CompileSection:
-    """What torch.compile makes of the blocks' forwards; see :mod:`hf_zero.core.compiled`."""
+    """What torch.compile makes of the blocks' forwards; see :mod:`hf_zero.activations.compile`."""
 
     blocks: bool = False
     mode: str = "default"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.activations import Activations
 from hf_zero.core.answers import Answers, Counters
-from hf_zero.core.attention import AttentionOrder
-from hf_zero.core.compiled import CompiledBlocks, check_compilation
 from hf_zero.core.flat import Flat
 from hf_zero.core.grads import GradientReducer
 from hf_zero.core.guards import (
@@ -33,9 +30,9 @@ from hf_zero.core.layout import Slot
 from hf_zero.core.losses import Losses
 from hf_zero.core.materialize import check_parameters, partition
 from hf_zero.core.parameter import owner_of
+from hf_zero.core.patches import Patches
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.precision import LossScaler, Scaling
-from hf_zero.core.recompute import blocks_to_checkpoint
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
@@ -77,6 +74,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self,
         model: nn.Module,
         config: ZeroConfig,
+        patches: Patches,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
@@ -85,6 +83,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         super().__init__()
         self.module = model
         self.config = config
+        self.patches = patches
+        self._installed = ExitStack()  # what destroy undoes
         # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
         self.holds = holds
         # names that whole state dicts without frozen parameters have all the same
@@ -145,9 +145,8 @@ class Engine(Answers, Stopping, Saving, Updating):
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         config = self.config
         fixed = not self._policy.shards_parameters  # parameters keep their addresses
-        check_compilation(config.compile, model, fixed)  # before anything is changed
+        self.patches.check(model, fixed)
         cuts, self.aliases = cut(model, config.zero.module_granularity_threshold)
-        checkpointed = blocks_to_checkpoint(model, config.activation_checkpointing)
         check_parameters(cuts, self.device)
         given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
         self.param_dtypes = {
@@ -249,13 +248,9 @@ class Engine(Answers, Stopping, Saving, Updating):
             self._hooks.watch_gradients,
         )
         self._guards = ModuleGuards(model, self.units, self.schedule)
-        self._activations = Activations(
-            model, checkpointed, config, self.flats, self.device, self.global_rank == 0
+        self._installed.enter_context(
+            self.patches.install(model, self.units, self.device, self.global_rank == 0)
         )
-        # around checkpointing: one graph holds both passes
-        self._compiled = CompiledBlocks(model, self.units, fixed)
-        self._compiled.install(config.compile)
-        self._attention = AttentionOrder(config.attention_backend, self.device)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         self._scaling_hook = (
             model.register_forward_hook(Attached(self._losses.scale_outputs))
@@ -512,7 +507,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         """Compile each block's forward as ``compile: blocks`` does, with these arguments of
         torch.compile; gathers stay outside.
         """
-        self._compiled.compile(None, backend, **{**(compile_kwargs or {}), **options})
+        self.patches.compile(backend, **{**(compile_kwargs or {}), **options})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -545,9 +540,7 @@ class Engine(Answers, Stopping, Saving, Updating):
                 self.schedule.pin(unit)
             elif unit.sharded:
                 unit.release(keep_views=True)  # on every rank, whatever is still here on this one
-        self._compiled.remove()  # what was put on last goes first
-        self._activations.remove()
-        self._attention.give_back()
+        self._installed.close()  # what was put on last goes first
         self._hooks.remove()
         self._losses.close()
         self._guards.remove()

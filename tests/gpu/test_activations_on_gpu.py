@@ -1,8 +1,8 @@
 """Activations that leave a GPU and come back: same bits whatever is slow, less memory, and a host
 that waits for nothing.
 
-tests/unit/test_core_saved.py shows the same logic on the CPU, with copies that run as late as they
-may.
+tests/unit/test_activations_offload.py shows the same logic on the CPU, with copies that run as late
+as they may.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.activations.offload import Offload
+from hf_zero.activations.policy import offload_of
+from hf_zero.activations.streams import Streams
 from hf_zero.config import ActivationOffload
-from hf_zero.core.activations import offload_of
-from hf_zero.core.saved import Offload
-from hf_zero.core.transfers import Streams
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.integrations.deepspeed import activation_checkpointing

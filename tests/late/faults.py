@@ -21,7 +21,8 @@ from unittest import mock
 from tests.late import device, training
 
 import torch  # isort: skip
-from hf_zero.core import homeward, schedule, transfers, unit, update  # isort: skip
+from hf_zero.activations import streams as transfers  # isort: skip
+from hf_zero.core import homeward, schedule, unit, update  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
@@ -197,13 +198,13 @@ FAULTS: dict[str, Fault] = {
         ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES
     ),
     "an activation is copied before it is there": Fault(
-        ACTIVATIONS, left_out("wait", "transfers.py send"), COPIES
+        ACTIVATIONS, left_out("wait", "streams.py send"), COPIES
     ),
     "an activation is brought before its memory is free": Fault(
-        ACTIVATIONS, left_out("wait", "transfers.py bring"), COPIES
+        ACTIVATIONS, left_out("wait", "streams.py bring"), COPIES
     ),
     "an activation is used before it is back": Fault(
-        ACTIVATIONS, left_out("wait", "transfers.py use"), COPIES
+        ACTIVATIONS, left_out("wait", "streams.py use"), COPIES
     ),
     "an activation is given back under its copy": Fault(
         ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES

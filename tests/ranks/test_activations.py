@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core import activations
+from hf_zero.activations import policy as activations
 from tests.helpers import oracle
 from tests.helpers.engines import (
     STAGES,
@@ -105,7 +105,7 @@ def test_nothing_of_the_parameters_leaves(moved: list[Late]) -> None:
     def run(rank: int, model: torch.nn.Module) -> tuple[int, int]:
         engine = start(model, adamw(model), config_of(3, activation_offload=SMALL))
         loss = squared(engine, At(0, 0, rank))
-        held = engine._activations.offload.slabs.nbytes
+        held = engine.patches.activations.offload.slabs.nbytes
         engine.backward(loss)
         engine.destroy()
         return held, sum(flat.layout.padded * flat.dtype.itemsize for flat in engine.flats)
@@ -154,7 +154,7 @@ def test_where_the_device_is_the_host_nothing_moves(
 
     def run(rank: int, model: torch.nn.Module) -> None:
         engine = start(model, adamw(model), config_of(2, activation_offload=True))
-        assert engine._activations.offload is None
+        assert engine.patches.activations.offload is None
         engine.destroy()
 
     on_ranks(1, run)
@@ -206,7 +206,7 @@ def test_a_forward_that_is_broken_off(error: type[BaseException], moved: list[La
 def test_host_memory_is_kept_over_steps_and_given_back(moved: list[Late]) -> None:
     def run(rank: int, model: torch.nn.Module) -> None:
         engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
-        offload, sizes = engine._activations.offload, []
+        offload, sizes = engine.patches.activations.offload, []
         for number in range(3):
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()

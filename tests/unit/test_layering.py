@@ -45,12 +45,19 @@ LAYERS = {
     "hf_zero.loading": 3,
     "hf_zero.hosts": 1,
     "hf_zero.preflight": 3,
+    "hf_zero.activations": 3,
+    "hf_zero.holding": 3,
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,
     "hf_zero.estimate": 5,
     "hf_zero.cli": 5,
 }
+# Of these packages none imports one that stands after it.
+STACK = [
+    f"hf_zero.{name}"
+    for name in ("distributed", "storage", "core", "activations", "holding", "initialize")
+]
 # The order inside integrations/: a module imports nothing that stands after it, except out of
 # its own folder.
 INTEGRATIONS = [
@@ -146,6 +153,12 @@ def place(module: str) -> int | None:
     )
 
 
+def height(module: str) -> int | None:
+    """Where the package of ``module`` stands in :data:`STACK`."""
+    package = ".".join(module.split(".")[:2])
+    return STACK.index(package) if package in STACK else None
+
+
 def library(module: str) -> str:
     """The folder of integrations/ that ``module`` lies in."""
     return module.removeprefix("hf_zero.integrations.").partition(".")[0]
@@ -164,6 +177,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             other = layer(name)
             if name != "hf_zero" and other is not None and other > own:
                 found.append(f"{module} (layer {own}) imports {name} (layer {other})")
+            here, there = height(module), height(name)
+            if here is not None and there is not None and there > here:
+                found.append(f"{module} imports {name}, which stands above {STACK[here]}")
             here, there = place(module), place(name)
             if (
                 here is not None
@@ -247,6 +263,10 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("from ..integrations import accelerate", "hf_zero.core.hooks", "hf_zero.integrations"),
         ("import torch.distributed as dist", "hf_zero.core.hooks", "torch.distributed"),
         ("from torch import distributed", "hf_zero.core.hooks", "torch.distributed"),
+        ("import hf_zero.storage.tier", "hf_zero.distributed.comm", "hf_zero.storage.tier"),
+        ("import hf_zero.core.layout", "hf_zero.storage.tier", "hf_zero.core.layout"),
+        ("from hf_zero.activations import policy", "hf_zero.core.engine", "hf_zero.activations"),
+        ("from hf_zero.initialize import initialize", "hf_zero.activations.policy", "initialize"),
         ("import transformers", "hf_zero.checkpoint.convert.export", "transformers"),
         ("from accelerate.state import PartialState", "hf_zero.cli.doctor", "accelerate"),
         ("import lightning", "hf_zero.integrations.peft.adapters", "lightning"),

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.activations import checkpointing as recompute
+from hf_zero.activations.offload import Offload
+from hf_zero.activations.policy import offload_of
 from hf_zero.config import ZeroConfig
-from hf_zero.core import recompute
-from hf_zero.core.activations import offload_of
-from hf_zero.core.saved import Offload
 from hf_zero.distributed import process_group
 from hf_zero.distributed.mpu import check_mpu
 

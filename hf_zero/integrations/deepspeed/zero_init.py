@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.holding import hold
 from hf_zero.distributed import init, process_group
+from hf_zero.holding import hold
 from hf_zero.integrations.deepspeed.zero3_context import asked_for, forced, loading_now
 from hf_zero.loading import Building, make_pending, make_real
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
-from hf_zero.core.holding import hold
 from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
+from hf_zero.holding import hold
 from hf_zero.integrations import finder
 from hf_zero.integrations.deepspeed.zero3_context import (
     Loading,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import activations
+from hf_zero.activations import policy as activations
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.compiled import to_be_compiled
+from hf_zero.activations.compile import to_be_compiled
 from hf_zero.core.wrap import PACKED
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
@@ -122,7 +122,7 @@ def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
     blocks = [
         name
         for name, module in engine.module.named_modules()
-        if module in {*engine._compiled._blocks}
+        if module in {*engine.patches.compiled._blocks}
     ]
     assert len(blocks) >= 2
     inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
@@ -142,7 +142,7 @@ def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> 
     model = build(name)
     expected = to_be_compiled(model)
     engine = start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3})
-    assert expected and engine._compiled._blocks == expected
+    assert expected and engine.patches.compiled._blocks == expected
     engine.destroy()
 
 

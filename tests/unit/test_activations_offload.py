@@ -15,9 +15,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.core.saved import Offload
-from hf_zero.core.slabs import ALIGN, Slabs
-from hf_zero.core.transfers import Plain
+from hf_zero.activations.host_buffers import ALIGN, Slabs
+from hf_zero.activations.offload import Offload
+from hf_zero.activations.streams import Plain
 from hf_zero.errors import HostMemoryError, OffloadError
 from tests.helpers.late_transfers import Late
 
@@ -375,7 +375,7 @@ def test_a_forward_that_breaks_leaves_no_copy_of_memory_that_is_used_again() -> 
 
 
 def test_by_itself_two_blocks_may_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_zero.core.saved.IN_FLIGHT", 2 * LAYER)
+    monkeypatch.setattr("hf_zero.activations.offload.IN_FLIGHT", 2 * LAYER)
     late, layers = Late(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
     away = Offload(CPU, late, Slabs(take, 8 * LAYER, 8 * LAYER), 1, None)
     for _ in range(2):

@@ -39,8 +39,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_zero.activations.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.config import CompileSection
-from hf_zero.core.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.core.guards import Attached, Override
 from hf_zero.core.tree import transformed
 from hf_zero.core.unit import Unit

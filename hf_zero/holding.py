@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
@@ -29,11 +30,10 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         offload_param=away,
         aio=config.aio,
     )
-    return Engine(
-        model,
-        held.resolve(process_group.get_world_size(), require_batch_size=False, training=False),
-        holds=True,
+    resolved = held.resolve(
+        process_group.get_world_size(), require_batch_size=False, training=False
     )
+    return Engine(model, resolved, ActivationPatches(resolved), holds=True)
 
 
 def release_holders(model: nn.Module) -> None:

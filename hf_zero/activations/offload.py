@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.core.slabs import Region, Slabs
-from hf_zero.core.transfers import Brought, Transfers
+from hf_zero.activations.host_buffers import Region, Slabs
+from hf_zero.activations.streams import Brought, Transfers
 from hf_zero.core.tree import transformed
 from hf_zero.errors import OffloadError
 

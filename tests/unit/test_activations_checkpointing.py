@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.core import recompute
+from hf_zero.activations import checkpointing as recompute
 from hf_zero.errors import ConfigError
 from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.models import ARCHITECTURES, seeded

@@ -1,24 +1,27 @@
-"""What becomes of activations under an engine: blocks that recompute them, and saved tensors
-that wait in host memory.
+"""What a configuration says about activations and the kernels that make them, put on a model
+under an engine: checkpointing, offload, compiled blocks, the order of attention kernels.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
+from hf_zero.activations.compile import CompiledBlocks, check_compilation
+from hf_zero.activations.host_buffers import Slabs
+from hf_zero.activations.offload import Offload
+from hf_zero.activations.sdpa import AttentionOrder
+from hf_zero.activations.streams import Streams, Transfers
 from hf_zero.config import ActivationOffload, ZeroConfig
-from hf_zero.core.flat import Flat
 from hf_zero.core.guards import Attached
-from hf_zero.core.recompute import Checkpoints
-from hf_zero.core.saved import Offload
-from hf_zero.core.slabs import Slabs
-from hf_zero.core.transfers import Streams, Transfers
+from hf_zero.core.unit import Unit
 from hf_zero.core.wrap import repeated_blocks
 from hf_zero.device import kinds
 from hf_zero.logs import logger
@@ -41,6 +44,43 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
     return Offload(device, transfers, Slabs(arena.take), section.min_bytes, section.in_flight_bytes)
 
 
+class ActivationPatches:
+    """What ``config`` has put on one model; a :class:`hf_zero.core.patches.Patches`."""
+
+    def __init__(self, config: ZeroConfig):
+        self._config = config
+        self._blocks: list[nn.Module] = []
+        self.activations: Activations | None = None
+        self.compiled: CompiledBlocks | None = None
+
+    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
+        """Raise ConfigError for a compilation or for checkpoints that ``model`` cannot have."""
+        check_compilation(self._config.compile, model, fixed_addresses)
+        self._fixed_addresses = fixed_addresses
+        self._blocks = blocks_to_checkpoint(model, self._config.activation_checkpointing)
+
+    @contextmanager
+    def install(
+        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
+    ) -> Iterator[None]:
+        """Everything is on ``model`` inside."""
+        with ExitStack() as installed:
+            self.activations = Activations(model, self._blocks, self._config, units, device, logs)
+            installed.callback(self.activations.remove)
+            # around checkpointing: one graph holds both passes
+            self.compiled = CompiledBlocks(model, units, self._fixed_addresses)
+            installed.callback(self.compiled.remove)
+            self.compiled.install(self._config.compile)
+            order = AttentionOrder(self._config.attention_backend, device)
+            installed.callback(order.give_back)
+            yield
+
+    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
+        """Compile each block's forward as ``compile: blocks`` does, with other arguments."""
+        assert self.compiled is not None
+        self.compiled.compile(None, backend, **options)
+
+
 class Activations:
     """Of ``model``, as the configuration says. :meth:`remove` takes everything off again."""
 
@@ -49,15 +89,15 @@ class Activations:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         config: ZeroConfig,
-        flats: Sequence[Flat],
+        units: Sequence[Unit],
         device: torch.device,
         tells: bool,
     ):
         """``blocks`` are those to be checkpointed
-        (:func:`hf_zero.core.recompute.blocks_to_checkpoint`); ``tells`` logs.
+        (:func:`hf_zero.activations.checkpointing.blocks_to_checkpoint`); ``tells`` logs.
         """
         self._model = weakref.ref(model)
-        self._flats = flats
+        self._units = units
         self._always, self._with_checkpoints = (
             config.activation_offload.enabled,
             config.activation_checkpointing.cpu_checkpointing,
@@ -96,7 +136,9 @@ class Activations:
     def _stays(self) -> set[int]:
         """The storages of parameters and buffers."""
         model = self._model()
-        storages = {flat.full.untyped_storage()._cdata for flat in self._flats}
+        storages = {
+            flat.full.untyped_storage()._cdata for unit in self._units for flat in unit.flats
+        }
         if model is not None:
             storages |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         return storages
