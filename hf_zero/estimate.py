@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.core.policy import POLICIES
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
 from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, needs
@@ -283,8 +283,8 @@ def _plan(
 
 def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
     name, module = _open(model)
-    cuts, _ = cut(module, plan.granularity)
-    return name, groups_of(cuts, module, plan.precision), len(cuts)
+    specs, _ = find_units(module, plan.granularity)
+    return name, groups_of(specs, module, plan.precision), len(specs)
 
 
 def _open(model: Any) -> tuple[str, nn.Module]:

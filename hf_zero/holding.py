@@ -33,7 +33,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     resolved = held.resolve(
         process_group.get_world_size(), require_batch_size=False, training=False
     )
-    return Engine(model, resolved, ActivationPatches(resolved), holds=True)
+    return Engine(model, resolved, ActivationPatches(resolved), shard_only=True)
 
 
 def release_holders(model: nn.Module) -> None:

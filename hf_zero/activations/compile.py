@@ -44,7 +44,7 @@ from hf_zero.config import CompileSection
 from hf_zero.core.guards import Attached, Override
 from hf_zero.core.tree import transformed
 from hf_zero.core.unit import Unit
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 
@@ -102,7 +102,9 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
 
 def to_be_compiled(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model`` that an engine made of it compiles."""
-    return [module for piece in cut(model)[0][1:] for module in piece.modules if _inside(module)]
+    return [
+        module for spec in find_units(model)[0][1:] for module in spec.modules if _inside(module)
+    ]
 
 
 class CompiledForward(Override):

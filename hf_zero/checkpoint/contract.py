@@ -46,7 +46,7 @@ class Flat(Protocol):
         offloaded, else None.
         """
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Return when no update of this flat is under way."""
 
     @property

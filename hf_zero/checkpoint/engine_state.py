@@ -60,7 +60,7 @@ class LazyTensor:
 def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, LazyTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
     if flat.states is not None and bound is not None:
-        flat.settle()
+        flat.wait_for_update()
         states, numel = flat.states, flat.owned[1] - flat.owned[0]
         return {
             name: LazyTensor(states.dtype(name), numel, partial(states.fetch, name))

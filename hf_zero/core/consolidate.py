@@ -14,7 +14,7 @@ from hf_zero.core.unit import Unit
 
 
 def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
-    unit.settle()
+    unit.wait_for_update()
     if unit.sharded:
         engine.schedule.pin(unit)
     try:

@@ -37,14 +37,14 @@ from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.saving import Saving
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.stopping import Stopping
-from hf_zero.core.takeover import give_back, refuse_strangers, take_over
+from hf_zero.core.takeover import patch_optimizer, refuse_unknown_params, restore_optimizer
 from hf_zero.core.tree import map_tensors
 from hf_zero.core.trouble import refuse_half_done, refuse_step
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
 from hf_zero.core.updating import Updating
 from hf_zero.core.usage import Usage
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
@@ -78,7 +78,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
-        holds: bool = False,
+        shard_only: bool = False,
     ):
         super().__init__()
         self.module = model
@@ -86,7 +86,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.patches = patches
         self._installed = ExitStack()  # what destroy undoes
         # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
-        self.holds = holds
+        self.shard_only = shard_only
         # names that whole state dicts without frozen parameters have all the same
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.stage = config.stage
@@ -146,9 +146,9 @@ class Engine(Answers, Stopping, Saving, Updating):
         config = self.config
         fixed = not self._policy.shards_parameters  # parameters keep their addresses
         self.patches.check(model, fixed)
-        cuts, self.aliases = cut(model, config.zero.module_granularity_threshold)
-        check_parameters(cuts, self.device)
-        given = {name: parameter for piece in cuts for name, parameter in piece.parameters}
+        specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
+        check_parameters(specs, self.device)
+        given = {name: parameter for spec in specs for name, parameter in spec.parameters}
         self.param_dtypes = {
             name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()
         }
@@ -160,7 +160,7 @@ class Engine(Answers, Stopping, Saving, Updating):
                 for index, group in enumerate(optimizer.param_groups)
                 for p in group["params"]
             }
-            refuse_strangers(optimizer, {id(p) for p in given.values()})
+            refuse_unknown_params(optimizer, {id(p) for p in given.values()})
         group_of = {
             name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad
         }
@@ -175,12 +175,12 @@ class Engine(Answers, Stopping, Saving, Updating):
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         self.units = partition(
             model,
-            cuts,
+            specs,
             group_of,
             self._policy,
             self.mesh,
             self.device,
-            None if self.holds else config.precision,
+            None if self.shard_only else config.precision,
             self._placement,
             DTYPES[accumulate] if accumulate else None,
             DTYPES[wire] if wire else None,
@@ -230,7 +230,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             config.kernels,
         )
         if self.updater is not None:
-            self.schedule.on_need = self.updater.used
+            self.schedule.on_use = self.updater.used
         self._hooks = Hooks(
             model,
             self.units,
@@ -258,7 +258,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             else None
         )
         if optimizer is not None:
-            take_over(optimizer, self)
+            patch_optimizer(optimizer, self)
             self._publish_scale()
         with self.schedule.writing():
             pass  # what the partition wrote
@@ -377,7 +377,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         return self._hooks.gather_on_use(unit)
 
     @contextmanager
-    def lent(self, unit: Unit) -> Iterator[None]:
+    def gathered(self, unit: Unit) -> Iterator[None]:
         """``unit`` gathered inside (collective); parameters tell of graphs and views that are
         taken of them.
         """
@@ -466,7 +466,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.schedule.meet()
         self._meet_to_stop()
         self._reducer.clear()
-        scaler = self._losses.settle(overflow)
+        scaler = self._losses.update_scale(overflow)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         self._publish_scale()
@@ -552,7 +552,7 @@ class Engine(Answers, Stopping, Saving, Updating):
         self._placement.close()
         self._reducer.close()
         if self.optimizer is not None:
-            give_back(self.optimizer)
+            restore_optimizer(self.optimizer)
         self.bound = None
         # Sharded values that stay so can be gathered by another engine, over the groups of this
         # one.

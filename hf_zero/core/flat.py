@@ -171,7 +171,7 @@ class Flat:
             whole.zero_() if flattened is None else whole.copy_(flattened).mul_(unreduced)
         self.squares = None
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Return when no update of this flat is under way."""
         if self.updating is not None:
             self.updating()
@@ -182,7 +182,7 @@ class Flat:
 
         Written with :meth:`store_shard`.
         """
-        self.settle()
+        self.wait_for_update()
         return self._shard_as_it_is()
 
     def _shard_as_it_is(self) -> torch.Tensor:
@@ -212,7 +212,7 @@ class Flat:
         """This rank's elements where they stand in ``full``, brought there if they live
         elsewhere: [owned].
         """
-        self.settle()
+        self.wait_for_update()
         own = self.full[self.owned[0] : self.owned[1]]
         if self._storage is not None:
             with span("copy_to_device", self.key, own.nbytes):
@@ -229,7 +229,7 @@ class Flat:
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, casting to compute dtype."""
-        self.settle()
+        self.wait_for_update()
         self.store_part(0, values)
 
     def store_part(self, start: int, values: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ class Flat:
         """
         if self.states is None:
             return self._master
-        self.settle()
+        self.wait_for_update()
         return self.states.fetch(MASTER)
 
     @master.setter
@@ -286,7 +286,7 @@ class Flat:
     def store_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
         if self.states is not None:
-            self.settle()
+            self.wait_for_update()
             self.states.store(MASTER, start, values)
         elif self._master is not None:
             own = self._master[start : start + values.numel()]
@@ -309,7 +309,7 @@ class Flat:
         """Keep gradients in 32 bits from now on: they are going to be sums, which would lose
         what is small.
         """
-        self.settle()
+        self.wait_for_update()
         self.widens = False
         if self.window is not None and self.window.itemsize == 2:
             self._widen_windows(self.window.untyped_storage()._cdata)
@@ -388,7 +388,7 @@ class Flat:
         """
         first, start, stop = self.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
-        self.settle()
+        self.wait_for_update()
         self.store_part(start, values)
         self.store_master(values, start)
 
@@ -422,7 +422,7 @@ class Flat:
                     "before hf_zero.initialize"
                 )
             return False
-        self.settle()
+        self.wait_for_update()
         with torch.no_grad():
             if value.untyped_storage()._cdata != view.untyped_storage()._cdata:
                 self.user_writes.alias(name, view).copy_(value)
@@ -440,7 +440,7 @@ class Flat:
         names = self.user_writes.names()
         if not names:
             return
-        self.settle()
+        self.wait_for_update()
         for name in names:
             self._take_written(name)
         self.user_writes.accept()
@@ -532,7 +532,7 @@ class Flat:
 
         Released ones stay so; another engine can take them from the shards.
         """
-        self.settle()
+        self.wait_for_update()
         self.retired = True
         self.master = self.grad = self.window = self.held = self.squares = None
         if self.states is not None:

@@ -66,7 +66,7 @@ class GatheredParameters:
         del fwd_module
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
-        self._lent = ExitStack()
+        self._gathered = ExitStack()
         if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
             raise PartitionError(
                 f"modifier_rank {modifier_rank} does not exist among "
@@ -80,14 +80,14 @@ class GatheredParameters:
         }
         for unit, engine in units.items():
             watched = unit.watched
-            self._lent.enter_context(engine.lent(unit))
+            self._gathered.enter_context(engine.gathered(unit))
             if not watched:
                 unit.take_user_writes()  # those of a forward, which are not this context's
-            self._lent.callback(unit.drop_user_writes)
+            self._gathered.callback(unit.drop_user_writes)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        with self._lent:
+        with self._gathered:
             if exc[0] is not None:
                 return
             self._refuse_other_shapes()

@@ -440,7 +440,7 @@ class GradientReducer:
         flight = self._flights.pop(0)
         flat = flight.flat
         assert flat.grad is not None
-        flat.settle()
+        flat.wait_for_update()
         accumulate = flat.reduced and (flat.window is None or flat.states is not None)
         if accumulate:
             self._widen(flat)

@@ -32,7 +32,7 @@ from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.parameter import any_raw_grad
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.tree import requiring_grad, tensors_in, transformed, with_replaced
-from hf_zero.core.unit import Call, OuterCall, Unit
+from hf_zero.core.unit import RootForward, Unit, UnitForward
 from hf_zero.errors import PartitionError
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
@@ -52,7 +52,7 @@ def _last_node() -> int:
 
 
 def _mark(
-    inputs: Iterable[torch.Tensor], call: Call, over: Callable[..., None]
+    inputs: Iterable[torch.Tensor], call: UnitForward, over: Callable[..., None]
 ) -> Sequence[torch.Tensor]:
     """``inputs`` again as views, which a block may change in place, with ``over`` called once all
     their gradients are known.
@@ -86,9 +86,9 @@ def _accumulated(hooks: weakref.ref[Hooks], parameter: torch.Tensor) -> None:
         alive._enter_backward()
 
 
-def _keep(unit: Unit, outer: OuterCall) -> None:
+def _keep(unit: Unit, outer: RootForward) -> None:
     outer.reads.add(unit)
-    unit.stays.add(outer)
+    unit.pinned_by.add(outer)
 
 
 class Hooks:
@@ -115,16 +115,16 @@ class Hooks:
         self._tasks: list[tuple[int, weakref.ref[Any]]] = []
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
-        self._outer: OuterCall | None = None  # the forward under way
+        self._outer: RootForward | None = None  # the forward under way
         self._outstanding = Outstanding()
         self._first = False  # no call of the backward under way has been reached
-        self._older: weakref.WeakSet[OuterCall] = weakref.WeakSet()  # forwards with a graph
+        self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
         reducer.connect(schedule, self._outstanding)
         schedule.launched, schedule.on_launched = (lambda: reducer.launched), reducer.land_launched
         # forwards that the backward under way goes back through
-        self._reached: set[OuterCall] = set()
+        self._reached: set[RootForward] = set()
         # forwards that no hook tells of: any backward may be theirs
-        self._untracked: list[OuterCall] = []
+        self._untracked: list[RootForward] = []
         self._removable: list[Any] = []
         self._installed, self._watches = True, False
         self._training = [
@@ -230,21 +230,21 @@ class Hooks:
             given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
             kind = (name, torch.is_grad_enabled(), module.training, *given)
             self._schedule.begin(kind)
-            self._outer = OuterCall(module is self._model, self._outstanding.moment())
+            self._outer = RootForward(module is self._model, self._outstanding.moment())
             if torch.is_grad_enabled():
                 self._forwards[kind] += 1
         self._nested += 1
         if unit is None:
             return None
         call = (
-            Call(unit, module, self._current(), self._outstanding.moment())
+            UnitForward(unit, module, self._current(), self._outstanding.moment())
             if torch.is_grad_enabled()
             else None
         )
         if call is None and module.training and unit.trainable and not inside:
             unit.reruns += 1
-        unit.open.append(call)
-        self._schedule.need(unit, module)
+        unit.in_forward.append(call)
+        self._schedule.ensure_gathered(unit, module)
         if spans.logs:
             spans.began(module, "forward", name or unit.label)
         if call is None:
@@ -272,7 +272,7 @@ class Hooks:
                 "would read weights that are released by then; use stage 2 for "
                 "models under torch.func"
             )
-        unit.settle()
+        unit.wait_for_update()
 
     def gather_on_use(self, unit: Unit) -> bool:
         """Gather ``unit`` for a module that reads a parameter of another one in its forward;
@@ -282,11 +282,11 @@ class Hooks:
             return False
         if _graph_task() != -1:
             self._enter_backward()
-        self._schedule.need(unit)
-        self._schedule.idle(unit)  # what reads it now tells of the graph by itself
+        self._schedule.ensure_gathered(unit)
+        self._schedule.reshard_later(unit)  # what reads it now tells of the graph by itself
         return True
 
-    def _current(self) -> OuterCall:
+    def _current(self) -> RootForward:
         outer = self._outstanding.recomputation if _graph_task() != -1 else self._outer
         assert outer is not None, "a module's forward is under way outside any pass"
         return outer
@@ -295,11 +295,11 @@ class Hooks:
         """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own
         forward, waits for its backward.
         """
-        outer = OuterCall(whole=self._nested > 0 or _graph_task() != -1)
+        outer = RootForward(whole=self._nested > 0 or _graph_task() != -1)
         _keep(unit, outer)
         node.register_prehook(partial(self._reach, outer))
 
-    def _reach(self, outer: OuterCall, grads: Any = None) -> None:
+    def _reach(self, outer: RootForward, grads: Any = None) -> None:
         """The backward under way goes back through ``outer``: what it reads must be here, also
         the second time.
         """
@@ -312,8 +312,8 @@ class Hooks:
         for call in outer.calls:
             call.unit.pending.add(call)  # again, if this is not the first backward over its graph
         for unit in outer.reads:
-            unit.stays.add(outer)
-            self._schedule.need(unit)
+            unit.pinned_by.add(outer)
+            self._schedule.ensure_gathered(unit)
 
     def _leave(
         self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -325,14 +325,14 @@ class Hooks:
         self._nested = max(0, self._nested - 1)
         if spans.logs:
             spans.ended(module)
-        if unit is not None and unit.open:
-            call = unit.open.pop()
+        if unit is not None and unit.in_forward:
+            call = unit.in_forward.pop()
             if call is not None:
                 call.left = self._outstanding.moment()
                 marks, call.marks = call.marks, ()
                 self._watch_output(call, marks, output, raised)
             if not inside:
-                self._schedule.idle(unit)
+                self._schedule.reshard_later(unit)
         if self._nested == 0 and not inside:
             outer, self._outer = self._outer, None
             if outer is not None and not torch.is_grad_enabled():
@@ -340,7 +340,7 @@ class Hooks:
             elif (
                 outer is not None
                 and not outer.tracked
-                and any(outer in each.stays for each in self._units)
+                and any(outer in each.pinned_by for each in self._units)
             ):
                 self._untracked.append(outer)
                 self._no_longer(set(self._untracked[:-FORWARDS_TOLD_APART]))
@@ -353,7 +353,7 @@ class Hooks:
 
     def _watch_output(
         self,
-        call: Call,
+        call: UnitForward,
         marks: Sequence[torch.autograd.graph.Node],
         output: Any,
         raised: BaseException | None,
@@ -378,7 +378,7 @@ class Hooks:
             _keep(call.unit, call.outer)
 
     def _pre_backward(
-        self, call: Call, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor
+        self, call: UnitForward, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor
     ) -> None:
         self._enter_backward()
         if torch.is_grad_enabled() and call.unit.sharded:
@@ -390,22 +390,22 @@ class Hooks:
         if not call.outer.whole or call.outer not in self._reached:
             self._reach(call.outer)
         self._pass(call, call.left)
-        if marks and call not in call.unit.active:
+        if marks and call not in call.unit.in_backward:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
-        call.unit.active.add(call)
+        call.unit.in_backward.add(call)
         self._outstanding.starts(call)
-        self._schedule.need(call.unit, call.module)
+        self._schedule.ensure_gathered(call.unit, call.module)
         if spans.logs:
             spans.began(call, "backward", call.unit.name_of(call.module))
 
-    def _post_backward(self, call: Call, *_: Any) -> None:
+    def _post_backward(self, call: UnitForward, *_: Any) -> None:
         self._enter_backward()
         unit = call.unit
         if spans.logs:
             spans.ended(call)
         unit.pending.discard(call)
-        unit.active.discard(call)
-        self._schedule.idle(unit)
+        unit.in_backward.discard(call)
+        self._schedule.reshard_later(unit)
         if len(self._tasks) > 1 and call.outer is self._outstanding.recomputation:
             self._outstanding.reruns_seen = True
             unit.reruns = max(0, unit.reruns - 1)
@@ -415,7 +415,7 @@ class Hooks:
             self._reducer.ready(unit)
         self._pass(call, call.began)
 
-    def _pass(self, call: Call, moment: int) -> None:
+    def _pass(self, call: UnitForward, moment: int) -> None:
         """The backward has come to ``moment``: reduce what is complete by that."""
         if len(self._tasks) == 1 and call.outer is not self._outstanding.recomputation:
             if self._first:
@@ -458,7 +458,7 @@ class Hooks:
             ),
         )
         self._forwards.clear()
-        recomputation = OuterCall(True)
+        recomputation = RootForward(True)
         self._outstanding.begin(recomputation)
         self._reached, self._first = {recomputation}, True
         self._on_begin()
@@ -504,7 +504,7 @@ class Hooks:
         if self._nested and _graph_task() == -1:
             self._nested, self._outer = 0, None
             for unit in self._units:
-                unit.open.clear()
+                unit.in_forward.clear()
             self._schedule.abandon()
 
     def _abandon_backward(self) -> None:
@@ -516,9 +516,9 @@ class Hooks:
 
     def _forget_calls(self) -> None:
         for unit in self._units:
-            for call in unit.active:
+            for call in unit.in_backward:
                 unit.pending.discard(call)
-            unit.active.clear()
+            unit.in_backward.clear()
         # Of the forwards that no hook tells of, a backward is taken to be the oldest one's.
         self._no_longer({*self._reached, *self._untracked[:1]})
         self._reached.clear()
@@ -528,7 +528,7 @@ class Hooks:
             for unit in self._units:
                 unit.reruns = 0  # of forwards that no checkpoint runs again
 
-    def _no_longer(self, calls: set[OuterCall]) -> None:
+    def _no_longer(self, calls: set[RootForward]) -> None:
         for unit in self._units:
-            if unit.stays:
-                unit.stays -= calls
+            if unit.pinned_by:
+                unit.pinned_by -= calls

@@ -56,24 +56,29 @@ class _Rank:
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Losses] = weakref.WeakSet()
-        self.giver: Losses | None = None  # whose scale is in
+        self.scale_owner: Losses | None = None  # whose scale is in
         self.scale = 1.0
         self.weight: float | None = None  # of the micro-batch, where the caller has said it
         # of the backward that found the scale missing; an exception that ends it drops it
         self._task: weakref.ref[Any] | None = None
 
-    def put(self, giver: Losses, scale: float, weight: float | None) -> None:
+    def put(self, scale_owner: Losses, scale: float, weight: float | None) -> None:
         """The loss of a backward to come carries these at its root."""
-        self.giver, self.scale, self.weight, self._task = giver, scale, weight, None
+        self.scale_owner, self.scale, self.weight, self._task = scale_owner, scale, weight, None
 
-    def put_at_outputs(self, giver: Losses, scale: float) -> None:
-        """From here on the backward under way carries the scale of ``giver``, until it ends."""
+    def put_at_outputs(self, scale_owner: Losses, scale: float) -> None:
+        """The backward under way carries the scale of ``scale_owner`` from here to its end."""
         callback = partial(self.clear)
-        self.giver, self.scale, self.weight, self._task = giver, scale, None, weakref.ref(callback)
+        self.scale_owner, self.scale, self.weight, self._task = (
+            scale_owner,
+            scale,
+            None,
+            weakref.ref(callback),
+        )
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def clear(self) -> None:
-        self.giver, self.scale, self.weight, self._task = None, 1.0, None, None
+        self.scale_owner, self.scale, self.weight, self._task = None, 1.0, None, None
 
     @property
     def by_outputs(self) -> bool:
@@ -108,10 +113,10 @@ class Losses:
         self._scales = fp16 and bool(self._training)
         self._in_backward = in_backward
         # whose scale the gradients held here have carried, if not this engine's
-        self._lender: Losses | None = None
-        self._lent = 1.0  # that scale
+        self._scale_owner: Losses | None = None
+        self._borrowed_scale = 1.0  # that scale
         # a gradient that carried this engine's scale has overflowed in another engine
-        self._blamed = False
+        self._overflow_reported = False
         self._rank = _ranks.setdefault(rank, _Rank())
         self._watch = watch
         self._rank.engines.add(self)
@@ -121,9 +126,9 @@ class Losses:
 
     def close(self) -> None:
         """The engine is destroyed."""
-        self._lender = None
+        self._scale_owner = None
         self._rank.engines.discard(self)
-        if self._rank.giver is self:
+        if self._rank.scale_owner is self:
             self._rank.clear()
 
     # ---- a backward ----
@@ -137,20 +142,20 @@ class Losses:
         gradients from vanishing.
         """
         others = [each for each in self._rank.engines if each._scales]
-        giver = (
+        scale_owner = (
             self if self._scales or not others else max(others, key=lambda each: each.scaler.scale)
         )
-        scale = giver.scaler.scale
+        scale = scale_owner.scaler.scale
         if (
             dtype == torch.float16
-            and not giver.scaler.dynamic
+            and not scale_owner.scaler.dynamic
             and scale > torch.finfo(torch.float16).max
         ):
             raise PartitionError(
                 f"an fp16 loss cannot carry a loss_scale of {scale:g}; compute the loss in fp32 "
                 "(logits.float()), or choose a smaller scale"
             )
-        self._rank.put(giver, scale, weight)
+        self._rank.put(scale_owner, scale, weight)
         try:
             yield scale
         finally:
@@ -166,10 +171,14 @@ class Losses:
         scale of their own, and either could be out of range in the other's.
         """
         rank = self._rank
-        if rank.by_outputs and rank.giver is not self and self._training:
+        if rank.by_outputs and rank.scale_owner is not self and self._training:
             raise PartitionError(SCALED_ONCE)
-        if rank.giver is not None and rank.giver is not self and rank.giver._scales:
-            self._lender, self._lent = rank.giver, rank.scale
+        if (
+            rank.scale_owner is not None
+            and rank.scale_owner is not self
+            and rank.scale_owner._scales
+        ):
+            self._scale_owner, self._borrowed_scale = rank.scale_owner, rank.scale
         weight, unscale = (
             weight if rank.weight is None else rank.weight,
             self.scaler.scale / rank.scale,
@@ -192,7 +201,7 @@ class Losses:
     def _missing_scale(self) -> float:
         rank = self._rank
         twice = rank.by_outputs
-        if rank.giver is not None and not twice:
+        if rank.scale_owner is not None and not twice:
             return 1.0
         if twice or any(each._training and each._in_backward() for each in rank.engines):
             raise PartitionError(SCALED_ONCE)
@@ -209,30 +218,30 @@ class Losses:
     @property
     def may_overflow(self) -> bool:
         """Whether the gradients held here have carried a scale: this engine's or another's."""
-        return self._scales or self._lender is not None
+        return self._scales or self._scale_owner is not None
 
-    def settle(self, overflow: bool) -> LossScaler:
+    def update_scale(self, overflow: bool) -> LossScaler:
         """Gradients have been used, or skipped because of ``overflow``: move the scale they
         carried, which is returned.
         """
-        lender, self._lender = self._lender, None
-        if lender is not None and overflow:
-            lender._blame(self._lent)
-        if lender is None or self._blamed:
-            self.scaler.update(self._blamed or overflow)
-            self._blamed = False
-        return self.scaler if lender is None else lender.scaler
+        owner, self._scale_owner = self._scale_owner, None
+        if owner is not None and overflow:
+            owner._report_overflow(self._borrowed_scale)
+        if owner is None or self._overflow_reported:
+            self.scaler.update(self._overflow_reported or overflow)
+            self._overflow_reported = False
+        return self.scaler if owner is None else owner.scaler
 
     def forget(self) -> None:
         """Gradients have been dropped."""
-        self._lender = None
-        if self._blamed:
-            self._blamed = False
+        self._scale_owner = None
+        if self._overflow_reported:
+            self._overflow_reported = False
             self.scaler.update(True)
 
-    def _blame(self, scale: float) -> None:
+    def _report_overflow(self, scale: float) -> None:
         if self.scaler.scale != scale:
             return  # it has fallen since
-        self._blamed = True
+        self._overflow_reported = True
         if not any(flat.holds_gradient for flat in self._training):
             self.forget()  # else later: gradients here are stored with the scale as it is

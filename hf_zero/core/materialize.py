@@ -20,7 +20,7 @@ from hf_zero.core.parameter import name_of, owner_of, source_of
 from hf_zero.core.policy import Policy
 from hf_zero.core.precision import CASTABLE, compute_dtype, is_raw
 from hf_zero.core.unit import State, Unit
-from hf_zero.core.wrap import Cut
+from hf_zero.core.wrap import UnitSpec
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def partition(
     model: nn.Module,
-    cuts: Sequence[Cut],
+    specs: Sequence[UnitSpec],
     group_of: Mapping[str, int],
     policy: Policy,
     mesh: Mesh,
@@ -57,10 +57,10 @@ def partition(
     RankMismatchError where ranks hold different models or one of them has no room on its disk, and
     DiskSpaceError on that one; the model is then as it was.
     """
-    _check_alike(cuts, group_of, mesh)
+    _check_alike(specs, group_of, mesh)
     units = [
-        _plan_unit(index, cut, model, group_of, policy, mesh, precision)
-        for index, cut in enumerate(cuts)
+        _plan_unit(index, spec, model, group_of, policy, mesh, precision)
+        for index, spec in enumerate(specs)
     ]
     flats = [flat for unit in units for flat in unit.flats]
     for number, flat in enumerate(flats):
@@ -144,7 +144,7 @@ def partition(
     if reads:
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
-    attributes.share((parameter for cut in cuts for _, parameter in cut.parameters), mesh)
+    attributes.share((parameter for spec in specs for _, parameter in spec.parameters), mesh)
     _place_buffers(model, device, mesh)
     return units
 
@@ -179,21 +179,21 @@ def _needs_master(flat: Flat) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16)
 
 
-def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
+def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
     """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values,
     of another engine, of a special class.
 
-    Also for a buffer without values. ``cuts`` start with the root, whose module is the whole model.
+    Also for a buffer without values. ``specs[0]`` is the root, whose module is the whole model.
     """
-    for module in cuts[0].module.modules():
+    for module in specs[0].module.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise PartitionError(
                     f"buffer {name} of {type(module).__name__} is on the meta device; initialise "
                     "the model's buffers before hf_zero.initialize"
                 )
-    for cut in cuts:
-        for name, parameter in cut.parameters:
+    for spec in specs:
+        for name, parameter in spec.parameters:
             if parameter.is_meta:
                 raise PartitionError(
                     f"parameter {name} is on the meta device and has no values; load or initialise "
@@ -229,7 +229,7 @@ def check_parameters(cuts: Sequence[Cut], device: torch.device) -> None:
                 raise PartitionError(f"parameter {name} {refused}")
 
 
-def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], mesh: Mesh) -> None:
+def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: Mesh) -> None:
     """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not
     fit.
     """
@@ -237,9 +237,9 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], mesh: Mesh) -
         return
     lines = [
         f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
-        f"{group_of.get(name)} in unit {cut.name or '(root)'}"
-        for cut in cuts
-        for name, parameter in cut.parameters
+        f"{group_of.get(name)} in unit {spec.name or '(root)'}"
+        for spec in specs
+        for name, parameter in spec.parameters
     ]
     digests = mesh.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) > 1:
@@ -254,7 +254,7 @@ def _check_alike(cuts: Sequence[Cut], group_of: Mapping[str, int], mesh: Mesh) -
 
 def _plan_unit(
     index: int,
-    cut: Cut,
+    spec: UnitSpec,
     model: nn.Module,
     group_of: Mapping[str, int],
     policy: Policy,
@@ -265,7 +265,7 @@ def _plan_unit(
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
     # the others start aligned.
     for name, parameter in sorted(
-        cut.parameters,
+        spec.parameters,
         key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0),
     ):
         dtype = (
@@ -283,7 +283,7 @@ def _plan_unit(
         )
         writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
         state = "trainable" if trainable else "frozen"
-        key = f"{cut.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
         flats.append(
             Flat(
                 0,
@@ -298,7 +298,7 @@ def _plan_unit(
                 writes,
             )
         )
-    return Unit(index, cut.name, dict(zip(cut.paths, cut.modules)), flats)
+    return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)
 
 
 def _arena(

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 
-from hf_zero.core.unit import Call, OuterCall, Unit
+from hf_zero.core.unit import RootForward, Unit, UnitForward
 
 END = 1 << 62
 _began = attrgetter("began")
@@ -30,15 +30,17 @@ class Outstanding:
     def __init__(self) -> None:
         self._moments = 0
         self._reached = END  # calls entered at this moment or later are over
-        self._unmarked: list[Call] = []  # calls under way whose end no mark tells
-        self.recomputation: OuterCall | None = None  # what runs forwards in the backward under way
+        self._unmarked: list[UnitForward] = []  # calls under way whose end no mark tells
+        self.recomputation: RootForward | None = (
+            None  # what runs forwards in the backward under way
+        )
         self.reruns_seen = False  # a checkpoint has run a backward inside a backward
 
     def moment(self) -> int:
         self._moments += 1
         return self._moments
 
-    def begin(self, recomputation: OuterCall) -> None:
+    def begin(self, recomputation: RootForward) -> None:
         """A backward starts."""
         self._reached, self.recomputation = END, recomputation
         self._unmarked.clear()
@@ -47,7 +49,7 @@ class Outstanding:
         self._reached, self.recomputation = END, None
         self._unmarked.clear()
 
-    def starts(self, call: Call) -> None:
+    def starts(self, call: UnitForward) -> None:
         """The backward of ``call`` starts."""
         if not call.marked:
             self._unmarked.append(call)
@@ -72,18 +74,21 @@ class Outstanding:
         if (
             found is not None
             and self._may_come(found)
-            and (found in unit.active or found in unit.pending)
+            and (found in unit.in_backward or found in unit.pending)
         ):
             return True
         coming = [
-            call for calls in (unit.active, unit.pending) for call in calls if self._may_come(call)
+            call
+            for calls in (unit.in_backward, unit.pending)
+            for call in calls
+            if self._may_come(call)
         ]
         if not coming:
             return False
         unit.awaited = weakref.ref(min(coming, key=_began))  # a backward comes to it last
         return True
 
-    def _may_come(self, call: Call) -> bool:
+    def _may_come(self, call: UnitForward) -> bool:
         return call.began < self._reached or call.outer is self.recomputation
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
@@ -96,7 +101,7 @@ class Outstanding:
     def awaits(self, unit: Unit, learning: bool) -> bool:
         """Whether gradients of ``unit`` may still come."""
         return (
-            bool(unit.open or unit.stays)
+            bool(unit.in_forward or unit.pinned_by)
             or self.awaits_reruns(unit, learning)
             or self.awaits_calls(unit)
         )

@@ -265,11 +265,11 @@ class UpdatingParameter(OwnedParameter):
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
-                    parameter.__dict__["_hf_zero_flat"].settle()
+                    parameter.__dict__["_hf_zero_flat"].wait_for_update()
         return super().__torch_function__(func, types, args, kwargs or {})
 
     def _bare(self) -> nn.Parameter:
-        self.__dict__["_hf_zero_flat"].settle()
+        self.__dict__["_hf_zero_flat"].wait_for_update()
         return OwnedParameter._bare(self)  # its class is another one now
 
 
@@ -417,8 +417,8 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             if engine is not None and engine.gather_on_use(flat.unit):
                 return func(*args, **kwargs)
             # adapters read the weights they are made for, on all ranks alike
-            if engine is not None and engine.holds:
-                with engine.lent(flat.unit):
+            if engine is not None and engine.shard_only:
+                with engine.gathered(flat.unit):
                     return func(*args, **kwargs)
         raise _refuse(name_of(released) if released is not None else "a released parameter", name)
 
@@ -428,9 +428,9 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
         engine = flat.engine()
-        if engine is None or not engine.holds:
+        if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy")
-        with engine.lent(flat.unit):
+        with engine.gathered(flat.unit):
             return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
 
     def __reduce_ex__(self, protocol: Any) -> Any:

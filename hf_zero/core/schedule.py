@@ -53,7 +53,7 @@ class Schedule:
         self.places: Sequence[int] = (0,)
         self._key: Hashable = None
         self._backward = False
-        self._idle: list[Unit] = []
+        self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered for other ranks' sake so far, and their places in the plan
         self._passed: list[tuple[int, Unit]] = []
@@ -61,7 +61,7 @@ class Schedule:
         # on a GPU: when the shards were written, by epoch
         self._written: dict[int, streams.Event] = {}
         self.gathers = any(unit.sharded for unit in units)
-        self.on_need: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
+        self.on_use: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
         # reductions that this rank has launched in the backward under way
         self.launched: Callable[[], int] = lambda: 0
         # told how many of them all ranks have launched
@@ -113,7 +113,7 @@ class Schedule:
         if not self.gathers or self._key is None:
             return
         if self._plan is None:
-            while self._settle(END, None):
+            while self._agree_on_gather(END, None):
                 pass
             # What nobody used this time may be used again: a unit that no plan holds is slow to
             # get.
@@ -188,22 +188,22 @@ class Schedule:
         self._key, self._plan, self._record, self._kept = None, None, [], []
         self._release_unused()
 
-    def need(self, unit: Unit, module: nn.Module | None = None) -> None:
+    def ensure_gathered(self, unit: Unit, module: nn.Module | None = None) -> None:
         """Return when ``unit`` is whole on this rank, with the values of the last step, for
         ``module``, which is at work.
         """
-        if self.on_need is not None:
-            self.on_need(unit)
-        unit.settle()
+        if self.on_use is not None:
+            self.on_use(unit)
+        unit.wait_for_update()
         if not unit.sharded:
             return
-        if unit in self._idle:
-            self._idle.remove(unit)
+        if unit in self._to_reshard:
+            self._to_reshard.remove(unit)
         if unit.state is not State.GATHERED:
-            for other in self._idle:
+            for other in self._to_reshard:
                 if not other.in_use:
                     other.release()
-            self._idle = []
+            self._to_reshard = []
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
@@ -214,12 +214,12 @@ class Schedule:
             del self._ahead[: at + 1]
         self._prefetch()
 
-    def idle(self, unit: Unit) -> None:
+    def reshard_later(self, unit: Unit) -> None:
         """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
-        if unit.sharded and not unit.open and not unit.active:
+        if unit.sharded and not unit.in_forward and not unit.in_backward:
             unit.guard()
-            if not unit.in_use and unit not in self._idle:
-                self._idle.append(unit)
+            if not unit.in_use and unit not in self._to_reshard:
+                self._to_reshard.append(unit)
 
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
@@ -233,8 +233,8 @@ class Schedule:
         ):
             # It is here by chance (a graph that lives on, say), which other ranks may not share:
             # they need this one to join.
-            self._settle(GATHER, unit)
-        self.need(unit)
+            self._agree_on_gather(GATHER, unit)
+        self.ensure_gathered(unit)
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
@@ -264,7 +264,7 @@ class Schedule:
             self._fetch(unit)
         else:
             while unit.state is State.RELEASED:
-                self._settle(GATHER, unit)
+                self._agree_on_gather(GATHER, unit)
 
     def _pass_by(self, units: Sequence[Unit]) -> None:
         """Units gathered ahead have not been needed when their turn came."""
@@ -325,7 +325,7 @@ class Schedule:
             self._before.update(self._plans)
             self._plans.clear()
 
-    def _settle(self, kind: int, unit: Unit | None) -> bool:
+    def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
         """Agree with the other ranks on the next gather and issue it; False when all of them are
         at the end.
         """
@@ -386,7 +386,7 @@ class Schedule:
                 and unit not in self._kept
             ):
                 unit.release()
-        self._idle, self._ahead, self._passed = [], [], []
+        self._to_reshard, self._ahead, self._passed = [], [], []
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered: for tests and for saving."""

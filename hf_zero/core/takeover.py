@@ -76,26 +76,26 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
             )
 
 
-def refuse_strangers(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the
     model's.
     """
-    strangers = [
+    unknown_params = [
         tuple(p.shape)
         for group in optimizer.param_groups
         for p in group["params"]
         if id(p) not in known
     ]
-    if strangers:
+    if unknown_params:
         raise PartitionError(
-            f"the optimizer holds {len(strangers)} parameters that are not in the model "
-            f"(shapes {strangers[:3]}); "
+            f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
+            f"(shapes {unknown_params[:3]}); "
             "build it from model.parameters() of the model given to initialize, after the model "
             "has its final parameters"
         )
 
 
-def take_over(optimizer: Any, owner: Any) -> None:
+def patch_optimizer(optimizer: Any, owner: Any) -> None:
     """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does
     not keep alive.
 
@@ -166,8 +166,8 @@ def take_over(optimizer: Any, owner: Any) -> None:
     optimizer.overflow = False
 
 
-def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`take_over`.
+def restore_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`patch_optimizer`.
 
     What the optimizer has learnt went with the engine, and the memory its segments were in.
     """

@@ -32,7 +32,7 @@ class State(Enum):
     GATHERED = "gathered"
 
 
-class OuterCall:
+class RootForward:
     """One forward from the outermost module called, with what was gathered for it.
 
     It lives as long as its graph.
@@ -47,7 +47,7 @@ class OuterCall:
         self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph tells when its backward runs
         # those in it whose backward will be told of
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
 
     @property
     def pending(self) -> bool:
@@ -55,7 +55,7 @@ class OuterCall:
         return any(call in call.unit.pending for call in self.calls)
 
 
-class Call:
+class UnitForward:
     """One forward of a unit whose backward may come.
 
     It lives as long as the graph of that forward.
@@ -74,7 +74,7 @@ class Call:
         "unit",
     )
 
-    def __init__(self, unit: Unit, module: nn.Module, outer: OuterCall, began: int):
+    def __init__(self, unit: Unit, module: nn.Module, outer: RootForward, began: int):
         self.unit = unit
         self.module = module
         self.outer = outer
@@ -110,17 +110,18 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self.state = State.GATHERED
         # calls whose backward is to come: decides the reduction
-        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.active: set[Call] = set()  # calls whose backward is under way: decides the release
+        self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        # calls whose backward is under way: decides the release
+        self.in_backward: set[UnitForward] = set()
         # weakly, one of these that was found to come last
-        self.awaited: Callable[[], Call | None] = _no_call
-        self.open: list[Call | None] = []  # forwards under way, innermost last
+        self.awaited: Callable[[], UnitForward | None] = _no_call
+        self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
         # forwards without a graph in training, which a reentrant checkpoint may run again in the
         # backward
         self.reruns = 0
         self.pins = 0
         # those that read this unit so: it waits for their backward
-        self.stays: weakref.WeakSet[OuterCall] = weakref.WeakSet()
+        self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
         # on which forwards of it have run, and so its gradients accumulate
         self._streams: set[streams.Stream] = set()
         self._watchers = 0
@@ -166,12 +167,12 @@ class Unit:
         """The flats whose states are offloaded."""
         return [flat for flat in self.trainable if flat.states is not None]
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Return when no update of this unit is under way: its parameters are those of the last
         step.
         """
         for flat in self.trainable:
-            flat.settle()
+            flat.wait_for_update()
 
     def runs_here(self) -> None:
         """A forward that has a graph begins, in the current stream."""
@@ -200,7 +201,7 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.pins or self.open or self.active or self.stays)
+        return bool(self.pins or self.in_forward or self.in_backward or self.pinned_by)
 
     @property
     def watched(self) -> bool:

@@ -2,12 +2,12 @@
 next forward needs them.
 
 [Note: exact and without staleness]
-``engine.step`` returns while units are still being updated. Whoever needs one waits for it: a
-forward as it comes to the unit (``schedule.need``), a gather, a reduction into its gradient, and
-anything that reads its parameters, masters or moments (:meth:`Flat.settle`; whole parameters are
-:class:`UpdatingParameter` in between). The optimizer's groups were copied when the step began, so
-that a scheduler may set the next learning rate at once. Where the optimizer itself has to step, it
-does so before ``engine.step`` returns.
+``engine.step`` returns while units are still being updated. What needs a unit waits for its update:
+a forward as it comes to the unit (``schedule.ensure_gathered``), a gather, a reduction into its
+gradient, and anything that reads its parameters, masters or moments (:meth:`Flat.wait_for_update`;
+whole parameters are :class:`UpdatingParameter` in between). The optimizer's groups were copied when
+the step began, so that a scheduler may set the next learning rate at once. Where the optimizer
+itself has to step, it does so before ``engine.step`` returns.
 """
 
 from __future__ import annotations

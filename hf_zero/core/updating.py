@@ -133,7 +133,7 @@ class Updating:
         if self.updater is not None and flat.unit in self.updater.updated_early:
             refuse_half_done(self.updater, f"writing {name}.grad")
         self._reducer.arrive()
-        flat.settle()
+        flat.wait_for_update()
         flat.write_gradient(
             name, value, self.scaler.scale * self._reducer.unreduced, self.scaler.scale
         )

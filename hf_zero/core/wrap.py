@@ -23,7 +23,7 @@ GRANULARITY = MIN_UNIT
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnitSpec:
     """A unit to be: the modules it wraps and the parameters it owns, under their first names, in
     the order of their flat.
     """
@@ -135,7 +135,9 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return _outermost(model, wanted)
 
 
-def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], dict[str, str]]:
+def find_units(
+    model: nn.Module, granularity: int | None = None
+) -> tuple[list[UnitSpec], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
     Consecutive blocks of one container share a unit as long as they have at most ``granularity``
@@ -192,28 +194,28 @@ def cut(model: nn.Module, granularity: int | None = None) -> tuple[list[Cut], di
         else:
             root.append((name, by_id[key]))
     packs = _packs(model)
-    cuts = [Cut(("",), (model,), _in_packs(root, packs))]
+    specs = [UnitSpec(("",), (model,), _in_packs(root, packs))]
     alone = leaves | whole
     limit = GRANULARITY if granularity is None else granularity
     for (name, module), parameters in zip(wrapped, owned):
         if not parameters:
             continue
-        piece = Cut((name,), (module,), _in_packs(parameters, packs))
-        last = cuts[-1]
+        spec = UnitSpec((name,), (module,), _in_packs(parameters, packs))
+        last = specs[-1]
         joins = (
-            len(cuts) > 1
+            len(specs) > 1
             and not alone & {id(last.module), id(module)}
-            and last.numel + piece.numel <= limit
+            and last.numel + spec.numel <= limit
         )
         if joins and last.paths[-1].rpartition(".")[0] == name.rpartition(".")[0]:
-            cuts[-1] = Cut(
-                last.paths + piece.paths,
-                last.modules + piece.modules,
-                last.parameters + piece.parameters,
+            specs[-1] = UnitSpec(
+                last.paths + spec.paths,
+                last.modules + spec.modules,
+                last.parameters + spec.parameters,
             )
         else:
-            cuts.append(piece)
-    return cuts, aliases
+            specs.append(spec)
+    return specs, aliases
 
 
 def _packs(model: nn.Module) -> list[list[int]]:

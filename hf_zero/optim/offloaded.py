@@ -242,7 +242,7 @@ class OffloadedOptimizer(BoundOptimizer):
         """
         if flat.states is None:
             return super().tensors(flat)
-        flat.settle()
+        flat.wait_for_update()
         return {name: flat.states.fetch(name) for name in self.names(flat)}
 
     def names(self, flat: Flat) -> list[str]:
@@ -258,7 +258,7 @@ class OffloadedOptimizer(BoundOptimizer):
         if flat.states is None or name not in flat.states.names():
             super().load_tensor(flat, name, tensor)
             return
-        flat.settle()
+        flat.wait_for_update()
         flat.states.store(name, 0, tensor)
         if name != MASTER:
             self._fresh.difference_update(self._hosted[flat.key])
@@ -320,7 +320,7 @@ class OffloadedOptimizer(BoundOptimizer):
 
     def forget(self) -> None:
         for segments in self._hosted.values():
-            segments[0].parts[0].flat.settle()
+            segments[0].parts[0].flat.wait_for_update()
         super().forget()
         for segments in self._hosted.values():
             for segment in segments:
@@ -393,7 +393,7 @@ class OffloadedOptimizer(BoundOptimizer):
         ]
         if new:
             for segments in self._hosted.values():
-                segments[0].parts[0].flat.settle()
+                segments[0].parts[0].flat.wait_for_update()
         for segment in new:
             self._create(segment)
 

@@ -51,7 +51,7 @@ class Flat(Protocol):
         as they are.
         """
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Return when no update of the flat is under way."""
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.parameter import owner_of
-from hf_zero.core.wrap import Cut, cut
+from hf_zero.core.wrap import UnitSpec, find_units
 from hf_zero.device import kinds
 from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
@@ -44,7 +44,7 @@ class Report:
 
 
 def check(
-    model: nn.Module | Sequence[Cut],
+    model: nn.Module | Sequence[UnitSpec],
     config: ZeroConfig,
     world: int,
     *,
@@ -56,9 +56,9 @@ def check(
     """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
 
     Args:
-        model: the module, on any device, or its cuts by :func:`hf_zero.core.wrap.cut` (the first is
-        the root). config: resolved for ``world`` ranks. device: where the model computes; None: a
-        GPU where there is one. free: what this rank has, agreed over the ranks by
+        model: the module, on any device, or its units by :func:`hf_zero.core.wrap.find_units` (the
+        first is the root). config: resolved for ``world`` ranks. device: where the model computes;
+        None: a GPU where there is one. free: what this rank has, agreed over the ranks by
         :meth:`Free.numbers`, so that all of them come to one end. None
             measures this rank's own and adds what the model itself occupies, for that is given
             back.
@@ -70,10 +70,10 @@ def check(
         report has it as a ``warning``.
     """
     granularity = config.zero.module_granularity_threshold
-    cuts = cut(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
-    root = cuts[0].module
+    specs = find_units(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
+    root = specs[0].module
     where = device or torch.device(kinds.accelerator() or "cpu")
-    groups = groups_of(cuts, root, config.precision)
+    groups = groups_of(specs, root, config.precision)
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
     plan = Plan.of(config, world, not kinds.is_host(where), moments)

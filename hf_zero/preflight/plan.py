@@ -16,7 +16,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.policy import POLICIES, Policy
 from hf_zero.core.precision import compute_dtype
-from hf_zero.core.wrap import Cut
+from hf_zero.core.wrap import UnitSpec
 from hf_zero.preflight.moments import moments_of
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -41,16 +41,16 @@ class Group:
         return FlatLayout.build([(self.unit, (self.numel,))], shards)
 
 
-def groups_of(cuts: Sequence[Cut], module: nn.Module, precision: str) -> list[Group]:
-    """The flats of a model that :func:`hf_zero.core.wrap.cut` has cut, before they are laid out."""
+def groups_of(specs: Sequence[UnitSpec], module: nn.Module, precision: str) -> list[Group]:
+    """The flats of the units that :func:`hf_zero.core.wrap.find_units` found, not laid out yet."""
     found = []
-    for piece in cuts:
+    for spec in specs:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
-        for name, parameter in piece.parameters:
+        for name, parameter in spec.parameters:
             kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
             kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
         found += [
-            Group(piece.name or "(root)", trainable, dtype, tuple(shapes))
+            Group(spec.name or "(root)", trainable, dtype, tuple(shapes))
             for (trainable, dtype), shapes in kinds.items()
         ]
     return found
@@ -71,7 +71,7 @@ class Plan:
     accumulation: int = 1
     accumulation_dtype: str | None = None
     prefetch: int = 50_000_000
-    granularity: int | None = None  # as for hf_zero.core.wrap.cut
+    granularity: int | None = None  # as for hf_zero.core.wrap.find_units
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     gpu: bool = True

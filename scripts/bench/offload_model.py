@@ -90,11 +90,11 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Elements by unit name."""
-        from hf_zero.core.wrap import cut
+        from hf_zero.core.wrap import find_units
 
         return {
             piece.name: sum(parameter.numel() for _, parameter in piece.parameters)
-            for piece in cut(self.build(device="meta"))[0]
+            for piece in find_units(self.build(device="meta"))[0]
         }
 
     def flops(self) -> dict[str, float]:
@@ -261,12 +261,12 @@ def machine_for(shape: Shape) -> Machine:
 def device_bytes(shape: Shape, case: Case, activations: float) -> float:
     """Bytes on the GPU: state as the preflight adds it up, and activations."""
     from hf_zero.config import ZeroConfig
-    from hf_zero.core.wrap import cut
+    from hf_zero.core.wrap import find_units
     from hf_zero.preflight import Plan, groups_of, needs
 
     model = shape.build(device="meta")
     plan = Plan.of(ZeroConfig.coerce(case.config("/tmp", PIECE)).resolve(1), 1)
-    return needs(groups_of(cut(model)[0], model, "bf16"), plan).device_bytes + activations
+    return needs(groups_of(find_units(model)[0], model, "bf16"), plan).device_bytes + activations
 
 
 def chain(result: Result, shape: Shape, machine: Machine) -> float:

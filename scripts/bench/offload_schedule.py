@@ -324,7 +324,7 @@ class Recorder:
         def bring_shard(flat: Any) -> Any:
             if not flat.is_away:
                 return bring(flat)
-            flat.settle()
+            flat.wait_for_update()
             with self._moving("h2d", flat):
                 return bring(flat)
 

@@ -62,7 +62,7 @@ class Flat:
     states: Any = None
     unused: frozenset[str] = frozenset()
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Nothing updates it."""
 
     def store_shard(self, values: torch.Tensor) -> None:

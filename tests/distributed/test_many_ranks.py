@@ -20,7 +20,7 @@ from hf_zero.core.layout import FlatLayout
 from hf_zero.core.materialize import partition
 from hf_zero.core.policy import POLICIES
 from hf_zero.core.unit import State, Unit
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.storage.placement import Placement
 
@@ -60,7 +60,7 @@ def cut_up(
     groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
     placement = Placement(ZeroConfig(stage), META, mesh.rank, mesh.world)
     return partition(
-        model, cut(model)[0], groups, POLICIES[stage], mesh, META, "bf16", placement
+        model, find_units(model)[0], groups, POLICIES[stage], mesh, META, "bf16", placement
     ), mesh
 
 
@@ -165,15 +165,15 @@ def test_all_ranks_together_hold_each_element_once(shards: int, seven_billion: n
     """Every parameter of the 7B model, range by range, over all ranks: padding is below a
     thousandth.
     """
-    cuts, _ = cut(seven_billion)
+    specs, _ = find_units(seven_billion)
     padded = numel = 0
-    for piece in cuts:
-        layout = FlatLayout.build([(name, p.shape) for name, p in piece.parameters], shards)
-        ends = dict.fromkeys((name for name, _ in piece.parameters), 0)
+    for spec in specs:
+        layout = FlatLayout.build([(name, p.shape) for name, p in spec.parameters], shards)
+        ends = dict.fromkeys((name for name, _ in spec.parameters), 0)
         for shard in range(shards):
             for run in layout.pieces(*layout.rank_range(shard)):
                 assert run.start == ends[run.name]
                 ends[run.name] = run.stop
-        assert ends == {name: p.numel() for name, p in piece.parameters}
+        assert ends == {name: p.numel() for name, p in spec.parameters}
         padded, numel = padded + layout.padded, numel + layout.numel
     assert 0 <= padded - numel < numel / 1000

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.preflight import Plan, groups_of
 from hf_zero.preflight.needs import gathered_bytes
 from tests.helpers.engines import config_of, start
@@ -56,7 +56,7 @@ def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int
         return max(held)
 
     model = deep()
-    groups = groups_of(cut(model)[0], model, "bf16")
+    groups = groups_of(find_units(model)[0], model, "bf16")
     predicted = gathered_bytes(groups, Plan(3, ranks, prefetch=prefetch))
     assert on_ranks(ranks, run, build=deep) == [predicted] * ranks
     root = sum(group.numel for group in groups if group.unit == "(root)") * 2

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.integrations.deepspeed.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
@@ -214,7 +214,8 @@ def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern: str, heard: 
 def test_what_a_leaf_changes(leaf: bool) -> None:
     units = {
         model: [
-            unit.name for unit in cut(Patterned(model, "others on other ranks", leaf).build())[0]
+            unit.name
+            for unit in find_units(Patterned(model, "others on other ranks", leaf).build())[0]
         ]
         for model in (Flat, Layered)
     }

@@ -9,7 +9,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core import materialize
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.preflight.needs import Part, needs
 from hf_zero.preflight.plan import Plan as Bytes
 from hf_zero.preflight.plan import groups_of
@@ -68,7 +68,7 @@ def test_tiers_hold_what_was_estimated(way, stage, precision, moments, tmp_path)
     )
     models = [LLAMA.build() for _ in range(RANKS)]
     wanted = ZeroConfig.from_dict(config).resolve(RANKS)
-    groups = groups_of(cut(models[0])[0], models[0], precision)
+    groups = groups_of(find_units(models[0])[0], models[0], precision)
     said = needs(groups, replace(Bytes.of(wanted, RANKS, False, 2)))
     found = run_ranks(RANKS, held, models, config)[0]
     for tier, estimated in (

@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.parameter import WatchedParameter
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (
@@ -39,7 +39,7 @@ def joined(stage, blocks, **more):
 
 def test_consecutive_blocks_are_joined_up_to_the_threshold():
     def units(granularity):
-        return [piece.paths for piece in cut(model, granularity)[0]]
+        return [spec.paths for spec in find_units(model, granularity)[0]]
 
     model = Stack(5)
     alone = [("",), *((f"blocks.{i}",) for i in range(5))]
@@ -51,15 +51,15 @@ def test_consecutive_blocks_are_joined_up_to_the_threshold():
         ("blocks.4",),
     ]
     assert units(100 * BLOCK) == [("",), tuple(f"blocks.{i}" for i in range(5))]
-    names = [name for piece in cut(model, 2 * BLOCK)[0] for name, _ in piece.parameters]
+    names = [name for spec in find_units(model, 2 * BLOCK)[0] for name, _ in spec.parameters]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert cut(model, 2 * BLOCK)[0][1].name == "blocks.0..blocks.1"
+    assert find_units(model, 2 * BLOCK)[0][1].name == "blocks.0..blocks.1"
 
 
 def test_blocks_of_two_containers_are_not_joined():
     model = nn.Module()
     model.encoder, model.decoder = Stack(2), Stack(2)
-    assert [piece.paths for piece in cut(model, 100 * BLOCK)[0]] == [
+    assert [spec.paths for spec in find_units(model, 100 * BLOCK)[0]] == [
         ("",), ("encoder.blocks.0", "encoder.blocks.1"), ("decoder.blocks.0", "decoder.blocks.1"),
     ]  # fmt: skip
 

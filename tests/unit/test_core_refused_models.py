@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.materialize import check_parameters
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
 from tests.helpers.engines import STAGES, config_of, start
@@ -48,8 +48,8 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As those of PrivateUse1 backends; CUDA's it does."""
-    cuts, _ = cut(stack())
-    check_parameters(cuts, torch.device("cpu"))
+    specs, _ = find_units(stack())
+    check_parameters(specs, torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
     with pytest.raises(
@@ -57,7 +57,7 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
         match=r"is on cpu, and torch cannot .* on 'xpu' .*move the model there first "
         r"\(model\.to\('xpu'\)\)",
     ):
-        check_parameters(cuts, torch.device("xpu"))
+        check_parameters(specs, torch.device("xpu"))
 
 
 def test_a_buffer_without_values() -> None:

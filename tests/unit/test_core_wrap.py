@@ -11,30 +11,30 @@ import transformers
 from torch import nn
 
 from hf_zero.core import wrap
-from hf_zero.core.wrap import Cut, cut
+from hf_zero.core.wrap import UnitSpec, find_units
 from hf_zero.errors import PartitionError
 from tests.helpers.models import ARCHITECTURES, Block, Stack
 
 
-def names(cuts: Iterable[Cut]) -> list[str]:
-    return [piece.name for piece in cuts]
+def names(specs: Iterable[UnitSpec]) -> list[str]:
+    return [spec.name for spec in specs]
 
 
-def owned(cuts: Iterable[Cut]) -> dict[str, list[str]]:
-    return {piece.name: [name for name, _ in piece.parameters] for piece in cuts}
+def owned(specs: Iterable[UnitSpec]) -> dict[str, list[str]]:
+    return {spec.name: [name for name, _ in spec.parameters] for spec in specs}
 
 
-def check_complete(model: nn.Module, cuts: list[Cut]) -> None:
+def check_complete(model: nn.Module, specs: list[UnitSpec]) -> None:
     """Every parameter in one unit, under its first name; every unit but the root owns some, and
     is reached by its name.
     """
-    owned_once = [(name, id(parameter)) for piece in cuts for name, parameter in piece.parameters]
+    owned_once = [(name, id(parameter)) for spec in specs for name, parameter in spec.parameters]
     assert sorted(owned_once) == sorted((name, id(p)) for name, p in model.named_parameters())
-    assert cuts[0].name == "" and cuts[0].module is model
-    for piece in cuts[1:]:
-        assert piece.parameters and model.get_submodule(piece.name) is piece.module
-        inside = {id(p) for p in piece.module.parameters()}
-        assert all(id(parameter) in inside for _, parameter in piece.parameters)
+    assert specs[0].name == "" and specs[0].module is model
+    for spec in specs[1:]:
+        assert spec.parameters and model.get_submodule(spec.name) is spec.module
+        inside = {id(p) for p in spec.module.parameters()}
+        assert all(id(parameter) in inside for _, parameter in spec.parameters)
 
 
 LAYERS = {
@@ -61,11 +61,11 @@ TIED = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_transformers_models(name: str) -> None:
     model = ARCHITECTURES[name].build()
-    cuts, aliases = cut(model)
-    assert names(cuts) == ["", *LAYERS[name]]
-    check_complete(model, cuts)
+    specs, aliases = find_units(model)
+    assert names(specs) == ["", *LAYERS[name]]
+    check_complete(model, specs)
     assert aliases == TIED[name]
-    root = owned(cuts)[""]
+    root = owned(specs)[""]
     assert set(TIED[name].values()) <= set(root)
     assert not any(
         parameter.startswith(layer + ".") for parameter in root for layer in LAYERS[name]
@@ -85,11 +85,11 @@ def test_large_embeddings_and_heads_of_a_language_model_are_units() -> None:
     for tied in (False, True):
         config.tie_word_embeddings = tied
         model = transformers.LlamaForCausalLM(config)
-        cuts, aliases = cut(model)
-        check_complete(model, cuts)
+        specs, aliases = find_units(model)
+        check_complete(model, specs)
         large = [] if tied else ["model.embed_tokens", "lm_head"]
-        assert sorted(names(cuts)) == sorted(["", *large, "model.layers.0", "model.layers.1"])
-        assert ("model.embed_tokens.weight" in owned(cuts)[""]) == tied
+        assert sorted(names(specs)) == sorted(["", *large, "model.layers.0", "model.layers.1"])
+        assert ("model.embed_tokens.weight" in owned(specs)[""]) == tied
         assert aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
@@ -110,9 +110,9 @@ def test_checkpointing_layers_by_class_name() -> None:
             self.enter, self.one, self.two = Block(4), Layer(), Layer()
 
     model = Model()
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "one", "two"], (
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "one", "two"], (
         "they come before _no_split_modules, and the outermost count"
     )
 
@@ -121,19 +121,19 @@ def test_checkpointing_layers_by_class_name() -> None:
 def test_no_split_modules(kind: type) -> None:
     model = Stack(3)
     model._no_split_modules = kind(["LayerNorm", "Missing"])
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]
 
 
 @pytest.mark.parametrize("nothing", [None, [], ["Missing"]])
 def test_items_of_module_lists_where_nothing_is_named(nothing: list[str] | None) -> None:
     model = Stack(3)
     model._no_split_modules = nothing
-    cuts, aliases = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0", "blocks.1", "blocks.2"] and aliases == {}
-    assert owned(cuts)[""] == ["enter.weight", "enter.bias", "head.weight", "head.bias"]
+    specs, aliases = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0", "blocks.1", "blocks.2"] and aliases == {}
+    assert owned(specs)[""] == ["enter.weight", "enter.bias", "head.weight", "head.bias"]
 
 
 def test_small_lists_and_empty_items_are_no_units() -> None:
@@ -147,9 +147,9 @@ def test_small_lists_and_empty_items_are_no_units() -> None:
             self.single = nn.ModuleList([Block(16)])
 
     model = Model()
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0", "blocks.2", "towers.0", "towers.1"]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0", "blocks.2", "towers.0", "towers.1"]
 
 
 def test_lists_in_lists_are_cut_at_the_outer_one() -> None:
@@ -158,17 +158,17 @@ def test_lists_in_lists_are_cut_at_the_outer_one() -> None:
             super().__init__()
             self.stages = nn.ModuleList(nn.ModuleList(Block(8) for _ in range(2)) for _ in range(2))
 
-    cuts, _ = cut(Model())
-    assert names(cuts) == ["", "stages.0", "stages.1"]
+    specs, _ = find_units(Model())
+    assert names(specs) == ["", "stages.0", "stages.1"]
 
 
 def test_a_model_without_blocks_is_cut_by_size() -> None:
     wide = wrap.MIN_UNIT // 256
     model = nn.Sequential(*(nn.Linear(256, wide, bias=False) for _ in range(8)), nn.Linear(2, 2))
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", *map(str, range(8))]
-    assert owned(cuts)[""] == ["8.weight", "8.bias"]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", *map(str, range(8))]
+    assert owned(specs)[""] == ["8.weight", "8.bias"]
 
 
 def test_by_size_goes_inside_what_is_too_large() -> None:
@@ -182,9 +182,9 @@ def test_by_size_goes_inside_what_is_too_large() -> None:
 
     model = nn.Module()
     model.left, model.right = Half(), Half()
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == [
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == [
         "",
         *(f"{side}.layers.{i}" for side in ("left", "right") for i in range(10)),
     ]
@@ -204,9 +204,9 @@ def test_by_size_never_cuts_at_a_container() -> None:
     model.rest = nn.Sequential(
         *(nn.Linear(256, wrap.MIN_UNIT // 256, bias=False) for _ in range(3))
     )
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == [
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == [
         "",
         "held.one",
         "held.two",
@@ -220,14 +220,14 @@ def test_by_size_never_cuts_at_a_container() -> None:
 
 def test_a_small_model_without_blocks_is_one_unit() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == [""]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == [""]
 
 
 def test_a_model_without_parameters_is_one_empty_unit() -> None:
-    cuts, aliases = cut(nn.Sequential(nn.ReLU(), nn.ReLU()))
-    assert owned(cuts) == {"": []} and aliases == {}
+    specs, aliases = find_units(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert owned(specs) == {"": []} and aliases == {}
 
 
 def test_large_leaves_beside_blocks() -> None:
@@ -241,9 +241,9 @@ def test_large_leaves_beside_blocks() -> None:
             self.pixels = nn.Conv1d(wrap.MIN_UNIT, 2, 1)
 
     model = Model()
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0", "blocks.1", "words"]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0", "blocks.1", "words"]
 
 
 def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(
@@ -252,54 +252,54 @@ def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(
     monkeypatch.setattr(wrap, "MIN_UNIT", 1)
     model = Stack(2, 32)
     quarter = sum(p.numel() for p in model.blocks[0].parameters()) / 4
-    cuts, _ = cut(model)
+    specs, _ = find_units(model)
     assert (
-        names(cuts) == ["", "blocks.0", "blocks.1"]
+        names(specs) == ["", "blocks.0", "blocks.1"]
         and sum(p.numel() for p in model.head.parameters()) < quarter
     )
     model.head = nn.Linear(32, int(quarter / 33) + 1)
-    assert names(cut(model)[0]) == ["", "blocks.0", "blocks.1", "head"]
+    assert names(find_units(model)[0]) == ["", "blocks.0", "blocks.1", "head"]
 
 
 def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root() -> None:
     model = Stack(3)
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.enter.extra = model.blocks[1].norm.weight
-    cuts, aliases = cut(model)
-    check_complete(model, cuts)
-    assert {"blocks.0.up.weight", "enter.extra"} <= set(owned(cuts)[""])
+    specs, aliases = find_units(model)
+    check_complete(model, specs)
+    assert {"blocks.0.up.weight", "enter.extra"} <= set(owned(specs)[""])
     assert aliases == {
         "blocks.2.up.weight": "blocks.0.up.weight",
         "blocks.1.norm.weight": "enter.extra",
     }
-    assert "blocks.1.norm.weight" not in owned(cuts)["blocks.1"]
+    assert "blocks.1.norm.weight" not in owned(specs)["blocks.1"]
 
 
 def test_a_large_head_tied_to_the_embedding_is_no_unit_for_its_bias() -> None:
     model = Stack(2, 64)
     model.words = nn.Embedding(2048, 64)
     model.head = nn.Linear(64, 2048)
-    assert names(cut(model)[0]) == ["", "blocks.0", "blocks.1", "head", "words"]
+    assert names(find_units(model)[0]) == ["", "blocks.0", "blocks.1", "head", "words"]
     model.head.weight = model.words.weight
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0", "blocks.1"] and "head.bias" in owned(cuts)[""]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0", "blocks.1"] and "head.bias" in owned(specs)[""]
 
 
 def test_a_model_that_is_a_block_itself_is_cut_inside() -> None:
     class GradientCheckpointingLayer(Stack):
         pass
 
-    cuts, _ = cut(GradientCheckpointingLayer(2))
-    assert names(cuts) == ["", "blocks.0", "blocks.1"]
+    specs, _ = find_units(GradientCheckpointingLayer(2))
+    assert names(specs) == ["", "blocks.0", "blocks.1"]
 
 
 def test_weights_tied_inside_a_block_stay_there() -> None:
     model = Stack(2)
     model.blocks[1].norm.bias = model.blocks[1].norm.weight
-    cuts, aliases = cut(model)
-    check_complete(model, cuts)
-    assert "blocks.1.norm.weight" in owned(cuts)["blocks.1"]
+    specs, aliases = find_units(model)
+    check_complete(model, specs)
+    assert "blocks.1.norm.weight" in owned(specs)["blocks.1"]
     assert aliases == {"blocks.1.norm.bias": "blocks.1.norm.weight"}
 
 
@@ -307,9 +307,9 @@ def test_a_block_used_twice_is_one_unit() -> None:
     """As in ALBERT: one block under several names."""
     model = Stack(1)
     model.blocks = nn.ModuleList([model.blocks[0]] * 3)
-    cuts, aliases = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0"]
+    specs, aliases = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0"]
     assert aliases["blocks.2.up.weight"] == "blocks.0.up.weight" and len(aliases) == 12
 
 
@@ -320,17 +320,17 @@ def test_a_block_whose_parameters_are_all_shared_is_no_unit() -> None:
         for key, shared in child.named_parameters():
             other.get_submodule(name).register_parameter(key, shared)
     model.copy = other
-    cuts, _ = cut(model)
-    check_complete(model, cuts)
-    assert names(cuts) == ["", "blocks.0"]
+    specs, _ = find_units(model)
+    check_complete(model, specs)
+    assert names(specs) == ["", "blocks.0"]
 
 
 def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
     model = Stack(depth=2)
     model.blocks[1]._hf_zero_packed = (("up.weight", "down.weight"), ("up.bias", "down.bias"))
-    plain = [name.removeprefix("blocks.0.") for name in owned(cut(model)[0])["blocks.0"]]
+    plain = [name.removeprefix("blocks.0.") for name in owned(find_units(model)[0])["blocks.0"]]
     assert plain == ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
-    packed = [name.removeprefix("blocks.1.") for name in owned(cut(model)[0])["blocks.1"]]
+    packed = [name.removeprefix("blocks.1.") for name in owned(find_units(model)[0])["blocks.1"]]
     assert packed == [
         "norm.weight",
         "norm.bias",
@@ -339,7 +339,7 @@ def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
         "up.bias",
         "down.bias",
     ]
-    check_complete(model, cut(model)[0])
+    check_complete(model, find_units(model)[0])
 
 
 def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit() -> None:
@@ -347,7 +347,7 @@ def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit(
     model._hf_zero_packed = (
         ("blocks.0.down.weight", "enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"),
     )
-    got = owned(cut(model)[0])
+    got = owned(find_units(model)[0])
     assert [name.removeprefix("blocks.0.") for name in got["blocks.0"]] == [
         "norm.weight",
         "norm.bias",
@@ -357,7 +357,7 @@ def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit(
         "down.bias",
     ]
     assert got["blocks.1"] == [f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()]
-    check_complete(model, cut(model)[0])
+    check_complete(model, find_units(model)[0])
 
 
 def test_a_name_of_a_pack_that_is_not_there_is_refused() -> None:
@@ -367,4 +367,4 @@ def test_a_name_of_a_pack_that_is_not_there_is_refused() -> None:
         PartitionError,
         match=r"_hf_zero_packed of blocks.0 \(Block\) names a parameter that is not there: .*left",
     ):
-        cut(model)
+        find_units(model)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 import hf_zero
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.memory import DiskFree, Free
@@ -126,15 +126,15 @@ def test_13b_runs_with_int8_moments(llama_13b: nn.Module, moments: str, fits: bo
 
 def test_70b_is_judged_from_its_cuts_alone() -> None:
     model = llama(8192, 80, 28672, 64, 128256, 8)
-    cuts = cut(model)[0]
+    specs = find_units(model)[0]
     whole = replace(H200, disks=(DiskFree("/nvme", 2000 * GIB, 0),))
     with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
-        check(cuts, offloading(), 1, device=GPU, free=whole)
+        check(specs, offloading(), 1, device=GPU, free=whole)
     config = {"device": "nvme", "nvme_path": "/nvme"}
     runs = ZeroConfig(
         3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
     ).resolve(8)
-    report = check(cuts, runs, 8, device=GPU, free=whole)
+    report = check(specs, runs, 8, device=GPU, free=whole)
     assert report.needs.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -208,7 +208,7 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     # 16 bytes a parameter and what is under way would fill more than the margin leaves
     tight = Free(
         int(
-            needs(groups_of(cut(SMALL)[0], SMALL, "bf16"), Plan(2, 1)).device_bytes
+            needs(groups_of(find_units(SMALL)[0], SMALL, "bf16"), Plan(2, 1)).device_bytes
             / (1 - ACTIVATIONS)
         )
         - 8,

@@ -17,7 +17,7 @@ import hf_zero
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.policy import POLICIES
-from hf_zero.core.wrap import cut
+from hf_zero.core.wrap import find_units
 from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.lion import Lion
 from hf_zero.preflight import Group, Needs, Plan, groups_of, needs
@@ -262,7 +262,7 @@ def test_groups_are_the_flats_of_the_engine() -> None:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
     model[0].requires_grad_(False)
     model[1].bias.requires_grad_(False)
-    groups = groups_of(cut(model)[0], model, "bf16")
+    groups = groups_of(find_units(model)[0], model, "bf16")
     engine = hf_zero.initialize(
         model=model,
         config=ZeroConfig(0, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}}),

@@ -160,7 +160,7 @@ class StrategyMethods:
         if trainer.state.fn.value == "fit":
             if this._layer_sync:
                 this._layer_sync.apply(module)
-            if engine is not None and not engine.holds:
+            if engine is not None and not engine.shard_only:
                 hand_back(engine)
             engine = self._start_training(trainer, module)
         elif engine is None:

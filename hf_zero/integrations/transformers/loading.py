@@ -82,7 +82,7 @@ def _is_trained(weight: nn.Parameter) -> bool:
     """
     flat = owner_of(weight)
     engine = flat.engine() if flat is not None else None
-    return engine is not None and not engine.holds
+    return engine is not None and not engine.shard_only
 
 
 def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
