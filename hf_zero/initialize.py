@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.preflight import check, moments_of, room_for
+
+E = TypeVar("E", bound=Engine)
 
 
 def initialize(
@@ -78,6 +80,39 @@ def initialize(
         optimizer that is wrong on flat shards. DoesNotFitError: what is to be trained needs more
         memory, or room in files, than is free; it says what fits.
     """
+    return initialize_as(
+        Engine,
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        distributed_port,
+        mpu,
+        dist_init_required,
+        collate_fn,
+        config,
+        config_params,
+    )
+
+
+def initialize_as(
+    engine_class: type[E],
+    args: Any,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int | None,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[[Any], Any] | None,
+    config: Any,
+    config_params: Any,
+) -> tuple[E, Any, DataLoader[Any] | None, Any]:
+    """:func:`initialize`, with an engine of ``engine_class``."""
     _refuse_other_deepspeed()
     if isinstance(args, nn.Module):  # initialize(model, "zero3")
         args, model, config = None, args, _second(model, config)
@@ -123,7 +158,7 @@ def initialize(
     loader = _loader(training_data, collate_fn, settings)
     _preflight(model, settings, made)
     release_holders(model)
-    engine = Engine(model, settings, ActivationPatches(settings), made)
+    engine = engine_class(model, settings, ActivationPatches(settings), made)
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)

@@ -5,8 +5,8 @@ under an engine: checkpointing, offload, compiled blocks, the order of attention
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,8 @@ class ActivationPatches:
     def __init__(self, config: ZeroConfig):
         self._config = config
         self._blocks: list[nn.Module] = []
+        self._fixed_addresses = True
+        self._installed = ExitStack()
         self.activations: Activations | None = None
         self.compiled: CompiledBlocks | None = None
 
@@ -59,21 +61,22 @@ class ActivationPatches:
         self._fixed_addresses = fixed_addresses
         self._blocks = blocks_to_checkpoint(model, self._config.activation_checkpointing)
 
-    @contextmanager
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
-    ) -> Iterator[None]:
-        """Everything is on ``model`` inside."""
-        with ExitStack() as installed:
-            self.activations = Activations(model, self._blocks, self._config, units, device, logs)
-            installed.callback(self.activations.remove)
-            # around checkpointing: one graph holds both passes
-            self.compiled = CompiledBlocks(model, units, self._fixed_addresses)
-            installed.callback(self.compiled.remove)
-            self.compiled.install(self._config.compile)
-            order = AttentionOrder(self._config.attention_backend, device)
-            installed.callback(order.give_back)
-            yield
+    ) -> None:
+        """Put everything on ``model``; ``logs``: whether this rank says what."""
+        self.activations = Activations(model, self._blocks, self._config, units, device, logs)
+        self._installed.callback(self.activations.remove)
+        # around checkpointing: one graph holds both passes
+        self.compiled = CompiledBlocks(model, units, self._fixed_addresses)
+        self._installed.callback(self.compiled.remove)
+        self.compiled.install(self._config.compile)
+        order = AttentionOrder(self._config.attention_backend, device)
+        self._installed.callback(order.give_back)
+
+    def remove(self) -> None:
+        """Take everything off again. Idempotent."""
+        self._installed.close()
 
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
         """Compile each block's forward as ``compile: blocks`` does, with other arguments."""

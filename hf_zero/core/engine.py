@@ -5,8 +5,9 @@ training step around it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,60 +15,41 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.answers import Answers, Counters
+from hf_zero.core import saving
+from hf_zero.core.accumulation import AccumulationWindow, Counters
+from hf_zero.core.backward import Backward
+from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.flat import Flat
-from hf_zero.core.grads import GradientReducer
-from hf_zero.core.guards import (
-    Attached,
-    ModuleGuards,
-    Override,
-    refuse_foreign_step,
-    refuse_switched,
-)
-from hf_zero.core.homeward import Homeward
-from hf_zero.core.hooks import Hooks
-from hf_zero.core.layout import Slot
-from hf_zero.core.losses import Losses
-from hf_zero.core.materialize import check_parameters, partition
-from hf_zero.core.parameter import owner_of
+from hf_zero.core.guards import Override, refuse_foreign_step
+from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.patches import Patches
 from hf_zero.core.policy import POLICIES
-from hf_zero.core.precision import LossScaler, Scaling
+from hf_zero.core.precision import LossScaler
 from hf_zero.core.sanity import SanityChecks
-from hf_zero.core.saving import Saving
-from hf_zero.core.schedule import Schedule
-from hf_zero.core.stopping import Stopping
-from hf_zero.core.takeover import patch_optimizer, refuse_unknown_params, restore_optimizer
+from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
+from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.core.stopping import StopRequests
+from hf_zero.core.takeover import patch_optimizer, restore_optimizer
 from hf_zero.core.tree import map_tensors
 from hf_zero.core.trouble import refuse_half_done, refuse_step
 from hf_zero.core.unit import Unit
-from hf_zero.core.update import Updater
-from hf_zero.core.updating import Updating
-from hf_zero.core.usage import Usage
-from hf_zero.core.wrap import find_units
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
-from hf_zero.ops import native
-from hf_zero.optim.elementwise import check
-from hf_zero.optim.fused import reads_16_bits
-from hf_zero.optim.offloaded import OffloadedOptimizer
-from hf_zero.optim.segments import BoundOptimizer
-from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.storage.placement import Placement
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-class Engine(Answers, Stopping, Saving, Updating):
+class Engine(nn.Module):
     """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
     micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
-    scales for fp16.
+    scales for fp16. With ``shard_only`` it trains nothing: parameters keep their dtypes, and may be
+    frozen and unfrozen.
     """
 
     def __init__(
@@ -84,201 +66,76 @@ class Engine(Answers, Stopping, Saving, Updating):
         self.module = model
         self.config = config
         self.patches = patches
-        self._installed = ExitStack()  # what destroy undoes
-        # no training is configured yet: parameters keep their dtype, and may be frozen and unfrozen
-        self.shard_only = shard_only
-        # names that whole state dicts without frozen parameters have all the same
-        self.kept_when_frozen: frozenset[str] = frozenset()
-        self.stage = config.stage
-        self.device = device or process_group.default_device()
-        kinds.set_device(self.device)
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
+        self.shard_only = shard_only
+        # names that whole state dicts without frozen parameters have all the same
+        self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()
-        self.scaler = LossScaler.from_config(config)
-        self._policy = POLICIES[config.stage]
-        beside = config.offload_optimizer.on and self._policy.gathers_after_step
-        self.mesh = Mesh(
-            self._policy.shards(process_group.get_world_size(), config.replicate_size),
-            self.device,
+        self.accumulation = AccumulationWindow(config.gradient_accumulation_steps or 1)
+        self._installed: ExitStack | None = None  # what destroy undoes; None: destroyed
+        device = device or process_group.default_device()
+        kinds.set_device(device)
+        policy = POLICIES[config.stage]
+        mesh = Mesh(
+            policy.shards(process_group.get_world_size(), config.replicate_size),
+            device,
             config.timeout,
-            beside,
+            config.offload_optimizer.on and policy.gathers_after_step,
         )
-        self.global_rank, self.world_size, self.local_rank = (
-            self.mesh.rank,
-            self.mesh.world,
-            process_group.get_local_rank(),
-        )
-        self.shard_rank, self.shard_world = self.mesh.shard.rank, self.mesh.shard.size
-        self._accumulation = config.gradient_accumulation_steps or 1
-        self._boundary: bool | None = None  # set from outside
-        self._micro = 0  # micro-batches since the last step
-        self._syncs = True
-        # to which the gradient is clipped; 0: not. It may change between steps
-        self.max_norm = float(config.gradient_clipping or 0.0)
-        self._norm: torch.Tensor | None = None
-        self._sanity = SanityChecks(
-            self.device, self._accumulation, config.precision, self.global_rank
-        )
-        self._placement = Placement(config, self.device, self.mesh.rank, self.mesh.world)
-        self.updater: Updater | None = None  # of what is offloaded
-        self._threads: int | None = None  # that kernels ran on before
-        self._applied = False
-        self._destroyed = False
         try:
-            self._build(model, optimizer)
+            with ExitStack() as installed:
+                self._build(mesh, installed)
+                self._installed = installed.pop_all()
         except BaseException as error:
-            for parameter in model.parameters():
-                flat = owner_of(parameter)
-                if flat is not None and flat.axis in (self.mesh.shard, self.mesh.replicate):
-                    flat.retire()  # the model must not stay with an engine that nobody holds
-            self._placement.close()
-            self.mesh.close(
-                groups=not self._policy.shards_parameters,
+            mesh.close(
+                groups=not policy.shards_parameters,
                 why=f"could not build the engine ({rank_status.first_line(error)})",
             )
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
-    def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        config = self.config
-        fixed = not self._policy.shards_parameters  # parameters keep their addresses
-        self.patches.check(model, fixed)
-        specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
-        check_parameters(specs, self.device)
-        given = {name: parameter for spec in specs for name, parameter in spec.parameters}
-        self.param_dtypes = {
-            name: str(parameter.dtype).removeprefix("torch.") for name, parameter in given.items()
-        }
-        groups: dict[int, int] = {}
-        if optimizer is not None:
-            check(optimizer, config.elementwise_optimizers)
-            groups = {
-                id(p): index
-                for index, group in enumerate(optimizer.param_groups)
-                for p in group["params"]
-            }
-            refuse_unknown_params(optimizer, {id(p) for p in given.values()})
-        group_of = {
-            name: groups[id(p)] for name, p in given.items() if id(p) in groups and p.requires_grad
-        }
-        # state that cannot be carried over is refused before the model is cut up
-        if optimizer is not None:
-            collect(
-                optimizer,
-                given,
-                {name: Slot(name, tuple(given[name].shape), 0) for name in group_of},
-                group_of,
-            )
-        accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
-        self.units = partition(
-            model,
-            specs,
-            group_of,
-            self._policy,
-            self.mesh,
-            self.device,
-            None if self.shard_only else config.precision,
-            self._placement,
-            DTYPES[accumulate] if accumulate else None,
-            DTYPES[wire] if wire else None,
-            numbers_kept(optimizer) if optimizer is not None and self._placement.in_files else 0,
-            optimizer is not None and reads_16_bits(optimizer, config.kernels, self.device),
-        )
-        self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
-        for flat in self.flats:
+    def _build(self, mesh: Mesh, installed: ExitStack) -> None:
+        """Partition the model and put everything on it; ``installed`` undoes it, in reverse."""
+        config, model, device = self.config, self.module, mesh.device
+        placement = Placement(config, device, mesh.rank, mesh.world)
+        installed.callback(placement.close)
+        installed.callback(retire_flats, model, mesh)
+        self.patches.check(model, not POLICIES[config.stage].shards_parameters)
+        precision = None if self.shard_only else config.precision
+        sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
+        self.sharded_model = sharded
+        installed.callback(sharded.retire)
+        for flat in sharded.flats:
             flat.engine = weakref.ref(self)
-        self._training = [flat for flat in self.flats if flat.trainable]
-        self.bound = self._bind(optimizer, group_of, given) if optimizer is not None else None
-        item = max((flat.dtype.itemsize for flat in self.flats), default=4)
-        self.schedule = Schedule(
-            self.units,
-            self.mesh,
-            int(config.zero.prefetch_bucket_size) * item,
-            self._placement.reads_ahead,
+        if self.optimizer is not None:
+            installed.callback(take_native_threads(placement))
+        scaler = LossScaler.from_config(config)
+        sanity = SanityChecks(device, self.accumulation.steps, config.precision, mesh.rank)
+        self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
+        self.backward_pass = Backward(
+            sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )
-        predivide = config.gradient_predivide_factor
-        scaling = Scaling.over(
-            self.world_size, config.precision, config.prescale_gradients, predivide, wire
-        )
-        away = self._placement.offloads_optimizer and self.bound is not None
-        homeward = (
-            Homeward(self.device, self._placement.take_pinned)
-            if away and not kinds.is_host(self.device)
-            else None
-        )
-        if away:
-            self.updater = Updater(
-                self.units,
-                self.mesh,
-                self.device,
-                self._placement.piece,
-                self._placement.take_pinned,
-                homeward,
-            )
-        self._usage = Usage(self._training, self.mesh, self.device)
-        self._reducer = GradientReducer(
-            self.units,
-            self.mesh,
-            self._policy,
-            scaling,
-            self._usage,
-            DTYPES[wire] if wire else None,
-            homeward,
-            config.kernels,
-        )
-        if self.updater is not None:
-            self.schedule.on_use = self.updater.used
-        self._hooks = Hooks(
-            model,
-            self.units,
-            self.schedule,
-            self._reducer,
-            self._backward_begins,
-            lambda: self._losses.part_joins(),
-        )
-        self._losses = Losses(
-            self.global_rank,
-            self.scaler,
-            config.precision == "fp16",
-            self._training,
-            self._hooks.is_in_backward,
-            self._hooks.watch_gradients,
-        )
-        self._guards = ModuleGuards(model, self.units, self.schedule)
-        self._installed.enter_context(
-            self.patches.install(model, self.units, self.device, self.global_rank == 0)
-        )
+        installed.callback(self.backward_pass.remove)
+        self.backward_pass.install(scaler)
+        installed.callback(sharded.guards.remove)
+        installed.callback(self.patches.remove)
+        self.patches.install(model, sharded.units, device, mesh.rank == 0)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
-        self._scaling_hook = (
-            model.register_forward_hook(Attached(self._losses.scale_outputs))
-            if config.precision == "fp16"
-            else None
-        )
-        if optimizer is not None:
-            patch_optimizer(optimizer, self)
-            self._publish_scale()
-        with self.schedule.writing():
+        installed.callback(model.__dict__.pop, "zero_grad", None)
+        self.async_saves = saving.AsyncSaves(mesh, sharded.schedule)
+        self.stop_requests = StopRequests(mesh, sharded.schedule)
+        if self.optimizer is not None:
+            patch_optimizer(self.optimizer, self)
+            installed.callback(restore_optimizer, self.optimizer)
+            self.publish_scale()
+        with sharded.schedule.writing():
             pass  # what the partition wrote
 
-    def _bind(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group_of: Mapping[str, int],
-        given: Mapping[str, nn.Parameter],
-    ) -> BoundOptimizer:
-        if not self._placement.offloads_optimizer:
-            return BoundOptimizer(optimizer, self._training, group_of, given, self.config.kernels)
-        if self._placement.cores < 1.0 and native.available():
-            self._threads = native.threads()
-            native.set_threads(max(1, int(self._placement.cores * native.default_share().threads)))
-        return OffloadedOptimizer(
-            optimizer, self._training, group_of, given, self._placement.moments, self.config.kernels
-        )
-
-    def _publish_scale(self) -> None:
+    def publish_scale(self) -> None:
+        """Show the loss scale on the optimizer, where scripts look for it."""
         if self.optimizer is not None:
             self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
 
@@ -299,43 +156,8 @@ class Engine(Answers, Stopping, Saving, Updating):
         ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
         of the window) already.
         """
-        if not isinstance(loss, torch.Tensor):
-            said = (
-                f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass "
-                "outputs.loss, or what your loss function returns"
-            )
-            raise PartitionError(said)
-        if loss.numel() != 1:
-            raise PartitionError(
-                f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
-                "with .mean() or .sum()"
-            )
-        self._take_in_unannounced()
-        self._sanity.on_loss(loss)
-        with self._losses.carrying(loss.dtype, None if scale_wrt_gas else 1.0) as scale:
-            root = loss.float() * scale if scale != 1.0 else loss
-            with self._hooks.announced(root):
-                root.backward(retain_graph=retain_graph)
+        self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
         return loss
-
-    def _take_in_unannounced(self) -> None:
-        self._hooks.notice_broken()
-        self._hooks.take_in_unannounced()
-
-    def _backward_begins(self) -> None:
-        if self.bound is not None:
-            refuse_switched(self.flats)
-            refuse_half_done(self.updater, "another backward")
-            self._sanity.on_backward(self._syncs and self._boundary is not False)
-        self._reducer.weight, self._reducer.unscale = self._losses.begin(1.0 / self._accumulation)
-        self._reducer.reduces = self._syncs and self.is_gradient_accumulation_boundary()
-        early = (
-            self._reducer.reduces
-            and self._placement.updates_in_backward
-            and not (self.max_norm or self._losses.may_overflow)
-        )
-        early = early and not self._failed_writes()
-        self._reducer.on_landed = self._update_early if early else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -345,66 +167,85 @@ class Engine(Answers, Stopping, Saving, Updating):
         Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result
         is equal.
         """
-        self._take_in_unannounced()
-        before, self._syncs = self._syncs, False
-        try:
+        self.backward_pass.take_in_unannounced()
+        with self.accumulation.no_sync():
             yield
-            self._take_in_unannounced()
-        finally:
-            self._syncs = before
+            self.backward_pass.take_in_unannounced()
 
     @property
     def in_no_sync(self) -> bool:
         """Whether a ``no_sync`` block is open."""
-        return not self._syncs
+        return not self.accumulation.syncs
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say from outside whether the next backward ends the accumulation window; it holds
         until said otherwise.
         """
-        self._boundary = is_boundary
+        self.accumulation.boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the backward under way, or the next, ends the accumulation window."""
-        return (
-            self._boundary if self._boundary is not None else self._micro + 1 >= self._accumulation
-        )
+        return self.accumulation.ends
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether micro-batches have been counted that the next update will use."""
+        return self.accumulation.micro_batches > 0 and not self.backward_pass.reducer.spoiled
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards have left unreduced (collective); a step does this by itself."""
+        self.backward_pass.reduce()
+        self.backward_pass.reducer.arrive()
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the gradient that the next step will use, before clipping, loss scale
+        removed; 0.0 without one (collective).
+        """
+        self.backward_pass.reduce()
+        return self.optimizer_step.gradient_norm()
+
+    @torch.no_grad()
+    def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
+        """What ``parameter.grad = value`` does between a backward and the step: every rank passes
+        the whole averaged gradient, or None.
+
+        No communication: each rank keeps its part, and a parameter for which all ranks have None is
+        left as it is by the step.
+        """
+        self.backward_pass.write(flat, name, value)
+
+    # ---- parameters ----
 
     def gather_on_use(self, unit: Unit) -> bool:
         """For a parameter that is read while released: gather it if a forward of this engine is
         under way.
         """
-        return self._hooks.gather_on_use(unit)
+        return self.backward_pass.hooks.gather_on_use(unit)
 
-    @contextmanager
-    def gathered(self, unit: Unit) -> Iterator[None]:
-        """``unit`` gathered inside (collective); parameters tell of graphs and views that are
-        taken of them.
-        """
-        self.schedule.pin(unit)
-        unit.watch()
-        try:
-            yield
-        finally:
-            unit.unwatch()
-            self.schedule.unpin(unit)
+    def gathered(self, unit: Unit) -> AbstractContextManager[None]:
+        """A context in which ``unit`` is whole (collective)."""
+        return self.sharded_model.gathered(unit)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded
         inside GatheredParameters.
         """
-        self._hooks.hold(unit, node)
+        self.backward_pass.hooks.hold(unit, node)
 
-    @property
-    def window_is_open(self) -> bool:
-        """Whether micro-batches have been counted that the next update will use."""
-        return self._micro > 0 and not self._reducer.spoiled
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into shards and master
+        weights.
+        """
+        self.optimizer_step.take_user_writes()
 
-    def reduce_gradients(self) -> None:
-        """Reduce what backwards have left unreduced (collective); a step does this by itself."""
-        self._take_in_unannounced()
-        self._reducer.reduce_windows()
-        self._reducer.arrive()
+    @torch.no_grad()
+    def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
+        """Bring parameters up to date with the masters (collective): cast into shards; gather
+        where they are whole.
+        """
+        chosen = self.flats if flats is None else list(flats)
+        self.sharded_model.refresh(chosen, chosen)
 
     # ---- the step ----
 
@@ -416,30 +257,20 @@ class Engine(Answers, Stopping, Saving, Updating):
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
         as they are.
         """
-        if self._destroyed:
+        if self._installed is None:
             raise PartitionError(
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
-        self._sanity.on_step()
-        self._hooks.reset()
-        self._take_in_unannounced()
-        self._guards.check()
-        if self._reducer.spoiled:
-            refuse_half_done(self.updater, "a step whose gradients are not complete")
-            raise PartitionError(
-                "a backward was broken by an exception after part of its gradients had been taken "
-                "in; call engine.zero_grad() and repeat the window"
-            )
-        self._applied = False
-        if not self._syncs:
-            raise PartitionError(
-                "step() inside no_sync() would use gradients that are not reduced; leave "
-                "the no_sync block first"
-            )
-        if not self.is_gradient_accumulation_boundary():
+        self.backward_pass.reset()
+        self.backward_pass.take_in_unannounced()
+        self.sharded_model.guards.check()
+        self.backward_pass.refuse_unusable()
+        optimizer_step, losses = self.optimizer_step, self.backward_pass.losses
+        optimizer_step.applied = False
+        if not self.accumulation.ends:
             self._count_micro_batch()
-            self._micro += 1
+            self.accumulation.micro_batches += 1
             return
         if self.bound is None:
             raise PartitionError(
@@ -450,31 +281,24 @@ class Engine(Answers, Stopping, Saving, Updating):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        refuse_step(self._failed_writes())
-        self._reducer.reduce_windows()
-        if self._training and not any(flat.reduced for flat in self._training):
-            raise PartitionError(
-                "step() has no gradient: there was no backward since the last step or zero_grad(), "
-                "or its loss does not depend on a "
-                "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
-                "between it and step()"
-            )
+        refuse_step(optimizer_step.failed_writes())
+        self.backward_pass.reduce_for_step()
         self._count_micro_batch()
-        self._micro = 0
-        overflow = self._update()
-        self._tell_of_failed_save()
+        self.accumulation.micro_batches = 0
+        overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
+        self.async_saves.publish_failure()
         self.schedule.meet()
-        self._meet_to_stop()
-        self._reducer.clear()
-        scaler = self._losses.update_scale(overflow)
+        self.stop_requests.end_step()
+        self.backward_pass.reducer.clear()
+        scaler = losses.update_scale(overflow)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
-        self._publish_scale()
-        if self._placement.measures and not overflow:
-            self._bring_back_what_fits()
+        self.publish_scale()
+        if self.sharded_model.placement.measures and not overflow:
+            optimizer_step.bring_back_what_fits()
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
-        self._applied = not overflow
+        optimizer_step.applied = not overflow
         if overflow and scaler.at_floor:
             logger.warning(
                 "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
@@ -484,7 +308,7 @@ class Engine(Answers, Stopping, Saving, Updating):
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
-        self._raise_failed_save()  # last: the step is complete
+        self.async_saves.raise_failure()  # last: the step is complete
 
     def _count_micro_batch(self) -> None:
         self.counters.micro_steps += 1
@@ -492,11 +316,10 @@ class Engine(Answers, Stopping, Saving, Updating):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the accumulation window too."""
-        self._sanity.on_step()
-        self._hooks.reset()
+        self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
-        self._reducer.clear()
-        self._losses.forget()
+        self.backward_pass.reducer.clear()
+        self.backward_pass.losses.forget()
 
     def compile(
         self,
@@ -508,6 +331,136 @@ class Engine(Answers, Stopping, Saving, Updating):
         torch.compile; gathers stay outside.
         """
         self.patches.compile(backend, **{**(compile_kwargs or {}), **options})
+
+    # ---- saving, loading, stopping ----
+
+    def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters on the CPU, one unit at a time, under their first names (collective:
+        exhaust it on every rank).
+        """
+        return consolidated(self, dtype)
+
+    state_dict = saving.state_dict  # type: ignore[assignment]
+    load_state_dict = saving.load_state_dict
+    save_16bit_model = saving.save_16bit_model
+    save_checkpoint = saving.save_checkpoint
+    load_checkpoint = saving.load_checkpoint
+
+    def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
+        """Return when no checkpoint is being written any more. Raises CheckpointError, on all
+        ranks, if it could not be.
+
+        ``who`` waits is logged where it takes time. ``below``: wait only for what is being written
+        in this folder. Every rank must call it, or none.
+        """
+        self.async_saves.wait(who, below)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
+
+    def stop_on(self, *signals: int) -> None:
+        """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
+        before the next step; after each, ``if engine.stop_requested``, save and leave.
+
+        A signal among ``signals`` no longer ends this process. What handled it before is called
+        too, and comes back with another ``stop_on()`` or at ``destroy``. Needs the main thread if
+        there are signals.
+        """
+        self.stop_requests.listen(*signals)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after one of the next steps.
+
+        One rank is enough; signal handlers may call it.
+        """
+        self.stop_requests.request()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank was asked to stop.
+
+        It changes at the end of a step, on all ranks at that of the same one.
+        """
+        return self.stop_requests.agreed
+
+    # ---- what the engine says about itself ----
+
+    stage = property(attrgetter("config.stage"))
+    mesh = property(attrgetter("sharded_model.mesh"))
+    device = property(attrgetter("sharded_model.mesh.device"))
+    global_rank = property(attrgetter("sharded_model.mesh.rank"))
+    world_size = property(attrgetter("sharded_model.mesh.world"))
+    shard_rank = property(attrgetter("sharded_model.mesh.shard.rank"))
+    shard_world = property(attrgetter("sharded_model.mesh.shard.size"))
+    units = property(attrgetter("sharded_model.units"))
+    flats = property(attrgetter("sharded_model.flats"))
+    schedule = property(attrgetter("sharded_model.schedule"))
+    aliases = property(attrgetter("sharded_model.aliases"))
+    param_dtypes = property(attrgetter("sharded_model.param_dtypes"))
+    bound = property(attrgetter("optimizer_step.bound"))
+    updater = property(attrgetter("optimizer_step.updater"))
+    updates_state = property(attrgetter("optimizer_step.updates_state"))
+    scaler = property(attrgetter("backward_pass.losses.scaler"))
+    global_steps = property(attrgetter("counters.global_steps"))
+    global_samples = property(attrgetter("counters.global_samples"))
+    micro_steps = property(attrgetter("counters.micro_steps"))
+    skipped_steps = property(attrgetter("counters.skipped_steps"))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its host."""
+        return process_group.get_local_rank()
+
+    @property
+    def max_norm(self) -> float:
+        """To which the gradient is clipped; 0.0: not. It may change between steps."""
+        return self.optimizer_step.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float) -> None:
+        self.optimizer_step.max_norm = value
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulation.steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu or 1
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size or self.world_size
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the
+        first step.
+
+        The host waits for the device: :meth:`grad_norm_tensor` does not.
+        """
+        return float(self.grad_norm_tensor())
+
+    def grad_norm_tensor(self) -> torch.Tensor:
+        """The same as a 0-dim tensor on the device, which later steps leave as it is."""
+        norm = self.optimizer_step.norm
+        return torch.zeros((), dtype=torch.float64, device=self.device) if norm is None else norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group of the optimizer; empty without one."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group["lr"]) for group in groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights: False between boundaries and after an
+        overflow.
+        """
+        return self.optimizer_step.applied
+
+    def loss_scale(self) -> float:
+        """What an fp16 loss is multiplied by now; 1.0 in other precisions."""
+        return float(self.scaler.scale)
+
+    state_bytes = state_bytes
+    bytes_by_tier = bytes_by_tier
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -524,40 +477,16 @@ class Engine(Answers, Stopping, Saving, Updating):
         parameters become plain ones. Sharded ones stay released until another ``initialize`` takes
         them over; ``gather=True`` (collective) gives them back whole.
         """
-        if self._destroyed:
+        if self._installed is None:
             return
-        self._destroyed = True
-        failure = self.updater.close() if self.updater is not None else None
-        unsaved = self._last_save()
-        if self._placement.offloads_anything:
-            # no copy may outlive the host memory that it reads or fills
-            kinds.synchronize(self.device)
-        if self._threads is not None:
-            native.set_threads(self._threads)
-        self._give_signals_back()
-        for unit in self.units:
-            if unit.sharded and gather:
-                self.schedule.pin(unit)
-            elif unit.sharded:
-                unit.release(keep_views=True)  # on every rank, whatever is still here on this one
-        self._installed.close()  # what was put on last goes first
-        self._hooks.remove()
-        self._losses.close()
-        self._guards.remove()
-        if self._scaling_hook is not None:
-            self._scaling_hook.remove()
-        self.module.__dict__.pop("zero_grad", None)
-        for flat in self.flats:
-            flat.retire()
-        self._placement.close()
-        self._reducer.close()
-        if self.optimizer is not None:
-            restore_optimizer(self.optimizer)
-        self.bound = None
+        installed, self._installed = self._installed, None
         # Sharded values that stay so can be gathered by another engine, over the groups of this
         # one.
-        self.mesh.close(groups=gather or not any(flat.sharded for flat in self.flats))
-        if failure is not None:  # the values that were given back are not those of the last step
-            raise failure
-        if unsaved is not None:
-            raise unsaved
+        groups = gather or not any(flat.sharded for flat in self.flats)
+        with ExitStack() as ending:  # from the last to the first
+            ending.callback(self.mesh.close, groups=groups)
+            ending.push(installed)
+            ending.callback(self.sharded_model.release, gather)
+            ending.callback(self.stop_requests.restore_handlers)
+            ending.callback(self.optimizer_step.close)
+            ending.callback(self.async_saves.close)

@@ -8,7 +8,6 @@ form.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,12 +28,15 @@ class Patches(Protocol):
 
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
-    ) -> AbstractContextManager[None]:
-        """Install everything on ``model``, whose hooks of the engine are in place, on entering;
-        take it off again on leaving.
+    ) -> None:
+        """Put everything on ``model``, whose hooks of the engine are in place.
 
         ``logs``: whether this rank says what was installed.
         """
+        ...
+
+    def remove(self) -> None:
+        """Take everything off again, whatever of it is there. Idempotent."""
         ...
 
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:

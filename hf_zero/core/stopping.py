@@ -1,7 +1,7 @@
-"""Stopping a job that is told to end: any rank may be told, at any time, and all stop after the
+"""Stopping a job that is asked to end: any rank may be asked, at any time, and all stop after the
 same step.
 
-The answer is agreed through the store (consensus.py), in the one step in which somebody was told;
+The answer is agreed through the store (consensus.py), in the one step in which a rank was asked;
 no other step pays for it.
 """
 
@@ -14,81 +14,60 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.core.schedule import Schedule
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logs import log_rank0
 
 
-class Stopping:
-    """Methods of :class:`hf_zero.core.engine.Engine` for jobs that are preempted.
+class StopRequests:
+    """Requests to stop, of this rank and of others; see :meth:`hf_zero.Engine.stop_on`."""
 
-    ``engine.stop_on(signal.SIGTERM)`` once on every rank, and after each ``step``: ``if
-    engine.stop_requested``, save and leave.
-    """
+    def __init__(self, mesh: Mesh, schedule: Schedule):
+        self.agreed = False  # all ranks stop
+        self._mesh = mesh
+        self._schedule = schedule
+        self._handlers: list[_Handler] = []
+        self._listens = self._asked = False
 
-    mesh: Mesh
-    schedule: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._caught: dict[int, _Handler] = {}
-        self._listens = self._told = self._stops = False
-
-    def stop_on(self, *signals: int) -> None:
-        """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
-        before the next step.
-
-        A signal among ``signals`` no longer ends this process. What handled it before is called
-        too, and comes back with another ``stop_on()`` or at ``destroy``. Needs the main thread if
-        there are signals.
-        """
+    def listen(self, *signals: int) -> None:
+        """Listen for requests from now on, and for ``signals``, which make one."""
         if signals and threading.current_thread() is not threading.main_thread():
             raise PartitionError(
                 "stop_on with signals needs the main thread: Python handles signals there alone; "
                 "call stop_on() here and request_stop() from a handler"
             )
-        self._give_signals_back()
+        self.restore_handlers()
         self._listens = True
-        if self.mesh.consensus is not None:
-            self.mesh.consensus.serve_out_of_order_gathers(self.schedule.read)
-        for number in signals:
-            self._caught[number] = _Handler(number, self.request_stop)
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.serve_out_of_order_gathers(self._schedule.read)
+        self._handlers = [_Handler(number, self.request) for number in signals]
 
-    def request_stop(self) -> None:
-        """Ask all ranks to stop after one of the next steps.
-
-        One rank is enough; signal handlers may call it.
-        """
+    def request(self) -> None:
+        """Ask all ranks to stop after one of the next steps."""
         if not self._listens:
             raise PartitionError(
                 "request_stop() reaches only ranks that listen; call engine.stop_on() on every "
                 "rank before training"
             )
-        self._told = True
-        if self.mesh.consensus is not None:
-            self.mesh.consensus.request_stop()
+        self._asked = True
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.request_stop()
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether somebody was told to stop.
-
-        It changes at the end of a step, on all ranks at that of the same one.
-        """
-        return self._stops
-
-    def _meet_to_stop(self) -> None:
-        """A step is over."""
-        before, consensus = self._stops, self.mesh.consensus
-        self._stops = before or (self._told if consensus is None else consensus.stopped)
-        if self._stops and not before:
+    def end_step(self) -> None:
+        """A step is over, on all ranks alike: see what they have agreed on."""
+        before, consensus = self.agreed, self._mesh.consensus
+        self.agreed = before or (self._asked if consensus is None else consensus.stopped)
+        if self.agreed and not before:
             log_rank0(
                 "a rank was told to stop: all ranks see stop_requested now, after the same step"
             )
 
-    def _give_signals_back(self) -> None:
-        for handler in self._caught.values():
+    def restore_handlers(self) -> None:
+        """Give the signals back to what handled them before."""
+        for handler in self._handlers:
             handler.remove()
-        self._caught = {}
+        self._handlers = []
 
 
 class _Handler:

@@ -211,9 +211,9 @@ def told_by(engine: Any) -> dict[str, Any]:
     for flat in engine.flats:
         disk["optimizer"] += flat.states.nbytes()["disk"] if flat.states is not None else 0
         disk["parameters"] += flat._storage.nbytes()["disk"] if flat.is_away else 0
-    whole = sum(engine.state_bytes().values())
+    whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.held()
     return {
-        "state_mb": (whole - sum(disk.values()) + sum(engine._placement.held().values())) / 2**20,
+        "state_mb": (whole - sum(disk.values()) + sum(held.values())) / 2**20,
         "disk_mb": sum(disk.values()) / 2**20,
         "read_bytes": disk["optimizer"] + 2 * disk["parameters"],
         "written_bytes": sum(disk.values()),

@@ -297,9 +297,9 @@ class Recorder:
             replace(Update, "_apply", self._apply(Update._apply))
             replace(engine.bound, "step", self._step(engine.bound.step))
             if engine.updater is not None:
-                homeward = Homeward(gpu, engine._placement.take_pinned)
+                homeward = Homeward(gpu, engine.sharded_model.placement.take_pinned)
                 replace(homeward, "send", self._send(homeward.send))
-                replace(engine._reducer, "_homeward", homeward)
+                replace(engine.backward_pass.reducer, "_homeward", homeward)
                 replace(engine.updater, "_homeward", homeward)
                 replace(engine.updater, "_device", gpu)
                 replace(engine.updater, "_worker", _Worker(self))
@@ -382,7 +382,7 @@ class Recorder:
 
     def _begin(self, begin: Any) -> Any:
         def begun(divisor: float, step: int) -> Any:
-            if self._engine.max_norm or self._engine._losses.may_overflow:
+            if self._engine.max_norm or self._engine.backward_pass.losses.may_overflow:
                 self._current().synchronize()  # the host has asked for the norm
             return begin(divisor, step)
 
@@ -392,7 +392,7 @@ class Recorder:
         def stepped(divisor: Any, **more: Any) -> Any:
             here = sum(
                 self._sizes[flat.unit.name]
-                for flat in self._engine._training
+                for flat in self._engine.sharded_model.trainable
                 if flat.states is None
             )
             if here:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.answers import Counters
+from hf_zero.core.accumulation import Counters
 from hf_zero.core.layout import FlatLayout
 from hf_zero.optim.segments import BoundOptimizer
 

@@ -249,11 +249,11 @@ def test_a_second_save_and_a_load_wait_for_the_first(
         held.acquire() if rank == 0 else None
         torch.distributed.barrier()
         engine.save_checkpoint(str(tmp_path), tag="one", blocking=False)
-        memory = engine._behind.nbytes
+        memory = engine.async_saves.writer.nbytes
         if rank == 0:
             threading.Timer(0.3, held.release).start()
         engine.save_checkpoint(str(tmp_path), tag="two", blocking=False)
-        assert (tmp_path / "one").is_dir() and engine._behind.nbytes == memory, (
+        assert (tmp_path / "one").is_dir() and engine.async_saves.writer.nbytes == memory, (
             "staging memory is reused"
         )
         path, _ = engine.load_checkpoint(str(tmp_path))
@@ -343,7 +343,7 @@ def test_without_room_for_a_copy_all_ranks_write_while_training_waits(
 
         engine = setup.open(models[rank])
         if rank == 1:
-            behind = engine._beside_the_training()
+            behind = engine.async_saves.start()
             behind._arena.take = refuse.__get__(behind._arena)
         engine.save_checkpoint(str(tmp_path), blocking=False)
         assert (tmp_path / "latest").exists(), "it is there when the call returns"
@@ -457,7 +457,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = setup.open(models[rank])
-        behind = engine._beside_the_training()
+        behind = engine.async_saves.start()
         mail = behind._mail
         mail._timeout = 0.5
         if rank == 0:
@@ -505,7 +505,7 @@ def test_a_group_without_a_store_saves_while_training_waits(
 ) -> None:
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = Setup().open(models[rank])
-        engine._beside_the_training()._mail = None
+        engine.async_saves.start()._mail = None
         engine.save_checkpoint(str(tmp_path), blocking=False)
         assert (tmp_path / "latest").exists()
         engine.destroy()

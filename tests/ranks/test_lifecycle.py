@@ -109,8 +109,7 @@ def test_initialize_twice_without_destroy_is_refused():
 def test_bf16_destroy_and_names_of_the_engine(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
-        assert engine.zero_optimization_stage() == stage
-        assert engine.bfloat16_enabled() is True and engine.fp16_enabled() is False
+        assert engine.stage == stage and engine.config.precision == "bf16"
         assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
         assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
         assert engine.module is model

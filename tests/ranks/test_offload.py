@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import hf_zero.core.updating as updating
+import hf_zero.core.optimizer_step as optimizer_step
 from hf_zero.core.update import Updater
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam, Lion
@@ -199,7 +199,7 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     """
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
-    monkeypatch.setattr(updating, "room_beside_a_step", lambda device: room)
+    monkeypatch.setattr(optimizer_step, "room_beside_a_step", lambda device: room)
     homes, allocations = [], []
 
     def opener(model, optimizer, plan):

@@ -89,7 +89,7 @@ def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(tmp_path):
         )
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
-        arenas = list(engine._placement._arenas.values())
+        arenas = list(engine.sharded_model.placement._arenas.values())
         assert sum(arena.nbytes for arena in arenas) > 4 * 4 * sum(
             p.numel() for p in model.parameters()
         )

@@ -263,7 +263,7 @@ def test_whole_state_dicts_have_what_the_layers_write_beside_their_weights(stage
 
     def run(rank, model):
         engine = start(model, adam(model), config_of(stage))
-        return engine._zero3_consolidated_16bit_state_dict(), engine.state_dict()
+        return engine._consolidated_16bit_state_dict(), engine.state_dict()
 
     (whole, each), (nothing, other) = on_ranks(RANKS, run, build=build())
     assert nothing is None

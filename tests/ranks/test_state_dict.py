@@ -81,7 +81,7 @@ def test_the_engines_own(stage, tied):
             same(on_one, plain_state(build), "rank 0")
         else:
             assert not on_one
-        sixteen = engine._zero3_consolidated_16bit_state_dict()
+        sixteen = engine._consolidated_16bit_state_dict()
         if rank == 0:
             same(sixteen, plain_state(build), "16 bit")
         pairs = dict(engine.consolidated())
@@ -101,7 +101,7 @@ def test_frozen_parameters_can_be_left_out(stage):
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        state = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         if rank == 0:
             same(state, {k: v for k, v in plain_state().items() if not k.startswith("blocks.0.")})
 
@@ -187,7 +187,7 @@ def test_16_bit_weights_of_a_trained_model(stage):
         engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
         engine.step()
         masters = full_weights(engine)
-        state = engine._zero3_consolidated_16bit_state_dict()
+        state = engine._consolidated_16bit_state_dict()
         if rank == 0:
             same(state, {name: value.bfloat16() for name, value in masters.items()})
         for name, value in engine.consolidated(dtype=torch.float32):

@@ -263,7 +263,7 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("from ..integrations import accelerate", "hf_zero.core.hooks", "hf_zero.integrations"),
         ("import torch.distributed as dist", "hf_zero.core.hooks", "torch.distributed"),
         ("from torch import distributed", "hf_zero.core.hooks", "torch.distributed"),
-        ("import hf_zero.storage.tier", "hf_zero.distributed.comm", "hf_zero.storage.tier"),
+        ("import hf_zero.storage.tier", "hf_zero.distributed.mesh", "hf_zero.storage.tier"),
         ("import hf_zero.core.layout", "hf_zero.storage.tier", "hf_zero.core.layout"),
         ("from hf_zero.activations import policy", "hf_zero.core.engine", "hf_zero.activations"),
         ("from hf_zero.initialize import initialize", "hf_zero.activations.policy", "initialize"),

@@ -46,8 +46,7 @@ MODULES: tuple[Module, ...] = (
     module(
         "deepspeed",
         "hf-zero answering to the name of DeepSpeed; nothing is installed under this name.",
-        names("hf_zero", "initialize"),
-        names("hf_zero.core.engine", "Engine as DeepSpeedEngine"),
+        names(f"{HERE}.engine", "DeepSpeedEngine", "initialize"),
         names("hf_zero.errors", "ConfigError as DeepSpeedConfigError"),
         names(f"{HERE}.facade", "VERSION as __version__"),
         names(f"{HERE}.accelerator", "get_accelerator"),
@@ -182,7 +181,7 @@ MODULES: tuple[Module, ...] = (
     module(
         "deepspeed.runtime.engine",
         "The engine.",
-        names("hf_zero.core.engine", "Engine as DeepSpeedEngine"),
+        names(f"{HERE}.engine", "DeepSpeedEngine"),
     ),
     module(
         "deepspeed.runtime.lr_schedules",

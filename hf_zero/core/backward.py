@@ -1,0 +1,193 @@
+"""The backward of an engine: its hooks, what the loss carries, and the reduction of the gradients
+that come.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.accumulation import AccumulationWindow, Counters
+from hf_zero.core.flat import Flat
+from hf_zero.core.grads import GradientReducer
+from hf_zero.core.guards import Attached, refuse_switched
+from hf_zero.core.hooks import Hooks
+from hf_zero.core.losses import Losses
+from hf_zero.core.optimizer_step import OptimizerStep
+from hf_zero.core.precision import LossScaler, Scaling
+from hf_zero.core.sanity import SanityChecks
+from hf_zero.core.sharded_model import DTYPES, ShardedModel
+from hf_zero.core.trouble import refuse_half_done
+from hf_zero.errors import PartitionError
+
+
+class Backward:
+    """From a loss to gradients in ``reducer``. :meth:`install` puts its hooks on ``model``."""
+
+    hooks: Hooks
+    losses: Losses
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        update: OptimizerStep,
+        config: ZeroConfig,
+        window: AccumulationWindow,
+        counters: Counters,
+        sanity: SanityChecks,
+    ):
+        wire = config.communication_data_type
+        self.reducer = GradientReducer(
+            model.units,
+            model.mesh,
+            model.policy,
+            Scaling.over(
+                model.mesh.world,
+                config.precision,
+                config.prescale_gradients,
+                config.gradient_predivide_factor,
+                wire,
+            ),
+            update.usage,
+            DTYPES[wire] if wire else None,
+            update.homeward,
+            config.kernels,
+        )
+        self._model = model
+        self._update = update
+        self._fp16 = config.precision == "fp16"
+        self._window = window
+        self._counters = counters
+        self._sanity = sanity
+        self._removable = ExitStack()
+
+    def install(self, scaler: LossScaler) -> None:
+        """Put the hooks on the model; in fp16 also one that scales a loss which nothing else
+        scales.
+        """
+        model = self._model
+        self.hooks = Hooks(
+            model.module,
+            model.units,
+            model.schedule,
+            self.reducer,
+            self._begins,
+            lambda: self.losses.part_joins(),
+        )
+        self._removable.callback(self.hooks.remove)
+        self.losses = Losses(
+            model.mesh.rank,
+            scaler,
+            self._fp16,
+            model.trainable,
+            self.hooks.is_in_backward,
+            self.hooks.watch_gradients,
+        )
+        self._removable.callback(self.losses.close)
+        if self._fp16:
+            hook = model.module.register_forward_hook(Attached(self.losses.scale_outputs))
+            self._removable.callback(hook.remove)
+
+    def run(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
+        """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
+        micro-batch in its window; None: one of ``window.steps``.
+        """
+        if not isinstance(loss, torch.Tensor):
+            said = (
+                f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass "
+                "outputs.loss, or what your loss function returns"
+            )
+            raise PartitionError(said)
+        if loss.numel() != 1:
+            raise PartitionError(
+                f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
+                "with .mean() or .sum()"
+            )
+        self.take_in_unannounced()
+        self._sanity.on_loss(loss)
+        with self.losses.carrying(loss.dtype, weight) as scale:
+            root = loss.float() * scale if scale != 1.0 else loss
+            with self.hooks.announced(root):
+                root.backward(retain_graph=retain_graph)
+
+    def _begins(self) -> None:
+        """A backward reaches the model: say what its gradients are multiples of, and whether they
+        are reduced and used.
+        """
+        update, window, reducer = self._update, self._window, self.reducer
+        if update.bound is not None:
+            refuse_switched(self._model.flats)
+            refuse_half_done(update.updater, "another backward")
+            self._sanity.on_backward(window.syncs and window.boundary is not False)
+        reducer.weight, reducer.unscale = self.losses.begin(1.0 / window.steps)
+        reducer.reduces = window.syncs and window.ends
+        early = (
+            reducer.reduces
+            and self._model.placement.updates_in_backward
+            and not (update.max_norm or self.losses.may_overflow)
+        )
+        early = early and not update.failed_writes()
+        reducer.on_landed = (
+            (lambda unit: update.update_early(unit, self._counters.global_steps)) if early else None
+        )
+
+    def take_in_unannounced(self) -> None:
+        """Take in gradients that no hook has announced, and forget a backward that an exception has
+        broken (collective).
+        """
+        self.hooks.notice_broken()
+        self.hooks.take_in_unannounced()
+
+    def reduce(self) -> None:
+        """Reduce what backwards have left unreduced (collective)."""
+        self.take_in_unannounced()
+        self.reducer.reduce_windows()
+
+    def write(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
+        """Make ``value`` the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
+        updater, scale = self._update.updater, self.losses.scaler.scale
+        if updater is not None and flat.unit in updater.updated_early:
+            refuse_half_done(updater, f"writing {name}.grad")
+        self.reducer.arrive()
+        flat.wait_for_update()
+        flat.write_gradient(name, value, scale * self.reducer.unreduced, scale)
+
+    def refuse_unusable(self) -> None:
+        """Raise PartitionError where the gradients that are here cannot be used in a step."""
+        if self.reducer.spoiled:
+            refuse_half_done(self._update.updater, "a step whose gradients are not complete")
+            raise PartitionError(
+                "a backward was broken by an exception after part of its gradients had been taken "
+                "in; call engine.zero_grad() and repeat the window"
+            )
+        if not self._window.syncs:
+            raise PartitionError(
+                "step() inside no_sync() would use gradients that are not reduced; leave "
+                "the no_sync block first"
+            )
+
+    def reduce_for_step(self) -> None:
+        """Reduce what is left of the window (collective); PartitionError without any gradient."""
+        self.reducer.reduce_windows()
+        trainable = self._model.trainable
+        if trainable and not any(flat.reduced for flat in trainable):
+            raise PartitionError(
+                "step() has no gradient: there was no backward since the last step or zero_grad(), "
+                "or its loss does not depend on a "
+                "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
+                "between it and step()"
+            )
+
+    def reset(self) -> None:
+        """Forget what an exception has left open in a forward or a backward; a step comes, or
+        ``zero_grad``.
+        """
+        self._sanity.on_step()
+        self.hooks.reset()
+
+    def remove(self) -> None:
+        """Take the hooks off the model, and let gradients go."""
+        self._removable.close()
+        self.reducer.close()

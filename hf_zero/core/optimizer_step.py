@@ -1,0 +1,205 @@
+"""From reduced gradients to new parameters: the norm, clipping, the update of what is on the
+device and of what is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.homeward import Homeward
+from hf_zero.core.materialize import ways_back
+from hf_zero.core.norm import squared_norm
+from hf_zero.core.precision import LossScaler
+from hf_zero.core.sanity import SanityChecks
+from hf_zero.core.sharded_model import ShardedModel
+from hf_zero.core.trouble import failed_writes, refuse_half_done
+from hf_zero.core.unit import Unit
+from hf_zero.core.update import Updater
+from hf_zero.core.usage import Usage
+from hf_zero.device import kinds
+from hf_zero.logs import logger
+from hf_zero.spans import span
+from hf_zero.storage.placement import Chunk, room_beside_a_step
+from hf_zero.storage.states import MASTER
+
+
+class OptimizerStep:
+    """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
+
+    ``bound`` is None without one, ``updater`` where nothing is offloaded.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        config: ZeroConfig,
+        scaler: LossScaler,
+        sanity: SanityChecks,
+    ):
+        mesh, placement = model.mesh, model.placement
+        self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
+        self.updater: Updater | None = None
+        self.homeward: Homeward | None = None  # where gradients leave a GPU
+        if placement.offloads_optimizer and self.bound is not None:
+            if not kinds.is_host(mesh.device):
+                self.homeward = Homeward(mesh.device, placement.take_pinned)
+            self.updater = Updater(
+                model.units,
+                mesh,
+                mesh.device,
+                placement.piece,
+                placement.take_pinned,
+                self.homeward,
+            )
+            model.schedule.on_use = self.updater.used
+        self.usage = Usage(model.trainable, mesh, mesh.device)
+        # to which the gradient is clipped; 0.0: not
+        self.max_norm = float(config.gradient_clipping or 0.0)
+        self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
+        self.applied = False  # whether the last step has changed the weights
+        # the engine itself reads and writes the optimizer's state now: no update is waited for
+        self.updates_state = False
+        self._model = model
+        self._scaler = scaler
+        self._sanity = sanity
+        self._kernels = config.kernels
+
+    @contextmanager
+    def _updating_state(self) -> Iterator[None]:
+        self.updates_state = True
+        try:
+            yield
+        finally:
+            self.updates_state = False
+
+    def failed_writes(self) -> str:
+        """Which writes of offloaded state have failed, on any rank; "" if none."""
+        model = self._model
+        return failed_writes(model.placement, self.updater, model.schedule, model.mesh)
+
+    def update_early(self, unit: Unit, steps: int) -> None:
+        """Begin the update of ``unit`` within the backward, after ``steps`` steps.
+
+        Its gradients are complete, and nothing can forbid the step any more.
+        """
+        assert self.updater is not None
+        if unit.offloaded:
+            unit.take_user_writes()
+            with self._updating_state():
+                self.updater.start_early(self.updater.early or self.bound.begin(1.0, steps), unit)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the reduced gradient, before clipping, loss scale removed; 0.0 without one
+        (collective).
+        """
+        if not any(flat.reduced for flat in self._model.trainable):
+            return 0.0
+        total = self._squares()
+        self._model.mesh.shard.all_reduce(total, "gradient norm").wait()
+        return float(total.sqrt()) / self._scaler.scale
+
+    def _squares(self) -> torch.Tensor:
+        return squared_norm(self._model.trainable, self._model.mesh.device, self._kernels)
+
+    def update(self, steps: int, may_overflow: bool) -> bool:
+        """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
+        where an overflow of gradients that carry a loss scale forbade it.
+        """
+        assert self.bound is not None
+        model = self._model
+        total = self.usage.agree(self._squares(), steps)
+        scale, limit = self._scaler.scale, self.max_norm
+        self.norm = total.sqrt() / scale
+        if may_overflow and not bool(torch.isfinite(total)):
+            return True
+        if not may_overflow:
+            self._sanity.on_norm(self.norm, steps + 1)
+        divisor = None
+        if limit > 0.0:
+            divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
+        elif scale != 1.0:
+            divisor = torch.full((), scale, device=model.mesh.device)
+        with model.schedule.writing(), self._updating_state():  # in fp32 the masters are the shards
+            self.take_user_writes()
+            with span("update", "parameters on the device"):
+                written = self.bound.step(divisor, shards=self._shards_to_write())
+            if self.updater is not None:
+                update = self.updater.early or self.bound.begin(
+                    1.0 if divisor is None else float(divisor), steps
+                )
+                self.updater.start(update)
+        stale = [flat for flat in model.flats if flat.states is None]
+        model.refresh(stale, model.flats, frozenset(written))
+        return False
+
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into shards and master
+        weights.
+        """
+        for unit in self._model.units:
+            if self.updater is not None and unit in self.updater.updated_early:
+                for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
+                    refuse_half_done(self.updater, f"a write to {name}")
+            unit.take_user_writes()
+
+    def _shards_to_write(self) -> dict[str, torch.Tensor]:
+        """Shards that a kernel of the optimizer can write while it has the new masters in
+        registers, by key of their flat.
+        """
+        if not self.bound.takes_shards():
+            return {}
+        here = [
+            flat
+            for flat in self._model.trainable
+            if flat.states is None and flat.has_own_master and not flat.is_away
+        ]
+        return {flat.key: flat.shard_to_fill() for flat in here}
+
+    def bring_back_what_fits(self) -> None:
+        """After the first step: keep the state of those units on the device that come first and
+        for which it has room (collective).
+        """
+        assert self.updater is not None
+        model = self._model
+        model.placement.measured()
+        self.updater.finish()
+        chunks = [
+            Chunk(flat.key, flat.owned[1] - flat.owned[0], flat.dtype, True)
+            for flat in self._model.trainable
+            if flat.states is not None
+        ]
+        names = {name for flat in model.trainable for name in self.bound.tensors(flat)} - {MASTER}
+        room = min(
+            model.mesh.all_gather_object(
+                room_beside_a_step(model.mesh.device), "room on the device"
+            )
+        )
+        chosen = model.placement.fitting(chunks, len(names), room)
+        self.bound.bring_back(
+            ways_back([flat for flat in model.trainable if flat.key in chosen], model.mesh.device)
+        )
+        self.updater.refresh()
+        if model.mesh.rank == 0:
+            logger.info(
+                "offload ratio auto: %d of %d flats fit on the device beside the "
+                "first step and stay there",
+                len(chosen),
+                len(chunks),
+            )
+
+    def close(self) -> None:
+        """Wait for the update under way; raises what it has raised."""
+        failure = self.updater.close() if self.updater is not None else None
+        if self._model.placement.offloads_anything:
+            # no copy may outlive the host memory that it reads or fills
+            kinds.synchronize(self._model.mesh.device)
+        self.bound = None
+        if failure is not None:  # the values given back are not those of the last step
+            raise failure

@@ -1,0 +1,211 @@
+"""A model whose parameters are laid out over the ranks: its units, and when they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.flat import Flat
+from hf_zero.core.guards import ModuleGuards
+from hf_zero.core.layout import Slot
+from hf_zero.core.materialize import check_parameters, partition
+from hf_zero.core.parameter import owner_of
+from hf_zero.core.policy import POLICIES
+from hf_zero.core.schedule import Schedule
+from hf_zero.core.takeover import refuse_unknown_params
+from hf_zero.core.unit import Unit
+from hf_zero.core.wrap import find_units
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.ops import native
+from hf_zero.optim.elementwise import check
+from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.offloaded import OffloadedOptimizer
+from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.state import collect, numbers_kept
+from hf_zero.spans import span
+from hf_zero.storage.placement import Placement
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardedModel:
+    """The units of ``model`` on ``comm``, partitioned when this is made (collective).
+
+    Parameters in no group of ``optimizer`` are kept frozen; without ``precision`` all keep their
+    dtypes. Raises what :func:`hf_zero.core.materialize.partition` raises, and for an optimizer that
+    flat shards cannot run; the model is then as it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        mesh: Mesh,
+        placement: Placement,
+        optimizer: torch.optim.Optimizer | None,
+        precision: str | None,
+    ):
+        self.module = model
+        self.mesh = mesh
+        self.placement = placement
+        self.policy = POLICIES[config.stage]
+        specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
+        check_parameters(specs, mesh.device)
+        self.parameters = {name: p for spec in specs for name, p in spec.parameters}
+        self.param_dtypes = {
+            name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
+        }
+        self.group_of = _groups(optimizer, self.parameters, config)
+        accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
+        self.units = partition(
+            model,
+            specs,
+            self.group_of,
+            self.policy,
+            mesh,
+            mesh.device,
+            precision,
+            placement,
+            DTYPES[accumulate] if accumulate else None,
+            DTYPES[wire] if wire else None,
+            numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
+            optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
+        )
+        self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
+        self.trainable = [flat for flat in self.flats if flat.trainable]
+        itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
+        self.schedule = Schedule(
+            self.units,
+            mesh,
+            int(config.zero.prefetch_bucket_size) * itemsize,
+            placement.reads_ahead,
+        )
+        self.guards = ModuleGuards(model, self.units, self.schedule)
+
+    @contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """``unit`` whole inside (collective); its parameters record graphs and views taken of
+        them.
+        """
+        self.schedule.pin(unit)
+        unit.watch()
+        try:
+            yield
+        finally:
+            unit.unwatch()
+            self.schedule.unpin(unit)
+
+    def refresh(
+        self, stale: Sequence[Flat], chosen: Sequence[Flat], written: frozenset[str] = frozenset()
+    ) -> None:
+        """Cast the masters of ``stale`` into their shards, and gather these flats where they are
+        whole, and units of ``chosen`` that are pinned (collective).
+
+        The shards of flats whose keys are in ``written`` are up to date already.
+        """
+        with self.schedule.writing(), span("update", "shards in compute dtype"):
+            for flat in stale:
+                master = flat.master
+                if master is not None and flat.key not in written:
+                    flat.store_shard(master)
+        handles = [
+            self.mesh.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
+            for flat in stale
+            if not flat.sharded and flat.layout.shards > 1
+        ]
+        with span("wait_all_gather", "updated parameters"):
+            for handle in handles:
+                handle.wait()
+        resident = frozenset(self.schedule.resident)
+        for unit in dict.fromkeys(flat.unit for flat in chosen):
+            if unit.index in resident:
+                # whole across the step on every rank: its values are those of before
+                unit.launch_gather()
+                unit.finish_gather()
+            else:
+                # Here by a graph that this rank has not dropped yet, which keeps the values of
+                # before; other ranks may have none.
+                unit.release(keep_views=True)
+
+    def release(self, gather: bool) -> None:
+        """Release every sharded unit, or with ``gather`` gather it for good (collective)."""
+        for unit in self.units:
+            if unit.sharded and gather:
+                self.schedule.pin(unit)
+            elif unit.sharded:
+                unit.release(keep_views=True)  # on every rank, whatever is still here on this one
+
+    def retire(self) -> None:
+        """Give the parameters up, as :func:`retire_flats` does."""
+        for flat in self.flats:
+            flat.retire()
+
+    def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
+        """``optimizer`` over this rank's segments, with its state where the placement says."""
+        if not self.placement.offloads_optimizer:
+            return BoundOptimizer(
+                optimizer, self.trainable, self.group_of, self.parameters, config.kernels
+            )
+        return OffloadedOptimizer(
+            optimizer,
+            self.trainable,
+            self.group_of,
+            self.parameters,
+            self.placement.moments,
+            config.kernels,
+        )
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    config: ZeroConfig,
+) -> dict[str, int]:
+    """The group of each parameter that ``optimizer`` trains, by name.
+
+    Raises for an optimizer that flat shards cannot run, before the model is changed.
+    """
+    if optimizer is None:
+        return {}
+    check(optimizer, config.elementwise_optimizers)
+    groups = {
+        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+    }
+    refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    group_of = {
+        name: groups[id(p)] for name, p in parameters.items() if id(p) in groups and p.requires_grad
+    }
+    # state that cannot be carried over is refused before the model is cut up
+    slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in group_of}
+    collect(optimizer, parameters, slots, group_of)
+    return group_of
+
+
+def retire_flats(model: nn.Module, mesh: Mesh) -> None:
+    """Give the parameters of ``model`` that lie on ``comm`` back: whole ones become plain, sharded
+    ones stay released until another engine takes them over.
+    """
+    for parameter in model.parameters():
+        flat = owner_of(parameter)
+        if flat is not None and flat.axis in (mesh.shard, mesh.replicate):
+            flat.retire()
+
+
+def take_native_threads(placement: Placement) -> Callable[[], None]:
+    """Give the native kernels of an offloaded update the share of the cores that ``placement``
+    says; what is returned undoes it.
+    """
+    before = native.threads() if native.available() else 0
+    if not before or not placement.offloads_optimizer or placement.cores >= 1.0:
+        return _nothing
+    native.set_threads(max(1, int(placement.cores * native.default_share().threads)))
+    return partial(native.set_threads, before)
+
+
+def _nothing() -> None:
+    """Nothing was changed."""

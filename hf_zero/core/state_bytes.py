@@ -1,0 +1,70 @@
+"""Bytes of training state that one rank holds, by kind and by where they are.
+
+The functions are methods of :class:`hf_zero.Engine`, under their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.core.flat import Flat
+from hf_zero.storage.states import MASTER
+
+KINDS = ("parameters", "gradients", "optimizer")
+TIERS = ("device", "ram", "disk")
+
+
+def state_bytes(engine: Any) -> dict[str, int]:
+    """Bytes of state on this rank now, wherever they live: parameters (gathered ones excluded at
+    stage 3), gradients, optimizer.
+    """
+    held = _held(engine.flats, engine.bound)
+    return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
+
+
+def bytes_by_tier(engine: Any) -> dict[str, int]:
+    """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the
+    buffers between it and files) and ``disk``.
+    """
+    held = _held(engine.flats, engine.bound)
+    tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
+    tiers["ram"] += sum(engine.sharded_model.placement.held().values())
+    return tiers
+
+
+def _held(flats: Sequence[Flat], bound: Any) -> Counter[tuple[str, str]]:
+    """Bytes by kind and tier. ``bound`` is the bound optimizer, or None."""
+    found: Counter[tuple[str, str]] = Counter()
+    counted: set[int] = set()
+
+    def add(kind: str, tier: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and tensor.numel() and tensor.data_ptr() not in counted:
+            counted.add(tensor.data_ptr())
+            found[kind, tier] += tensor.nbytes
+
+    for flat in flats:
+        if flat.sharded and flat.is_away:
+            for tier, nbytes in flat.shard_bytes().items():
+                found["parameters", tier] += nbytes
+        else:
+            add("parameters", "device", flat.shard if flat.sharded else flat.full)
+        if not flat.trainable:
+            continue
+        add("gradients", "device", flat.window)
+        if flat.states is not None:
+            add("gradients", "ram", flat.grad)
+            for tier, nbytes in flat.states.nbytes().items():
+                found["optimizer", tier] += nbytes
+            continue
+        if flat.window is None:
+            add("gradients", "device", flat.grad)
+        if flat.has_own_master:
+            add("optimizer", "device", flat.master)
+        for name, tensor in bound.tensors(flat).items() if bound is not None else ():
+            if name != MASTER:
+                add("optimizer", "device", tensor)
+    return found
