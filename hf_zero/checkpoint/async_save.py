@@ -20,17 +20,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.collective_try import describe_error, describe_failures
-from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.file_writer import copy_bytes, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.plan import RankReport, SavePlan, SharedFiles, announce, publish
+from hf_zero.checkpoint.plan import SavePlan
+from hf_zero.checkpoint.save_sharded import Outcome, SaveJob
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.device import kinds
@@ -82,26 +82,11 @@ def after_commit(folder: Path, action: Action) -> None:
     action()
 
 
-UNTOUCHED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
-
-
-@dataclass(frozen=True)
-class SaveJob:
-    """A save whose image is staged: where it goes, this rank's file, on rank 0 all the other
-    files; how many checkpoints stay.
-    """
-
-    to: CommitTarget
-    path: AnyPath
-    rest: SharedFiles | None
-    keep: int | None = None
-
-
 class AsyncSaver:
     """The saves of one engine that a thread writes, one at a time. Staging memory is as large as
     this rank's file and kept.
 
-    comm: a ``contract.Comm`` with a mailbox; rank and world size of this rank beside it.
+    mesh: the engine's mesh, which gives threads their messages through the store.
     device: where the state is; staging memory is pinned if that is a GPU.
     """
 
@@ -118,7 +103,7 @@ class AsyncSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has ended that nobody has waited for, and not well."""
+        """Whether a save has ended that no call has waited for, and not well."""
         return (
             self._running is not None
             and self._running[1].done()
@@ -131,13 +116,13 @@ class AsyncSaver:
         return self._memory.numel()
 
     def wait(self, what: str = "", below: Path | None = None) -> None:
-        """Return when nothing is being written, in the folder ``below`` if one is given; ``what``
-        waits is said where it has to.
+        """Return when nothing is being written, in the folder ``below`` if one is given. Where that
+        takes time, ``what`` is named in a warning as waiting.
 
         Raises CheckpointError, alike on all ranks.
         """
         if self._running is None or (
-            below is not None and not is_below(self._running[0].to.final, below)
+            below is not None and not is_below(self._running[0].target.final, below)
         ):
             return
         job, future = self._running
@@ -146,7 +131,7 @@ class AsyncSaver:
                 "%s waits for %s, which is still being written: saves come faster "
                 "than the disk takes them",
                 what,
-                job.to.final,
+                job.target.final,
             )
         try:
             future.result()
@@ -154,28 +139,30 @@ class AsyncSaver:
             if future.done():  # a wait that was interrupted leaves the thread with its memory
                 self._running = None
 
-    def stage(self, draft: SavePlan) -> RankReport | str:
-        """Copy the file of ``draft`` to staging memory; or why there is none for it."""
+    def stage(self, plan: SavePlan) -> str:
+        """Copy the file of ``plan`` to staging memory; why there is none for it, "" if all went
+        well.
+        """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
-        begun, size = time.perf_counter(), draft.plan.size
+        begun, size = time.perf_counter(), plan.file.size
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
             try:
                 self._memory = self._arena.take(size, torch.uint8)
             except HostMemoryError as error:
                 return str(error)
-        at = len(draft.plan.header)
+        at = len(plan.file.header)
         copy_bytes(
-            self._memory[:at], torch.frombuffer(bytearray(draft.plan.header), dtype=torch.uint8)
+            self._memory[:at], torch.frombuffer(bytearray(plan.file.header), dtype=torch.uint8)
         )
-        for entry in draft.plan.entries:
-            values = draft.tensors[entry.name].values().detach().reshape(-1)
+        for entry in plan.file.entries:
+            values = plan.tensors[entry.name].values().detach().reshape(-1)
             copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
             del values
         kinds.synchronize(self._device)  # before training goes on to change it
         self._size, self._stall = size, time.perf_counter() - begun
-        return draft.written
+        return ""
 
     def start(self, job: SaveJob) -> None:
         """Write what was staged, from a thread. Training goes on."""
@@ -183,13 +170,13 @@ class AsyncSaver:
         image = bytes_view(self._memory)[: self._size]
         ended: Future[None] = Future()
         self._running = (job, ended)
-        if job.rest is not None:
-            started(job.to.final)
-        work = _Work(job, image, self._mail, self._rank, self._world, self.number, self._stall)
-        threading.Thread(target=_settle, args=(ended, work.run), name="hf-zero save").start()
+        if job.rank == 0:
+            started(job.target.final)
+        work = partial(_run, job, image, _ByStore(self._mail, self.number, job), self._stall)
+        threading.Thread(target=_set_result, args=(ended, work), name="hf-zero save").start()
 
 
-def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
+def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
     try:
         result = action()
     except BaseException as error:
@@ -198,115 +185,85 @@ def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-@dataclass(frozen=True)
-class _Work:
+def _run(job: SaveJob, image: memoryview, exchange: _ByStore, stall: float) -> None:
     """What the thread of one rank does for one save."""
+    begun, final = time.perf_counter(), job.target.final
+    try:
+        failure, _ = job.run(
+            lambda: write_image(job.path, image), exchange, lambda: finished(final, whole=True)
+        )
+    finally:
+        if job.rank == 0:
+            finished(final, whole=False)  # nothing, where the commit has called it already
+    if failure:
+        text = f"{failure} (written in the background)"
+        # the program has ended: no call asks for the outcome any more
+        if not threading.main_thread().is_alive():
+            logger.error("%s", text)
+        raise CheckpointError(text)
+    if job.rank == 0:
+        logger.info(
+            "saved %s in the background: training waited %.2f s, the files took %.2f s",
+            final,
+            stall,
+            time.perf_counter() - begun,
+        )
 
-    job: SaveJob
-    image: memoryview
-    mail: Any
-    rank: int
-    world: int
-    number: int
-    stall: float
 
-    def run(self) -> None:
-        begun = time.perf_counter()
-        own = self._write()
-        try:
-            verdict = self._conclude(own) if self.rank == 0 else self._hear(own)
-        finally:
-            if self.rank == 0:
-                # what waits is done by now, or is not to be done
-                finished(self.job.to.final, whole=False)
-        if verdict:
-            text = f"{verdict} (written beside the training)"
-            # the program has ended: nobody asks for the outcome any more
-            if not threading.main_thread().is_alive():
-                logger.error("%s", text)
-            raise CheckpointError(text)
-        if self.rank == 0:
-            seconds = time.perf_counter() - begun
-            logger.info(
-                "saved %s beside the training: it waited %.2f s, the files took %.2f s",
-                self.job.to.final,
-                self.stall,
-                seconds,
-            )
+class _ByStore:
+    """The exchange of outcomes through the store, without a collective; the ``number``-th save."""
 
-    def _write(self) -> tuple[str, str]:
-        """The hash of this rank's file, and what was wrong."""
-        try:
-            return write_image(self.job.path, self.image), ""
-        except Exception as error:
-            return "", describe_error(error, self.job.path)
+    def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
+        self._mail, self._number, self._job = mail, number, job
+        self._lost: Exception | None = None  # why this rank cannot reach the store, or rank 0
 
-    def _hear(self, own: tuple[str, str]) -> str:
-        """Tell rank 0 what came of this rank's file; what was wrong with the save, "" if nothing.
-
-        The same on all ranks.
-        """
-        try:
-            self.mail.send("wrote", self.number, json.dumps(own))
-            return str(json.loads(self.mail.receive("verdict", self.number, 0)))
-        except (RuntimeError, HfZeroError) as error:  # the store is gone, or rank 0
-            return self._on_disk(error)
-
-    def _conclude(self, own: tuple[str, str]) -> str:
-        """Publish, or clean up, as the files of all ranks are; tell the others."""
-        outcomes = [own]
-        for rank in range(1, self.world):
+    def gather(self, own: Outcome) -> list[Outcome]:
+        if self._job.rank > 0:
             try:
-                digest, text = json.loads(self.mail.receive("wrote", self.number, rank))
-                outcomes.append((digest, text))
+                self._mail.send("wrote", self._number, json.dumps([own.hash, own.error]))
             except (RuntimeError, HfZeroError) as error:
-                outcomes.append(
-                    ("", str(error) if isinstance(error, HfZeroError) else describe_error(error))
-                )
-        verdict = self._publish(outcomes)
-        if self.mail is not None:
+                self._lost = error
+            return []
+        outcomes = [own]
+        for rank in range(1, self._job.world):
             try:
-                self.mail.send("verdict", self.number, json.dumps(verdict))
-            except RuntimeError as error:  # nobody can be told; the others look at the folder
+                outcome = Outcome(*json.loads(self._mail.receive("wrote", self._number, rank)))
+            except HfZeroError as error:
+                outcome = Outcome("", str(error))
+            except RuntimeError as error:
+                outcome = Outcome("", describe_error(error))
+            outcomes.append(outcome)
+        return outcomes
+
+    def broadcast(self, failure: str) -> str:
+        if self._job.rank > 0:
+            if self._lost is None:
+                try:
+                    return str(json.loads(self._mail.receive("verdict", self._number, 0)))
+                except (RuntimeError, HfZeroError) as error:
+                    self._lost = error
+            return self._read_outcome(self._lost)
+        if self._mail is not None:
+            try:
+                self._mail.send("verdict", self._number, json.dumps(failure))
+            except RuntimeError as error:  # the other ranks look at the folder
                 logger.warning(
                     "%s: the other ranks do not hear of it, because their store is gone (%s)",
-                    self.job.to.final,
+                    self._job.target.final,
                     error,
                 )
-        return verdict
+        return failure
 
-    def _publish(self, outcomes: list[tuple[str, str]]) -> str:
-        failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text}
-        to, rest = self.job.to, self.job.rest
-        assert rest is not None, "rank 0 knows all other files"
-        if not failed:
-            try:
-                publish(to, rest, [digest for digest, _ in outcomes])
-            except Exception as error:
-                failed = {0: describe_error(error, self.job.path.parent)}
-        if failed:
-            to.abandon()
-            return f"{describe_failures(failed, self.world)}. {UNTOUCHED.format(to.tag)}"
-        try:
-            announce(to, rest, self.job.keep)
-            finished(to.final, whole=True)
-        except Exception as error:
-            return (
-                f"rank 0: {describe_error(error, to.final)}. {to.final} itself is whole; "
-                "pass its tag to load it."
-            )
-        return ""
-
-    def _on_disk(self, error: Exception) -> str:
+    def _read_outcome(self, error: Exception) -> str:
         """Without the store: whether the checkpoint is there all the same."""
-        final = self.job.to.final
+        final = self._job.target.final
         try:
-            whole = Manifest.read(final / MANIFEST_NAME).save_id == self.job.to.save_id
+            whole = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id
         except (CheckpointError, OSError):
             whole = False
         if whole:
             return ""
         return (
-            f"rank {self.rank} does not know what became of {final} ({error}); hf-zero verify "
+            f"rank {self._job.rank} does not know what became of {final} ({error}); hf-zero verify "
             "says whether it is whole"
         )

@@ -41,7 +41,7 @@ from hf_zero.logs import logger
 class CommitTarget(ABC):
     """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder.
 
-    Rank 0 calls all methods, the others ``file`` alone.
+    Rank 0 calls all methods, the others ``file_name`` and ``path_of`` alone.
     """
 
     def __init__(self, directory: AnyPath, tag: str, save_id: str) -> None:
@@ -55,18 +55,18 @@ class CommitTarget(ABC):
         Raises CheckpointError where something else stands.
         """
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         """The name that the file ``name`` of this save gets."""
         return name
 
     @abstractmethod
-    def file(self, name: str) -> AnyPath:
+    def path_of(self, name: str) -> AnyPath:
         """Where this save writes its file ``name``."""
 
     def _check_written(self, manifest: Manifest) -> None:
         """Raises CheckpointError or OSError if what the ranks have written is not all there."""
         for entry in manifest.all_files():
-            path = self.file(entry.name)
+            path = self.path_of(entry.name)
             with store_errors(path):
                 found = path.stat().st_size
             if found != entry.size:
@@ -81,17 +81,17 @@ class CommitTarget(ABC):
     ) -> None:
         """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there.
 
-        ``above``: what :meth:`announce` needs.
+        ``above``: what :meth:`finish` needs.
         """
 
     @abstractmethod
-    def announce(self, above: Mapping[str, bytes]) -> None:
+    def finish(self, above: Mapping[str, bytes]) -> None:
         """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint
         go that this one replaced.
         """
 
     @abstractmethod
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Remove what this save has written. Raises nothing."""
 
 
@@ -115,29 +115,29 @@ class FolderTarget(CommitTarget):
     def begin(self) -> None:
         begin_folder(self.directory, self.tag, self.save_id)
 
-    def file(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         return self._temporary / name
 
     def publish(
         self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
     ) -> None:
         for name, content in files.items():
-            storage.write_file(self.file(name), content)
-        # Written with the others, moved by announce: a disk that fills up is found out before
+            storage.write_file(self.path_of(name), content)
+        # Written with the others, moved by finish: a disk that fills up is found out before
         # anything has changed.
         for name, content in above.items():
-            storage.write_file(self.file(find.NEW + name), content)
-        storage.write_file(self.file(MANIFEST_NAME), manifest.dumps())
-        self._check_written(Manifest.read(self.file(MANIFEST_NAME)))
+            storage.write_file(self.path_of(find.NEW + name), content)
+        storage.write_file(self.path_of(MANIFEST_NAME), manifest.dumps())
+        self._check_written(Manifest.read(self.path_of(MANIFEST_NAME)))
         publish_folder(self._temporary, self.tag)
 
-    def announce(self, above: Mapping[str, bytes]) -> None:
+    def finish(self, above: Mapping[str, bytes]) -> None:
         for name in above:
             os.replace(self.final / (find.NEW + name), self.directory / name)
         storage.fsync_folder(self.directory)
         discard_replaced(self.final)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         # Under another name first: a rank that is still at work cannot put a file into what is
         # being removed.
         written = self._temporary
@@ -154,29 +154,29 @@ class StoreTarget(CommitTarget):
     def begin(self) -> None:
         begin_objects(self.final)
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         stem, dot, suffix = name.rpartition(".")
         return f"{stem}-{self.save_id[:12]}{dot}{suffix}"
 
-    def file(self, name: str) -> AnyPath:
+    def path_of(self, name: str) -> AnyPath:
         return self.final / name
 
     def publish(
         self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
     ) -> None:
         for name, content in files.items():
-            storage.put_object(self.file(name), content)
+            storage.put_object(self.path_of(name), content)
         content = manifest.dumps()
         # what cannot be read is not put
-        self._check_written(Manifest.parse(content, self.file(MANIFEST_NAME)))
-        storage.put_object(self.file(MANIFEST_NAME), content)
+        self._check_written(Manifest.parse(content, self.path_of(MANIFEST_NAME)))
+        storage.put_object(self.path_of(MANIFEST_NAME), content)
 
-    def announce(self, above: Mapping[str, bytes]) -> None:
+    def finish(self, above: Mapping[str, bytes]) -> None:
         for name, content in above.items():
             storage.put_object(self.directory / name, content)
         remove_unlisted(self.final)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         abandon_objects(self.final, self.save_id[:12])
 
 

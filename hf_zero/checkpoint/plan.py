@@ -5,7 +5,7 @@ the manifest and the other small files.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from hf_zero.checkpoint.records import (
     OptimizerEntry,
     dtype_of,
 )
-from hf_zero.checkpoint.retention import retain
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
 
 
@@ -46,12 +45,9 @@ class RankReport:
 class SavePlan:
     """The file of this rank: where everything stands in it, and what fetches it."""
 
-    plan: FilePlan
+    file: FilePlan
     tensors: dict[str, engine_state.LazyTensor]
-    written: RankReport  # its file is still without a hash
-
-    def hashed(self, digest: str) -> RankReport:
-        return replace(self.written, file=replace(self.written.file, hash=digest))
+    report: RankReport
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def build_manifest(
     engine: Engine,
     tag: str,
     save_id: str,
-    written: list[RankReport],
+    reports: list[RankReport],
     extra: ExtraState,
     exclude_frozen: bool,
 ) -> Manifest:
@@ -134,7 +130,7 @@ def build_manifest(
             continue
         held = sorted(
             (report.chunks[flat.key][0], file, report.chunks[flat.key])
-            for file, report in enumerate(written)
+            for file, report in enumerate(reports)
             if flat.key in report.chunks
         )
         chunks = tuple(
@@ -152,7 +148,7 @@ def build_manifest(
         },
         stage=engine.stage,
         precision=engine.config.precision,
-        files=tuple(report.file for report in written),
+        files=tuple(report.file for report in reports),
         flats=tuple(flats),
         parameters={
             name: dtypes[name]
@@ -167,7 +163,7 @@ def build_manifest(
         aliases=dict(engine.aliases),
         excluded=tuple(excluded),
         export=engine_state.export_of(engine.module, engine.aliases),
-        optimizer=_optimizer(engine, written),
+        optimizer=_optimizer(engine, reports),
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.counters),
@@ -178,7 +174,7 @@ def build_manifest(
     return deepcopy(manifest)
 
 
-def _optimizer(engine: Engine, written: list[RankReport]) -> OptimizerEntry | None:
+def _optimizer(engine: Engine, reports: list[RankReport]) -> OptimizerEntry | None:
     if engine.bound is None:
         return None
     groups = []
@@ -188,10 +184,10 @@ def _optimizer(engine: Engine, written: list[RankReport]) -> OptimizerEntry | No
         # out. What no rank has left out has made every step.
         even = [
             report.scalars[index]
-            for report in written
+            for report in reports
             if report.scalars[index] and not report.apart[index]
         ]
-        own = {name: numbers for report in written for name, numbers in report.apart[index].items()}
+        own = {name: numbers for report in reports for name, numbers in report.apart[index].items()}
         scalars = (
             even[0]
             if even
@@ -220,41 +216,22 @@ class SharedFiles:
 
 def shared_files(
     engine: Engine,
-    to: CommitTarget,
-    written: list[RankReport],
+    target: CommitTarget,
+    reports: list[RankReport],
     extra: ExtraState,
     exclude_frozen: bool,
     save_latest: bool,
 ) -> SharedFiles:
     """What rank 0 writes beside its own file."""
-    manifest = build_manifest(engine, to.tag, to.save_id, written, extra, exclude_frozen)
+    manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, exclude_frozen)
     files = engine_state.config_files(engine.module)
     if any(extra.objects.values()):
         buffer = io.BytesIO()
         torch.save(extra.objects, buffer)
-        name = to.named(find.OBJECTS_NAME)
+        name = target.file_name(find.OBJECTS_NAME)
         files[name] = content = buffer.getvalue()
         manifest = replace(manifest, objects=FileEntry(name, 0, len(content), hash_of(content)))
     above = {SCRIPT: Path(__file__).with_name(SCRIPT).read_bytes()}
     if save_latest:
-        above[find.LATEST] = to.tag.encode()
+        above[find.LATEST] = target.tag.encode()
     return SharedFiles(manifest, files, above)
-
-
-def publish(to: CommitTarget, rest: SharedFiles, hashes: Iterable[str]) -> None:
-    """Write ``rest``, with the ``hashes`` of the ranks' files in the manifest: the checkpoint is
-    there, or nothing has changed.
-    """
-    files = tuple(
-        replace(entry, hash=hash) for entry, hash in zip(rest.manifest.files, hashes, strict=True)
-    )
-    to.publish(replace(rest.manifest, files=files), rest.files, rest.above)
-
-
-def announce(to: CommitTarget, rest: SharedFiles, keep: int | None) -> None:
-    """Have ``latest`` name the new checkpoint, then drop the one that it replaces and those too
-    many.
-    """
-    to.announce(rest.above)
-    if keep is not None:
-        retain(to.final, keep)

@@ -1,35 +1,35 @@
-"""Saving: every rank writes its own file into a temporary folder, which then becomes the
-checkpoint by a rename.
+"""Saving, one pipeline: check, plan, stage, write, commit. Every rank writes its own file; rank 0
+commits once all of them are written.
+
+A blocking save goes through it inline and streams tensors into the file. A save in the background
+copies them into staging memory first, and a thread does the writing and the commit
+(async_save.py).
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.async_save import UNTOUCHED, AsyncSaver, SaveJob
-from hf_zero.checkpoint.collective_try import collective_try
+from hf_zero.checkpoint.collective_try import collective_try, describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, commit_target
 from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.file_writer import write_tensors
-from hf_zero.checkpoint.plan import (
-    ExtraState,
-    RankReport,
-    SharedFiles,
-    announce,
-    extra_state,
-    plan_save,
-    publish,
-    shared_files,
-)
+from hf_zero.checkpoint.plan import SavePlan, SharedFiles, extra_state, plan_save, shared_files
 from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.retention import check_keep
+from hf_zero.checkpoint.retention import check_keep, retain
 from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
+
+if TYPE_CHECKING:
+    from hf_zero.checkpoint.async_save import AsyncSaver
+
+NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 
 def save(
@@ -40,35 +40,85 @@ def save(
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
     keep: int | None = None,
-    behind: AsyncSaver | None = None,
+    background: AsyncSaver | None = None,
 ) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
     Args:
         directory: a folder that all ranks see, made if it does not exist; or the URL of one in an
-        object store (``s3://bucket/run``). tag: name of the checkpoint, the same on all ranks;
-        ``global_step<N>`` by default. client_state: what to hand back at the load; rank 0's is
-        saved (FORMAT.md section 5 says what it may hold). exclude_frozen_parameters: leave out
-        parameters that are not trained. save_latest: whether ``latest`` is to name this tag. keep:
-        how many whole checkpoints stay whose tags differ from this one by their numbers alone, this
-        one included; older
-            ones are removed once it is whole. None keeps all.
-        behind: return once everything is copied to staging memory, and let a thread write it. Where
-        that memory is not to
-            be had, a warning says so and everything is written before this returns. A save that is
-            still being written is waited for.
+            object store (``s3://bucket/run``).
+        tag: name of the checkpoint, the same on all ranks; ``global_step<N>`` by default.
+        client_state: what to return at the load; rank 0's is saved (FORMAT.md section 5 says what
+            it may hold).
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        save_latest: whether ``latest`` is to name this tag.
+        keep: how many whole checkpoints stay whose tags differ from this one by their numbers
+            alone, this one included; older ones are removed after the commit. None keeps all.
+        background: return once everything is copied to staging memory, and let a thread write it.
+            Where that memory cannot be had, a warning says so and everything is written before
+            this returns. A save that is still being written is waited for.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is
-        touched then. What
-            fails behind the training is raised by ``behind.wait()``.
+            touched then. What fails in the background is raised by ``background.wait()``.
     """
+    if background is not None:
+        background.wait("another save")
     rank, mesh = engine.global_rank, engine.mesh
-    if behind is not None:
-        behind.wait("another save")
-    name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
-    untouched = UNTOUCHED.format(name)
+    target = _agree_on_target(engine, directory, tag, keep)
+    path = target.path_of(target.file_name(find.rank_file(rank, engine.world_size)))
+    nothing_saved = NOTHING_SAVED.format(target.tag)
+    plans: list[SavePlan] = []
+    shared: list[SharedFiles] = []
 
+    def plan() -> tuple[Any, str]:
+        if rank == 0:
+            # first: what cannot be saved is found out before anything is written
+            extras.append(extra_state(engine, client_state or {}))
+            target.begin()
+        plans.append(plan_save(engine, path.name, target.save_id, exclude_frozen_parameters))
+        return plans[0].report, "" if background is None else background.stage(plans[0])
+
+    def describe() -> None:
+        if rank == 0:
+            reports = [report for report, _ in planned]
+            shared.append(
+                shared_files(
+                    engine, target, reports, extras[0], exclude_frozen_parameters, save_latest
+                )
+            )
+
+    extras: list[Any] = []
+    try:
+        planned = collective_try(mesh, plan, path, nothing_saved)
+        collective_try(mesh, describe, path.parent, nothing_saved)
+    except BaseException:
+        if rank == 0:
+            target.abort()
+        raise
+    job = SaveJob(target, path, rank, engine.world_size, shared[0] if shared else None, keep)
+    not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
+    if background is not None and not not_staged:
+        background.start(job)
+        return target.final
+    if not_staged and rank == 0:
+        logger.warning(
+            "%s is written while training waits, because it cannot be copied to "
+            "host memory first: %s",
+            target.tag,
+            not_staged[0],
+        )
+    failure, cause = job.run(lambda: _stream(job, plans[0]), _ByCollectives(mesh))
+    if failure:
+        raise CheckpointError(failure) from cause
+    return target.final
+
+
+def _agree_on_target(
+    engine: Engine, directory: str | os.PathLike[str], tag: str | None, keep: int | None
+) -> CommitTarget:
+    """Where this save goes, under rank 0's save_id. Collective."""
+    name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
     roots: list[AnyPath] = []
 
     def check() -> tuple[str, str]:
@@ -77,87 +127,130 @@ def save(
         roots.append(as_path(directory))
         return name, secrets.token_hex(16)
 
-    told = collective_try(mesh, check, directory)
-    names = {each for each, _ in told}
+    answers = collective_try(engine.mesh, check, directory)
+    names = {each for each, _ in answers}
     if len(names) > 1:
         raise CheckpointError(
             f"the ranks want to save under different tags {sorted(names)}; pass the "
             "same tag on every rank"
         )
-    to = commit_target(roots[0], name, save_id=told[0][1])
-    path = to.file(to.named(find.rank_file(rank, engine.world_size)))
-    extra: list[ExtraState] = []
-    rests: list[SharedFiles] = []
-
-    def begin() -> None:
-        if rank == 0:
-            # first: what cannot be saved is found out before anything is written
-            extra.append(extra_state(engine, client_state or {}))
-            to.begin()
-
-    def complete(written: list[RankReport]) -> None:
-        if rank == 0:
-            rests.append(
-                shared_files(engine, to, written, extra[0], exclude_frozen_parameters, save_latest)
-            )
-
-    try:
-        collective_try(mesh, begin, path.parent, untouched)
-        if behind is not None:
-            staged = collective_try(
-                mesh,
-                lambda: behind.stage(
-                    plan_save(engine, path.name, to.save_id, exclude_frozen_parameters)
-                ),
-                path,
-                untouched,
-            )
-            copied = [each for each in staged if isinstance(each, RankReport)]
-            if len(copied) == len(staged):
-                collective_try(mesh, lambda: complete(copied), path.parent, untouched)
-                behind.start(SaveJob(to, path, rests[0] if rests else None, keep))
-                return to.final
-            why = next(
-                f"rank {index}: {each}"
-                for index, each in enumerate(staged)
-                if not isinstance(each, RankReport)
-            )
-            if rank == 0:
-                logger.warning(
-                    "%s is written while training waits, because it cannot be copied to "
-                    "host memory first: %s",
-                    name,
-                    why,
-                )
-        written = collective_try(
-            mesh, lambda: _write_rank(engine, to, path, exclude_frozen_parameters), path, untouched
-        )
-
-        def finish() -> None:
-            complete(written)
-            if rests:
-                publish(to, rests[0], [report.file.hash for report in written])
-
-        collective_try(mesh, finish, path.parent, untouched)
-    except BaseException:
-        if rank == 0:
-            to.abandon()
-        raise
-    whole = f"{to.final} itself is whole; pass its tag to load it."
-    collective_try(mesh, lambda: announce(to, rests[0], keep) if rests else None, to.final, whole)
-    return to.final
+    return commit_target(roots[0], name, save_id=answers[0][1])
 
 
-def _write_rank(
-    engine: Engine, to: CommitTarget, path: AnyPath, exclude_frozen: bool
-) -> RankReport:
-    """Write this rank's file; rank 0 shows how far it is with its own."""
-    mine = plan_save(engine, path.name, to.save_id, exclude_frozen)
+def _stream(job: SaveJob, plan: SavePlan) -> str:
+    """Write this rank's file straight from its tensors; the hash. Rank 0 shows its progress."""
     with progress_bar(
-        None if engine.global_rank == 0 else False, mine.plan.size, f"saving {to.directory}"
+        None if job.rank == 0 else False, plan.file.size, f"saving {job.target.directory}"
     ) as tick:
-        return mine.hashed(
-            write_tensors(
-                path, mine.plan, {name: each.values for name, each in mine.tensors.items()}, tick
+        tensors = {name: each.values for name, each in plan.tensors.items()}
+        return write_tensors(job.path, plan.file, tensors, tick)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the file of one rank: its hash, or what was wrong."""
+
+    hash: str
+    error: str = ""
+
+
+class Exchange(Protocol):
+    """How the ranks of one save learn of each other's outcomes."""
+
+    def gather(self, own: Outcome) -> list[Outcome]:
+        """The outcomes of all ranks, in order, on rank 0. What other ranks get is not used."""
+
+    def broadcast(self, failure: str) -> str:
+        """Rank 0's ``failure``, on all ranks."""
+
+
+class _ByCollectives:
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def gather(self, own: Outcome) -> list[Outcome]:
+        outcomes: list[Outcome] = self._mesh.all_gather_object(own)
+        return outcomes
+
+    def broadcast(self, failure: str) -> str:
+        return str(self._mesh.all_gather_object(failure)[0])
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A save that is planned: where it goes, this rank's file, on rank 0 all the other files."""
+
+    target: CommitTarget
+    path: AnyPath
+    rank: int
+    world: int
+    shared: SharedFiles | None
+    keep: int | None = None
+
+    def run(
+        self,
+        write: Callable[[], str],
+        exchange: Exchange,
+        committed: Callable[[], object] = lambda: None,
+    ) -> tuple[str, Exception | None]:
+        """Write this rank's file by ``write``, which returns its hash, and commit on rank 0, where
+        ``committed`` is called last. Returns what was wrong, "" if nothing, the same on all ranks;
+        and the exception of this rank.
+        """
+        causes: list[Exception] = []
+        failure = ""
+        try:
+            try:
+                own = Outcome(write())
+            except Exception as error:
+                causes.append(error)
+                own = Outcome("", describe_error(error, self.path))
+            outcomes = exchange.gather(own)
+            if self.shared is not None:
+                failure = self._publish(outcomes, causes)
+        except BaseException:
+            if self.shared is not None:
+                self.target.abort()
+            raise
+        if self.shared is not None and failure:
+            self.target.abort()
+        elif self.shared is not None:
+            failure = self._finish(committed, causes)
+        return exchange.broadcast(failure), causes[0] if causes else None
+
+    def _publish(self, outcomes: list[Outcome], causes: list[Exception]) -> str:
+        """Write the shared files, with the hashes in the manifest, if all ranks have written: the
+        checkpoint is there, or nothing has changed.
+        """
+        assert self.shared is not None
+        failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+        if not failed:
+            entries = self.shared.manifest.files
+            files = tuple(
+                replace(entry, hash=outcome.hash)
+                for entry, outcome in zip(entries, outcomes, strict=True)
             )
-        )
+            manifest = replace(self.shared.manifest, files=files)
+            try:
+                self.target.publish(manifest, self.shared.files, self.shared.above)
+                return ""
+            except Exception as error:
+                causes.append(error)
+                failed = {0: describe_error(error, self.path.parent)}
+        return f"{describe_failures(failed, self.world)}. {NOTHING_SAVED.format(self.target.tag)}"
+
+    def _finish(self, committed: Callable[[], object], causes: list[Exception]) -> str:
+        """Have ``latest`` name the new checkpoint, then remove the one that it replaces and those
+        that are too many.
+        """
+        assert self.shared is not None
+        try:
+            self.target.finish(self.shared.above)
+            if self.keep is not None:
+                retain(self.target.final, self.keep)
+            committed()
+        except Exception as error:
+            causes.append(error)
+            text = describe_failures({0: describe_error(error, self.target.final)}, self.world)
+            return f"{text}. {self.target.final} itself is whole; pass its tag to load it."
+        return ""

@@ -265,7 +265,9 @@ def test_a_second_save_and_a_load_wait_for_the_first(
         f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written" in line
         for line in heard
     )
-    assert any(f"saved {tmp_path / 'one'} beside the training: it waited" in line for line in heard)
+    assert any(
+        f"saved {tmp_path / 'one'} in the background: training waited" in line for line in heard
+    )
 
 
 def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(
@@ -312,9 +314,9 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
         train(engine, rank, range(1))
         module, name = {
             "staged": (async_save, "write_image"),
-            "written": (async_save, "publish"),
+            "written": (save_sharded.SaveJob, "_publish"),
             "manifest": (commit, "publish_folder"),
-            "renamed": (async_save, "announce"),
+            "renamed": (save_sharded.SaveJob, "_finish"),
         }[at]
         with monkeypatch.context() as patch:
             patch.setattr(module, name, die)
@@ -424,7 +426,7 @@ def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(
             shown.append(ticks)
 
     for module in (save_sharded, load_sharded):
-        monkeypatch.setattr(module, "bar", counted)
+        monkeypatch.setattr(module, "progress_bar", counted)
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = Setup(ranks=ranks).open(models[rank])

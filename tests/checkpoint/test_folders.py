@@ -162,30 +162,30 @@ def test_folders_of_runs_below_are_named(tmp_path):
 def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):
     save = commit_target(tmp_path, "t" * find.LONGEST_TAG, ID)
     save.begin()
-    save.file("rank-0").write_bytes(b"0")
+    save.path_of("rank-0").write_bytes(b"0")
     late, rmdir = [], os.rmdir
 
     def meanwhile(*args, **kwargs):
         try:
-            save.file("rank-1").write_bytes(b"1")
+            save.path_of("rank-1").write_bytes(b"1")
         except FileNotFoundError as error:
             late.append(error)
         rmdir(*args, **kwargs)
 
     monkeypatch.setattr(os, "rmdir", meanwhile)
-    save.abandon()
+    save.abort()
     assert list(tmp_path.iterdir()) == [] and len(late) == 1
-    save.abandon()  # nothing is left to remove
+    save.abort()  # nothing is left to remove
 
 
 def test_a_save_is_given_up_where_nothing_can_be_renamed(tmp_path, monkeypatch):
     save = commit_target(tmp_path, "a", ID)
     save.begin()
-    save.file("rank-0").write_bytes(b"0")
+    save.path_of("rank-0").write_bytes(b"0")
 
     def rename(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "rename", rename)
-    save.abandon()
+    save.abort()
     assert list(tmp_path.iterdir()) == []

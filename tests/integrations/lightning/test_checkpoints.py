@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from hf_zero.checkpoint import retention, storage
+from hf_zero.checkpoint import storage
 from hf_zero.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
@@ -177,7 +177,7 @@ def test_those_beyond_the_best_go_by_a_rename(
         renamed.append((source.name, target.name))
         rename(source, target)
 
-    monkeypatch.setattr(retention.folders, "rename", seen)
+    monkeypatch.setattr(storage, "rename_durably", seen)
     fit(tmp_path, 4, save_top_k=2, monitor="loss")
     assert sorted(renamed) == [
         (f"epoch={epoch}.ckpt", f".hf-zero-dropped-epoch={epoch}.ckpt") for epoch in (0, 1)
