@@ -13,6 +13,7 @@ from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain
 from hf_zero.cli.launch import launch
+from hf_zero.cli.schema import schema
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("doctor")(doctor)
 app.command("estimate")(estimate)
 app.command("explain")(explain)
+app.command("schema")(schema)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)
 # What follows the script is the script's, whether it looks like an option or not.

@@ -9,9 +9,10 @@ from typing import Any
 
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
-from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind, choice, integer
+from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
 from hf_zero.config.reading import Reading
-from hf_zero.config.rows import Key, Status
+from hf_zero.config.rows import Key, Status, placed
+from hf_zero.config.sections import LaunchSection
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -45,8 +46,8 @@ _LAUNCHER = "read by accelerate launch, which starts the ranks"
 _UNITS = "a transformer block is gathered whole, its experts included"
 
 
-def _launch(path: str, kind: Kind, note: str = _LAUNCHER, keep: bool = False) -> Key:
-    return Key(path, kind, Status.ACTIVE, note, field=f"launch.{path}" if keep else "")
+def _launch(path: str, kind: Kind, note: str = _LAUNCHER) -> Key:
+    return Key(path, kind, Status.ACTIVE, note)
 
 
 _THEIR_OWN = (
@@ -67,19 +68,8 @@ _THEIR_OWN = (
 ACCELERATE_KEYS: dict[str, Key] = {
     key.path: key
     for key in (
-        _launch(
-            "num_processes",
-            integer(-1),
-            "the number of ranks that accelerate launch starts",
-            keep=True,
-        ),
-        _launch("use_cpu", BOOLEAN, "ranks on CPUs, over gloo", keep=True),
-        _launch(
-            "mixed_precision",
-            choice("no", "fp16", "bf16", "fp8"),
-            "switches fp16 or bf16 on",
-            keep=True,
-        ),
+        *placed(LaunchSection, "", "launch."),
+        _launch("$schema", TEXT, "names the schema of these keys for editors"),
         _launch(f"{_SECTION}.deepspeed_config_file", PATH, "the file that the values come from"),
         _launch(
             f"{_SECTION}.zero3_init_flag",

@@ -1,19 +1,45 @@
 """Activations: which blocks recompute them in the backward, and which of them wait for it in host
-memory.
-
-The sections are small frozen dataclasses whose fields are rows of
-:mod:`hf_zero.config.activation_keys`. :func:`settle` and :func:`check` hold what one key of theirs
-means for another.
+memory. What one key means for another is in :mod:`hf_zero.config.checks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from hf_zero.config.activation_keys import BLOCKS, ENABLED, NUMBER, OFFLOAD
-from hf_zero.config.reading import Reading
-from hf_zero.errors import ConfigError
+from hf_zero.config.kinds import BOOLEAN, COUNT, Kind, integer
+from hf_zero.config.rows import inert, key, under
+
+CHECKPOINTING = "activation_checkpointing"
+BLOCKS = f"{CHECKPOINTING}.blocks"
+NUMBER = f"{CHECKPOINTING}.number_checkpoints"
+CPU = f"{CHECKPOINTING}.cpu_checkpointing"
+OFFLOAD = "activation_offload"
+ENABLED = f"{OFFLOAD}.enabled"
+
+
+def _blocks(value: Any) -> bool | int | str:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if value.lower() != "selective":
+            raise ValueError(value)
+        return "selective"
+    return int(integer(1).convert(value))
+
+
+_BLOCKS_SCHEMA = {
+    "anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}, {"const": "selective"}]
+}
+
+
+def _idle_number(values: Mapping[str, Any]) -> str:
+    return f"{BLOCKS} is false" if values.get(BLOCKS) is False else ""
+
+
+def _idle_offload(values: Mapping[str, Any]) -> str:
+    return "" if values.get(ENABLED) or values.get(CPU) else f"{OFFLOAD} is off"
 
 
 @dataclass(frozen=True)
@@ -30,11 +56,30 @@ class ActivationCheckpointing:
     ``synchronize`` without the log.
     """
 
-    blocks: bool | int | Literal["selective"] | None = None
-    number_checkpoints: int | None = None
-    cpu_checkpointing: bool = False
-    synchronize: bool = False
-    profile: bool = False
+    blocks: bool | int | Literal["selective"] | None = key(
+        Kind("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
+        None,
+        "blocks that recompute their activations; selective: all but products and "
+        "attention; null: as the model does",
+        unit="blocks",
+    )
+    number_checkpoints: int | None = key(
+        COUNT,
+        None,
+        "how many blocks, from the first on, are checkpointed",
+        idle=_idle_number,
+        unit="blocks",
+    )
+    cpu_checkpointing: bool = key(BOOLEAN, False, "what checkpoints keep waits in host memory")
+    synchronize: bool = key(
+        BOOLEAN,
+        False,
+        "wait for the device around each checkpoint",
+        name="synchronize_checkpoint_boundary",
+    )
+    profile: bool = key(
+        BOOLEAN, False, "log the time of checkpointed forwards and of recomputations"
+    )
 
     @property
     def number(self) -> int | None:
@@ -60,32 +105,33 @@ class ActivationOffload:
     pins where there is a GPU.
     """
 
-    enabled: bool = False
-    min_bytes: int = 1 << 20
-    in_flight_bytes: int | None = None
-    pin_memory: bool | None = None
+    enabled: bool = key(BOOLEAN, False, "tensors saved for the backward wait in host memory")
+    min_bytes: int = key(
+        COUNT, 1 << 20, "smaller ones stay on the device", idle=_idle_offload, unit="bytes"
+    )
+    in_flight_bytes: int | None = key(
+        integer(1),
+        None,
+        "device memory that waits for copies; null: two blocks' worth",
+        idle=_idle_offload,
+        unit="bytes",
+    )
+    pin_memory: bool | None = key(
+        BOOLEAN, None, "page-locked memory; null: where there is a GPU", idle=_idle_offload
+    )
 
 
-def settle(reading: Reading) -> None:
-    """Fill in, in place, that a section which is written is meant, unless it says ``enabled:
-    false``.
-    """
-    if ENABLED in reading.filled:
-        reading.discard(ENABLED)
-    written = next((path for path in reading.values if path.startswith(f"{OFFLOAD}.")), None)
-    if written is not None and ENABLED not in reading.values:
-        reading.fill(ENABLED, True, f"computed: {written} is written")
-
-
-def check(reading: Reading) -> None:
-    """Note in ``reading`` two numbers of blocks."""
-    values, sources = reading.values, reading.sources
-    blocks, number = values.get(BLOCKS), values.get(NUMBER)
-    if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
-        reading.mistakes.append(
-            ConfigError(
-                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
-                f"({sources[NUMBER]}): both say how many blocks are "
-                "checkpointed; remove one of them"
-            )
-        )
+ACTIVATIONS = under(
+    CHECKPOINTING,
+    inert(
+        "partition_activations",
+        BOOLEAN,
+        "divides activations among tensor-parallel ranks, of which there is one",
+    ),
+    inert(
+        "contiguous_memory_optimization",
+        BOOLEAN,
+        "no buffer is set aside; expandable_segments:True in PYTORCH_ALLOC_CONF keeps the "
+        "device's memory whole",
+    ),
+)

@@ -8,94 +8,43 @@ which one was likely meant.
 
 from __future__ import annotations
 
-from hf_zero.config.activation_keys import ACTIVATIONS
-from hf_zero.config.compile_keys import COMPILE
+from hf_zero.config.activations import ACTIVATIONS
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
     INTERVAL,
-    KERNELS,
-    NAMES,
     SECTION,
     SIZE,
     TEXT,
     choice,
     integer,
-    number,
 )
-from hf_zero.config.offload_keys import AIO, FORMER, OFFLOAD, OFFLOAD_ALIASES
+from hf_zero.config.offload import FORMER, OFFLOAD, OFFLOAD_ALIASES
 from hf_zero.config.rows import (
     Key,
     Status,
-    active,
+    declared_keys,
     inert,
     larger_than_one,
+    spellings,
     switched,
     unbuilt,
     under,
 )
+from hf_zero.config.settings import Settings
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"
 
-_STAGE = active(
-    "zero_optimization.stage",
-    integer(0, 3),
-    0,
-    "stage",
-    "shards 1: optimizer state, 2: gradients too, 3: parameters too",
-)
 
 _ZERO = under(
     "zero_optimization",
-    active(
-        "stage3_prefetch_bucket_size",
-        SIZE,
-        50_000_000,
-        "zero.prefetch_bucket_size",
-        "elements gathered ahead of their use",
-    ),
-    active(
-        "stage3_gather_16bit_weights_on_model_save",
-        BOOLEAN,
-        False,
-        "zero.gather_16bit_weights_on_model_save",
-        "save whole weights",
-    ),
-    active(
-        "mics_shard_size",
-        integer(-1),
-        -1,
-        "zero.mics_shard_size",
-        "ranks that share one copy (MiCS); -1: all",
-    ),
-    inert(
-        "overlap_comm",
-        BOOLEAN,
-        "gathers and reductions are always asynchronous",
-        "zero.overlap_comm",
-    ),
     inert("contiguous_gradients", BOOLEAN, "the gradients of a unit always lie in one flat buffer"),
     inert("reduce_scatter", BOOLEAN, "the stage decides between reduce-scatter and all-reduce"),
-    inert("reduce_bucket_size", SIZE, _MESSAGE, "zero.reduce_bucket_size"),
-    inert("allgather_bucket_size", SIZE, _MESSAGE, "zero.allgather_bucket_size"),
     inert("allgather_partitions", BOOLEAN, "updated parameters are always all-gathered"),
     inert("use_multi_rank_bucket_allreduce", BOOLEAN, _MESSAGE),
-    inert(
-        "round_robin_gradients",
-        BOOLEAN,
-        "concerns copies of gradients to the CPU",
-        "zero.round_robin_gradients",
-    ),
     inert("sub_group_size", SIZE, "a chunk is updated as one segment for each optimizer group"),
-    active(
-        "stage3_max_live_parameters",
-        SIZE,
-        None,
-        "zero.max_live_parameters",
-        "most parameters that generate keeps whole; null: half the free memory",
-    ),
     inert("stage3_max_reuse_distance", SIZE, _UNIT),
     inert(
         "stage3_param_persistence_threshold",
@@ -106,14 +55,6 @@ _ZERO = under(
         "stage3_model_persistence_threshold",
         SIZE,
         "small parameters travel with their unit and cost no message",
-    ),
-    active(
-        "stage3_module_granularity_threshold",
-        SIZE,
-        None,
-        "zero.module_granularity_threshold",
-        "consecutive blocks with so few elements together are one unit, at every stage; "
-        "0: never; null: 65536",
     ),
     inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
     inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
@@ -147,14 +88,6 @@ _ZERO = under(
     ),
     unbuilt("legacy_stage1", BOOLEAN, "the former stage 1"),
     switched("zenflow", "ZenFlow", asks=bool, off="null"),
-    unbuilt(
-        "zero_hpz_partition_size",
-        integer(0),
-        "a second copy of the shards (ZeRO++ hpZ)",
-        1,
-        0,
-        field="zero.hpz_partition_size",
-    ),
     unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
     unbuilt("zero_quantized_nontrainable_weights", BOOLEAN, "quantized frozen weights"),
     unbuilt("zero_quantized_gradients", BOOLEAN, "quantized reductions (ZeRO++ qgZ)"),
@@ -164,26 +97,10 @@ _ZERO = under(
     unbuilt("mics_hierarchical_params_gather", BOOLEAN, "hierarchical all-gathers (MiCS)"),
 )
 
-_BATCH = (
-    active(
-        "train_batch_size",
-        integer(1),
-        note="samples of one optimizer step: micro × accumulation × ranks",
-    ),
-    active("train_micro_batch_size_per_gpu", integer(1), note="samples of one forward on one rank"),
-    active("gradient_accumulation_steps", integer(1), note="micro-batches of one optimizer step"),
-)
+_BATCH = ()
 
 _FP16 = under(
     "fp16",
-    active("enabled", BOOLEAN, False, note="train in float16 with a loss scale"),
-    active("auto_cast", BOOLEAN, False, note="cast floating-point inputs"),
-    active("loss_scale", number(0), 0.0, note="a constant; 0: dynamic"),
-    active("initial_scale_power", COUNT, 16, note="the dynamic scale starts at 2 to this power"),
-    active("loss_scale_window", integer(1), 1000, note="good steps before the scale doubles"),
-    active("hysteresis", integer(1), 2, note="overflows before the scale halves"),
-    active("consecutive_hysteresis", BOOLEAN, False, note="a good step restores the hysteresis"),
-    active("min_loss_scale", number(above=0), 1.0, note="the scale never falls below"),
     unbuilt("fp16_master_weights_and_grads", BOOLEAN, "master weights in fp16"),
     # an older way to say bf16; it is translated into bf16.enabled as it is read
     Key("type", choice("fp16", "float16", "bf16", "bfloat16"), Status.ACTIVE),
@@ -191,7 +108,6 @@ _FP16 = under(
 
 _BF16 = under(
     "bf16",
-    active("enabled", BOOLEAN, False, note="train in bfloat16 with fp32 master weights"),
     inert(
         "immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"
     ),
@@ -208,31 +124,6 @@ _BF16 = under(
 )
 
 _GRADIENTS = (
-    active(
-        "gradient_clipping", number(0), 0.0, note="the global norm is clipped to this; 0: never"
-    ),
-    active(
-        "prescale_gradients",
-        BOOLEAN,
-        False,
-        note="divide gradients before they are summed over ranks",
-    ),
-    active(
-        "gradient_predivide_factor",
-        number(above=0),
-        1.0,
-        note="what prescale_gradients divides by beforehand",
-    ),
-    active(
-        "communication_data_type", DTYPE, note="dtype of reductions; none: that of the gradients"
-    ),
-    active(
-        "data_types.grad_accum_dtype",
-        DTYPE,
-        None,
-        "gradient_accumulation_dtype",
-        "dtype in which micro-batches are summed",
-    ),
     unbuilt(
         "data_types.param_dtype",
         DTYPE,
@@ -256,17 +147,7 @@ _GRADIENTS = (
 )
 
 _OPTIMIZER = (
-    active("optimizer.type", TEXT),
-    active("optimizer.params", SECTION),
     inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
-    active("scheduler.type", TEXT),
-    active("scheduler.params", SECTION),
-    active(
-        "elementwise_optimizers",
-        NAMES,
-        (),
-        note="classes of optimizers that you vouch update each element by itself",
-    ),
     inert(
         "zero_allow_untested_optimizer",
         BOOLEAN,
@@ -279,72 +160,10 @@ _OPTIMIZER = (
     ),
 )
 
-_RANKS = (
-    active(
-        "replicate_size",
-        integer(1),
-        1,
-        note="copies of the shards: ranks / replicate_size share one",
-    ),
-    active("timeout", number(above=0), 1800.0, note="seconds until a silent wait is an error"),
-    active(
-        "distributed_backend",
-        choice("gloo", "nccl"),
-        note="what collectives run on; none: nccl for GPUs, gloo for CPUs",
-    ),
-    active(
-        "distributed_port",
-        integer(1, 65535),
-        note="where ranks meet if the launcher sets no MASTER_PORT",
-    ),
-    active("distributed_interface", TEXT, note="network device of gloo and NCCL, such as eth0"),
-    active("seed", COUNT, note="seed of what the engine itself draws"),
-    active(
-        "dataloader_drop_last",
-        BOOLEAN,
-        False,
-        note="drop an incomplete last batch of training_data",
-    ),
-    active(
-        "kernels",
-        KERNELS,
-        "off",
-        note="fused kernels: off, auto (what helps on the device of the training), or names",
-    ),
-    active(
-        "sparse_attention",
-        SECTION,
-        note="block-sparse attention: mode, block and what the mode takes; "
-        "none: attention is dense",
-    ),
-    active(
-        "pre_layer_norm",
-        BOOLEAN,
-        False,
-        note="BERT-like models: norms before attention and MLP, for training from scratch",
-    ),
-)
+_RANKS = ()
 
 _CHECKPOINT = under(
     "checkpoint",
-    active(
-        "use_node_local_storage",
-        BOOLEAN,
-        False,
-        note="no shared file system; on one machine it changes nothing",
-    ),
-    active(
-        "async_save",
-        BOOLEAN,
-        False,
-        note="checkpoints are copied to host memory and written while training goes on",
-    ),
-    active(
-        "keep",
-        integer(1),
-        note="checkpoints that stay in a folder, of those named global_step<N>; none: all. With "
-        "tags of your own: save_checkpoint(keep=…)",
-    ),
     inert(
         "load_universal",
         BOOLEAN,
@@ -371,6 +190,7 @@ _CHECKPOINT = under(
 
 _MONITOR = "monitoring by the engine; use the Trainer's report_to"
 _REPORTS = (
+    inert("$schema", TEXT, "names the schema of these keys for editors"),
     inert("steps_per_print", INTERVAL, "the Trainer or your own loop reports the loss"),
     inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
     inert("log_level", TEXT, "HF_ZERO_LOG_LEVEL sets the level"),
@@ -442,13 +262,37 @@ _FEATURES = (
     ),
 )
 
+_DEEPCOMPILE = "concerns DeepCompile"
+_COMPILE = under(
+    "compile",
+    unbuilt("deepcompile", BOOLEAN, "DeepCompile; write compile: blocks"),
+    unbuilt("enabled", BOOLEAN, "a compiled model; write compile: blocks"),
+    *(
+        inert(name, BOOLEAN, _DEEPCOMPILE)
+        for name in [
+            "free_activation",
+            "offload_activation",
+            "offload_opt_states",
+            "offload_parameters",
+            "double_buffer",
+            "symmetric_memory",
+            "debug_log",
+            "sync_before_reduce",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_after_allgather",
+            "keep_int_input_tensors",
+            "keep_all_input_tensors",
+        ]
+    ),
+    inert("offload_adam_states_threshold", integer(0), _DEEPCOMPILE),
+)
+
 _GROUPS = (
-    (_STAGE,),
+    tuple(declared_keys(Settings)),
     _ZERO,
     FORMER,
     OFFLOAD,
-    AIO,
-    _BATCH,
     _FP16,
     _BF16,
     _GRADIENTS,
@@ -457,7 +301,7 @@ _GROUPS = (
     _CHECKPOINT,
     ACTIVATIONS,
     _REPORTS,
-    COMPILE,
+    _COMPILE,
     _FEATURES,
 )
 
@@ -483,7 +327,6 @@ _STAGE3_FIELDS = (
 # own keywords.
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
-    "zero_optimization.hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
@@ -491,9 +334,8 @@ ALIASES: dict[str, str] = {
         f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
         for name in _STAGE3_FIELDS.split()
     },
-    "stage": "zero_optimization.stage",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    **spellings(Settings),
     **OFFLOAD_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
 }

@@ -12,7 +12,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config import kernels
@@ -21,11 +21,12 @@ from hf_zero.config import kernels
 @dataclass(frozen=True)
 class Kind:
     """``expected`` completes the sentence "… is not …"; ``convert`` returns the value's one form
-    or raises ValueError.
+    or raises ValueError. ``schema`` is the same for an editor, in JSON Schema.
     """
 
     expected: str
     convert: Callable[[Any], Any]
+    schema: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def integer(low: int | None = None, high: int | None = None) -> Kind:
@@ -44,7 +45,9 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
             raise ValueError(value)
         return whole
 
-    return Kind("an integer" + _bounds(low, high), convert)
+    limits = {"minimum": low, "maximum": high}
+    schema = {"type": "integer", **{k: v for k, v in limits.items() if v is not None}}
+    return Kind("an integer" + _bounds(low, high), convert, schema)
 
 
 def number(low: float | None = None, *, above: float | None = None) -> Kind:
@@ -62,9 +65,11 @@ def number(low: float | None = None, *, above: float | None = None) -> Kind:
             raise ValueError(value)
         return real
 
+    limits = {"minimum": low, "exclusiveMinimum": above}
     return Kind(
         "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)),
         convert,
+        {"type": "number", **{k: v for k, v in limits.items() if v is not None}},
     )
 
 
@@ -111,7 +116,8 @@ def choice(*options: str) -> Kind:
             raise ValueError(value)
         return value.lower()
 
-    return Kind("one of " + ", ".join(repr(option) for option in options), convert)
+    expected = "one of " + ", ".join(repr(option) for option in options)
+    return Kind(expected, convert, {"enum": list(options)})
 
 
 def _bounds(low: float | None, high: float | None) -> str:
@@ -231,19 +237,42 @@ def _kernels(value: Any) -> str | tuple[str, ...]:
     return kernels.in_order(_names(value)) or "off"
 
 
-BOOLEAN = Kind("true or false", _boolean)
-TEXT = Kind("a non-empty string", _text)
-PATH = Kind("a path", _path)
-PATHS = Kind("a path, or a list of different paths", _paths)
-DTYPE = Kind("one of 'fp32', 'bf16', 'fp16'", _dtype)
-NAMES = Kind("a list of names", _names)
-SECTION = Kind("a section of keys and plain values", _section)
-INTERVAL = Kind("a positive number of steps or infinity", _report_interval)
-KERNELS = Kind(f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}", _kernels)
+_STRING = {"type": "string", "minLength": 1}
+_STRINGS = {"type": "array", "items": _STRING}
+_SHARE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+
+BOOLEAN = Kind("true or false", _boolean, {"type": "boolean"})
+TEXT = Kind("a non-empty string", _text, _STRING)
+PATH = Kind("a path", _path, _STRING)
+PATHS = Kind("a path, or a list of different paths", _paths, {"anyOf": [_STRING, _STRINGS]})
+DTYPE = Kind(
+    "one of 'fp32', 'bf16', 'fp16'",
+    _dtype,
+    {"enum": [spelling for spellings in _DTYPES.values() for spelling in spellings]},
+)
+NAMES = Kind("a list of names", _names, _STRINGS)
+SECTION = Kind("a section of keys and plain values", _section, {"type": "object"})
+INTERVAL = Kind("a positive number of steps or infinity", _report_interval, {"type": "number"})
+KERNELS = Kind(
+    f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}",
+    _kernels,
+    {
+        "anyOf": [
+            {"enum": ["auto", "off", "on", True, False]},
+            {"type": "array", "items": {"enum": list(kernels.NAMES)}},
+        ]
+    },
+)
 ANYTHING = Kind("any value", _anything)
 COUNT = integer(0)
-BLOCK = Kind("a multiple of 4096 bytes", _block)
-SHARE = Kind("a number above 0 and at most 1", _share)
-SOME_OR_AUTO = Kind("a number from 0 to 1, or 'auto'", _some_or_auto)
-ELEMENTS = Kind("a number of elements of at least 1", _elements)
-SIZE = Kind("a number of elements of at least 0", _size)
+BLOCK = Kind(
+    "a multiple of 4096 bytes", _block, {"type": "integer", "minimum": 4096, "multipleOf": 4096}
+)
+SHARE = Kind("a number above 0 and at most 1", _share, _SHARE)
+SOME_OR_AUTO = Kind(
+    "a number from 0 to 1, or 'auto'",
+    _some_or_auto,
+    {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"const": "auto"}]},
+)
+ELEMENTS = Kind("a number of elements of at least 1", _elements, {"type": "number", "minimum": 1})
+SIZE = Kind("a number of elements of at least 0", _size, {"type": "number", "minimum": 0})

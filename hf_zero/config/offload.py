@@ -1,27 +1,70 @@
-"""Offload: where the optimizer and the parameters live beside the device, and how files are read
-and written.
-
-The sections are small frozen dataclasses whose fields are rows of
-:mod:`hf_zero.config.offload_keys`. :func:`settle` and :func:`check` hold what one key of theirs
-means for another.
+"""Offload: where the optimizer and the parameters live if not on the device, and how files are read
+and written. What one key means for another is in :mod:`hf_zero.config.checks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_zero.config.reading import Reading
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.config.kinds import (
+    BLOCK,
+    BOOLEAN,
+    ELEMENTS,
+    PATHS,
+    SHARE,
+    SIZE,
+    SOME_OR_AUTO,
+    choice,
+    integer,
+)
+from hf_zero.config.rows import Key, Status, inert, key, unbuilt, under
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
 
-OPTIMIZER = "zero_optimization.offload_optimizer"
-PARAM = "zero_optimization.offload_param"
-MOMENTS = f"{OPTIMIZER}.moments"
-BF16_STATES = "bf16.bf16_optimizer_states"
-STAGE = "zero_optimization.stage"
+_OPTIMIZER = "zero_optimization.offload_optimizer"
+_PARAM = "zero_optimization.offload_param"
+_DEVICE = choice("none", "cpu", "nvme")
+_PIN = "page-locked memory; null: where there is a GPU"
+
+
+def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], str]:
+    """What to say of a key that only matters when the device of its section is one of
+    ``devices``.
+    """
+
+    def idle(values: Mapping[str, Any]) -> str:
+        device = values.get(f"{section}.device", "none")
+        return "" if device in devices else f"{section}.device is {device}"
+
+    return idle
+
+
+def _idle_aio(values: Mapping[str, Any]) -> str:
+    on = "nvme" in (values.get(f"{section}.device") for section in (_OPTIMIZER, _PARAM))
+    return "" if on else "nothing is offloaded to nvme"
+
+
+def _idle_in_backward(values: Mapping[str, Any]) -> str:
+    if not values.get(f"{_OPTIMIZER}.update_in_backward"):
+        return _ANY(values)
+    if values.get("gradient_clipping"):
+        return "the norm that gradient_clipping needs is known when backward has ended"
+    if values.get("fp16.enabled"):
+        return "whether fp16 gradients overflowed is known when backward has ended"
+    return _ANY(values)
+
+
+def _idle_whole_shards(values: Mapping[str, Any]) -> str:
+    return _PARAM_FILES(values) or "the shard of a unit is read and written whole"
+
+
+_ANY = _idle_unless(_OPTIMIZER, "cpu", "nvme")
+_FILES = _idle_unless(_OPTIMIZER, "nvme")
+_PARAM_ANY = _idle_unless(_PARAM, "cpu", "nvme")
+_PARAM_FILES = _idle_unless(_PARAM, "nvme")
 
 
 @dataclass(frozen=True)
@@ -40,17 +83,42 @@ class OffloadOptimizer:
     ``pin_memory`` None pins where there is a GPU.
     """
 
-    device: OffloadDevice = "none"
-    nvme_path: tuple[str, ...] = ()
-    pin_memory: bool | None = None
-    buffer_count: int = 4
-    buffer_size: int = 16_777_216
-    pipeline_read: bool = True
-    pipeline_write: bool = True
-    ratio: float | Literal["auto"] = 1.0
-    moments: Moments = "fp32"
-    update_in_backward: bool = False
-    cores: float = 1.0
+    device: OffloadDevice = key(_DEVICE, "none", "where master weights, moments and gradients live")
+    nvme_path: tuple[str, ...] = key(
+        PATHS, None, "folders of the optimizer's files, striped", idle=_FILES, default=()
+    )
+    pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_ANY)
+    buffer_count: int = key(
+        integer(1), 4, "pieces under way between files and the update", idle=_FILES
+    )
+    buffer_size: int = key(
+        ELEMENTS,
+        16_777_216,
+        "elements of a piece that is updated at a time",
+        idle=_ANY,
+        unit="elements",
+    )
+    pipeline_read: bool = key(BOOLEAN, True, "read the next piece during the update", idle=_FILES)
+    pipeline_write: bool = key(BOOLEAN, True, "write the last piece during the update", idle=_FILES)
+    ratio: float | Literal["auto"] = key(
+        SOME_OR_AUTO,
+        1.0,
+        "share that is offloaded; auto: what does not fit on the device",
+        idle=_ANY,
+    )
+    moments: Moments = key(
+        choice("fp32", "bf16", "int8"), "fp32", "what moments are stored in", idle=_ANY
+    )
+    update_in_backward: bool = key(
+        BOOLEAN, False, "update a unit once its gradient has landed", idle=_idle_in_backward
+    )
+    cores: float = key(
+        SHARE,
+        1.0,
+        "share of this rank's cores that updates",
+        name="cpuadam_cores_perc",
+        idle=_ANY,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
@@ -70,12 +138,30 @@ class OffloadParam:
     way. ``buffer_size`` has no effect: a unit's shard is read whole.
     """
 
-    device: OffloadDevice = "none"
-    nvme_path: tuple[str, ...] = ()
-    pin_memory: bool | None = None
-    buffer_count: int = 5
-    buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
+    device: OffloadDevice = key(
+        _DEVICE, "none", "where the chunks of parameters live; needs stage 3"
+    )
+    nvme_path: tuple[str, ...] = key(
+        PATHS, None, "folders of the parameters' files, striped", idle=_PARAM_FILES, default=()
+    )
+    pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_PARAM_ANY)
+    buffer_count: int = key(
+        integer(1), 5, "units under way between files and the device", idle=_PARAM_FILES
+    )
+    buffer_size: int = key(
+        ELEMENTS,
+        100_000_000,
+        "most elements of one read",
+        idle=_idle_whole_shards,
+        unit="elements",
+    )
+    max_in_cpu: int = key(
+        SIZE,
+        1_000_000_000,
+        "elements of this rank that stay in memory",
+        idle=_PARAM_FILES,
+        unit="elements",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
@@ -92,79 +178,50 @@ class AioSection:
     them under way; by io_uring, or by ``threads`` where the kernel refuses that.
     """
 
-    block_size: int = 1_048_576
-    queue_depth: int = 32
-    threads: int = 8
+    block_size: int = key(BLOCK, 1_048_576, "bytes of one request", idle=_idle_aio, unit="bytes")
+    queue_depth: int = key(integer(1), 32, "requests under way", idle=_idle_aio)
+    threads: int = key(
+        integer(1),
+        8,
+        "threads that read and write where io_uring is refused",
+        name="thread_count",
+        idle=_idle_aio,
+    )
 
 
 def _paths(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def settle(reading: Reading) -> None:
-    """Fill in what one key of offload says about another, in place: 16-bit optimizer states are
-    bf16 moments.
-    """
-    if MOMENTS in reading.filled:
-        reading.discard(MOMENTS)
-    if reading.values.get(BF16_STATES) and MOMENTS not in reading.values:
-        reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
+# Translated as they are read: they name no field of their own.
+FORMER = under(
+    "zero_optimization",
+    Key("cpu_offload", BOOLEAN, Status.ACTIVE),
+    Key("cpu_offload_param", BOOLEAN, Status.ACTIVE),
+    Key("cpu_offload_use_pin_memory", BOOLEAN, Status.ACTIVE),
+)
 
+OFFLOAD = (
+    *under(
+        _OPTIMIZER,
+        inert("pipeline", BOOLEAN, "pipeline_read and pipeline_write say it"),
+        inert(
+            "fast_init",
+            BOOLEAN,
+            "files are made at their full size and filled with what training starts from",
+        ),
+        inert("super_offload", BOOLEAN, "the update on the CPU always runs beside the transfers"),
+    ),
+    inert("aio.single_submit", BOOLEAN, "requests are submitted as the queue has room"),
+    inert("aio.overlap_events", BOOLEAN, "requests are always submitted while others complete"),
+    unbuilt("aio.use_gds", BOOLEAN, "reads from NVMe into GPU memory (GPUDirect Storage)"),
+)
 
-def check(reading: Reading) -> None:
-    """Note in ``reading`` sections of offload that contradict each other or the stage.
-
-    What rests on a key that is not there is noted only where all else is right: a misspelt key may
-    have been meant.
-    """
-    values, sources, complete = reading.values, reading.sources, not reading.mistakes
-    for section in (OPTIMIZER, PARAM):
-        path = f"{section}.nvme_path"
-        if (
-            complete
-            and values.get(f"{section}.device") == "nvme"
-            and not values.get(path)
-            and path not in reading.autos
-        ):
-            reading.mistakes.append(
-                ConfigError(
-                    f"{section}.device = 'nvme' ({sources[f'{section}.device']}) names no folder "
-                    f"for its files; write {path}: a folder on "
-                    "a local NVMe disk, or a list of folders, one a disk"
-                )
-            )
-    stage, device = values.get(STAGE, 0), values.get(f"{PARAM}.device", "none")
-    if device != "none" and stage != 3 and (complete or STAGE in values):
-        reading.mistakes.append(
-            ConfigError(
-                f"{PARAM}.device = {device!r} ({sources[f'{PARAM}.device']}) needs "
-                f"{STAGE} = 3, not {stage} "
-                f"({sources.get(STAGE, 'default')}): below it every rank computes with whole "
-                "parameters; write stage: 3, or offload the "
-                f"optimizer alone ({OPTIMIZER}.device)"
-            )
-        )
-    if not values.get(BF16_STATES):
-        return
-    if (
-        values.get(f"{OPTIMIZER}.device", "none") == "none"
-        and f"{OPTIMIZER}.device" not in reading.autos
-    ):
-        if complete or f"{OPTIMIZER}.device" in values:
-            reading.mistakes.append(
-                NotBuiltError(
-                    f"{BF16_STATES} = True ({sources[BF16_STATES]}) asks for optimizer states in "
-                    "bf16 on the device, which this version of "
-                    "hf-zero does not provide; remove the key or write false, or offload the "
-                    f"optimizer ({OPTIMIZER}.device: cpu), where "
-                    "moments may be bf16"
-                )
-            )
-    elif values.get(MOMENTS) != "bf16":
-        reading.mistakes.append(
-            ConfigError(
-                f"{MOMENTS} = {values.get(MOMENTS)!r} ({sources[MOMENTS]}) contradicts "
-                f"{BF16_STATES} = True ({sources[BF16_STATES]}); "
-                "remove one of them"
-            )
-        )
+# Other spellings: sections at the top level, and DeepSpeed's former names.
+OFFLOAD_ALIASES: dict[str, str] = {
+    "offload_optimizer": _OPTIMIZER,
+    "offload_param": _PARAM,
+    "zero_optimization.aio": "aio",
+    "aio.intra_op_parallelism": "aio.thread_count",
+    "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
+}

@@ -1,11 +1,12 @@
-"""A row of the key table: what a key may hold, what becomes of it, and the constructors that
-keep the table readable.
+"""A key of the configuration, declared once: as a field of a section by :func:`key`, or, where no
+field holds it, as a row by :func:`inert`, :func:`unbuilt` or :func:`switched`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -38,8 +39,8 @@ class Key:
     ``note`` says what an active key sets, why an inert one has no effect, or which feature is not
     built. ``asks`` tells whether a value asks for that feature, and ``off`` is what to write
     instead. ``members`` are the keys of a section that is taken or refused as a whole; None leaves
-    them open. ``idle`` says, from all values by path, why an active key has no effect beside them,
-    or "".
+    them open. ``idle`` says, from all values by path, why an active key has no effect with them, or
+    "". ``unit`` is what a number counts, ``since`` the version that first knew the key.
     """
 
     path: str
@@ -52,28 +53,90 @@ class Key:
     off: str = ""
     members: frozenset[str] | None = None
     idle: Callable[[Mapping[str, Any]], str] = _busy
+    unit: str = ""
+    since: str = "0.1.0"
 
 
-def active(
-    path: str,
+def key(
     kind: Kind,
     default: Any = None,
-    field: str = "",
     note: str = "",
+    /,
+    *,
+    name: str = "",
     idle: Callable[[Mapping[str, Any]], str] | None = None,
-) -> Key:
-    """A key that hf-zero acts on, unless ``idle`` says why not; its field in ZeroConfig is its
-    path unless named.
+    row: Key | None = None,
+    unit: str = "",
+    since: str = "0.1.0",
+    **more: Any,
+) -> Any:
+    """A field of a section's dataclass that is a key of DeepSpeed's dialect, or ours.
+
+    ``name`` is the key where it is not the field's name. ``row`` is an inert key or one that is not
+    built, whose field holds what was written. ``more`` goes to ``dataclasses.field`` and may
+    replace the default that the field has when a section is made by hand.
     """
-    return Key(path, kind, Status.ACTIVE, note, default, field or path, idle=idle or _busy)
+    declared = row or Key(
+        name, kind, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit, since=since
+    )
+    if not {"default", "default_factory", "required"} & set(more):
+        more["default"] = declared.default
+    more.pop("required", None)
+    return dataclasses.field(metadata={"key": declared}, **more)
 
 
-def inert(path: str, kind: Kind, why: str, field: str = "") -> Key:
+def section(path: str, made_of: type, **more: Any) -> Any:
+    """A field that holds the section ``made_of``, whose keys stand below ``path``."""
+    return dataclasses.field(metadata={"section": (path, made_of)}, **more)
+
+
+def sections_of(settings: type) -> dict[str, tuple[str, type]]:
+    """Path and dataclass of each section, by the field of ``settings`` that holds it."""
+    found = {item.name: item.metadata.get("section") for item in dataclasses.fields(settings)}
+    return {name: held for name, held in found.items() if held}
+
+
+def declared_keys(settings: type) -> Iterator[Key]:
+    """The keys that fields of ``settings`` and of its sections declare, in their order."""
+    yield from placed(settings, "", "")
+    for item in dataclasses.fields(settings):
+        if "section" in item.metadata:
+            path, made_of = item.metadata["section"]
+            yield from placed(made_of, f"{path}.", f"{item.name}.")
+
+
+def placed(made_of: type, path: str, owner: str) -> Iterator[Key]:
+    """The keys of one dataclass, below ``path``, held by its fields in ``owner``."""
+    for item in dataclasses.fields(made_of):
+        if "key" in item.metadata:
+            row = item.metadata["key"]
+            yield replace(row, path=f"{path}{row.path or item.name}", field=f"{owner}{item.name}")
+
+
+def spellings(settings: type) -> dict[str, str]:
+    """The paths that the names of fields would have, where a key is called otherwise."""
+    found = {}
+    for item in dataclasses.fields(settings):
+        if "section" in item.metadata:
+            path, made_of = item.metadata["section"]
+            found.update(
+                {
+                    f"{path}.{inner.name}": f"{path}.{inner.metadata['key'].path}"
+                    for inner in dataclasses.fields(made_of)
+                    if inner.metadata["key"].path not in ("", inner.name)
+                }
+            )
+        elif "key" in item.metadata and item.metadata["key"].path not in ("", item.name):
+            found[item.name] = item.metadata["key"].path
+    return found
+
+
+def inert(path: str, kind: Kind, why: str) -> Key:
     """A key without effect here."""
-    return Key(path, kind, Status.INERT, why, None, field)
+    return Key(path, kind, Status.INERT, why)
 
 
-def unbuilt(path: str, kind: Kind, feature: str, *off: Any, field: str = "") -> Key:
+def unbuilt(path: str, kind: Kind, feature: str, *off: Any) -> Key:
     """A key that asks for a missing feature unless its value is one of ``off`` (False when none
     is given).
     """
@@ -84,7 +147,7 @@ def unbuilt(path: str, kind: Kind, feature: str, *off: Any, field: str = "") -> 
         Status.NOT_BUILT,
         feature,
         values[0],
-        field,
+        "",
         lambda value: value not in values,
         json.dumps(values[0]),
     )
@@ -116,15 +179,8 @@ def switched(
 
 
 def under(section: str, *keys: Key) -> tuple[Key, ...]:
-    """The same rows one section deeper; a field named after its path follows it."""
-    return tuple(
-        replace(
-            key,
-            path=f"{section}.{key.path}",
-            field=f"{section}.{key.path}" if key.field == key.path else key.field,
-        )
-        for key in keys
-    )
+    """The same rows one section deeper."""
+    return tuple(replace(key, path=f"{section}.{key.path}") for key in keys)
 
 
 def enabled(section: Any) -> bool:

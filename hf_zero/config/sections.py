@@ -1,30 +1,71 @@
-"""The parts of a ZeroConfig, each a small frozen dataclass; their fields are rows of the table
-in :mod:`hf_zero.config.keys`.
-"""
+"""The parts of a ZeroConfig, each a small frozen dataclass whose fields declare its keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
-from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.kinds import BOOLEAN, COUNT, SECTION, SIZE, TEXT, choice, integer, number
+from hf_zero.config.rows import inert, key, unbuilt
+
+_MESSAGE = "a unit is one message"
 
 
 @dataclass(frozen=True)
 class ZeroSection:
     """How shards are gathered; sizes in elements. A field that is None was not written."""
 
-    prefetch_bucket_size: int = 50_000_000
-    gather_16bit_weights_on_model_save: bool = False
-    max_live_parameters: int | None = None
-    mics_shard_size: int = -1
-    hpz_partition_size: int = 1
-    overlap_comm: bool | None = None
-    reduce_bucket_size: int | None = None
-    allgather_bucket_size: int | None = None
-    round_robin_gradients: bool | None = None
-    module_granularity_threshold: int | None = None
+    prefetch_bucket_size: int = key(
+        SIZE,
+        50_000_000,
+        "elements gathered ahead of their use",
+        name="stage3_prefetch_bucket_size",
+        unit="elements",
+    )
+    gather_16bit_weights_on_model_save: bool = key(
+        BOOLEAN, False, "save whole weights", name="stage3_gather_16bit_weights_on_model_save"
+    )
+    max_live_parameters: int | None = key(
+        SIZE,
+        None,
+        "most parameters that generate keeps whole; null: half the free memory",
+        name="stage3_max_live_parameters",
+        unit="elements",
+    )
+    mics_shard_size: int = key(
+        integer(-1), -1, "ranks that share one copy (MiCS); -1: all", unit="ranks"
+    )
+    hpz_partition_size: int = key(
+        integer(0),
+        row=unbuilt(
+            "zero_hpz_partition_size",
+            integer(0),
+            "a second copy of the shards (ZeRO++ hpZ)",
+            1,
+            0,
+        ),
+    )
+    overlap_comm: bool | None = key(
+        BOOLEAN,
+        row=inert("overlap_comm", BOOLEAN, "gathers and reductions are always asynchronous"),
+    )
+    reduce_bucket_size: int | None = key(SIZE, row=inert("reduce_bucket_size", SIZE, _MESSAGE))
+    allgather_bucket_size: int | None = key(
+        SIZE, row=inert("allgather_bucket_size", SIZE, _MESSAGE)
+    )
+    round_robin_gradients: bool | None = key(
+        BOOLEAN,
+        row=inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU"),
+    )
+    module_granularity_threshold: int | None = key(
+        SIZE,
+        None,
+        "consecutive blocks with so few elements together are one unit, at every stage; "
+        "0: never; null: 65536",
+        name="stage3_module_granularity_threshold",
+        unit="elements",
+    )
 
 
 @dataclass(frozen=True)
@@ -33,37 +74,39 @@ class Fp16Section:
     constant.
     """
 
-    enabled: bool = False
-    auto_cast: bool = False
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
+    enabled: bool = key(BOOLEAN, False, "train in float16 with a loss scale")
+    auto_cast: bool = key(BOOLEAN, False, "cast floating-point inputs")
+    loss_scale: float = key(number(0), 0.0, "a constant; 0: dynamic")
+    initial_scale_power: int = key(COUNT, 16, "the dynamic scale starts at 2 to this power")
+    loss_scale_window: int = key(
+        integer(1), 1000, "good steps before the scale doubles", unit="steps"
+    )
+    hysteresis: int = key(integer(1), 2, "overflows before the scale halves")
+    consecutive_hysteresis: bool = key(BOOLEAN, False, "a good step restores the hysteresis")
+    min_loss_scale: float = key(number(above=0), 1.0, "the scale never falls below")
 
 
 @dataclass(frozen=True)
 class Bf16Section:
     """Training in bfloat16 with fp32 master weights."""
 
-    enabled: bool = False
+    enabled: bool = key(BOOLEAN, False, "train in bfloat16 with fp32 master weights")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An optimizer by name; ``params`` are its keyword arguments."""
 
-    type: str
-    params: dict[str, Any] = field(default_factory=dict, hash=False)
+    type: str = key(TEXT, required=True)
+    params: dict[str, Any] = key(SECTION, default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """A learning-rate schedule by name; ``params`` are its keyword arguments."""
 
-    type: str
-    params: dict[str, Any] = field(default_factory=dict, hash=False)
+    type: str = key(TEXT, required=True)
+    params: dict[str, Any] = key(SECTION, default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -72,41 +115,61 @@ class CheckpointSection:
     on; ``keep``: how many of those that the engine names itself stay in a folder, None: all.
     """
 
-    use_node_local_storage: bool = False
-    async_save: bool = False
-    keep: int | None = None
+    use_node_local_storage: bool = key(
+        BOOLEAN, False, "no shared file system; on one machine it changes nothing"
+    )
+    async_save: bool = key(
+        BOOLEAN,
+        False,
+        "checkpoints are copied to host memory and written while training goes on",
+    )
+    keep: int | None = key(
+        integer(1),
+        None,
+        "checkpoints that stay in a folder, of those named global_step<N>; none: all. With "
+        "tags of your own: save_checkpoint(keep=…)",
+        unit="checkpoints",
+    )
+
+
+def _idle_uncompiled(values: Mapping[str, Any]) -> str:
+    return "" if values.get("compile.blocks") else "compile.blocks is false"
 
 
 @dataclass(frozen=True)
 class CompileSection:
     """What torch.compile makes of the blocks' forwards; see :mod:`hf_zero.activations.compile`."""
 
-    blocks: bool = False
-    mode: str = "default"
-    dynamic: bool | None = None
-    backend: str = "inductor"
+    blocks: bool = key(
+        BOOLEAN,
+        False,
+        "compile each block's forward with torch.compile; compile: blocks is short for it",
+    )
+    # CUDA graphs fix the addresses of weights, which gathers at stage 3 and checkpoints do not.
+    mode: str = key(
+        choice("default", "max-autotune-no-cudagraphs"),
+        "default",
+        "mode of torch.compile",
+        idle=_idle_uncompiled,
+    )
+    dynamic: bool | None = key(
+        BOOLEAN,
+        None,
+        "null: the first shapes get a graph of their own, all others one that fits any; false: "
+        "a graph for all shapes; true: one for any",
+        idle=_idle_uncompiled,
+    )
+    backend: str = key(TEXT, "inductor", "backend of torch.compile", idle=_idle_uncompiled)
 
 
 @dataclass(frozen=True)
 class LaunchSection:
     """What an Accelerate YAML says about the ranks; None where it says nothing."""
 
-    num_processes: int | None = None
-    use_cpu: bool | None = None
-    mixed_precision: str | None = None
-
-
-SECTIONS: dict[str, Any] = {
-    "zero": ZeroSection,
-    "fp16": Fp16Section,
-    "bf16": Bf16Section,
-    "offload_optimizer": OffloadOptimizer,
-    "offload_param": OffloadParam,
-    "aio": AioSection,
-    "checkpoint": CheckpointSection,
-    "compile": CompileSection,
-    "activation_checkpointing": ActivationCheckpointing,
-    "activation_offload": ActivationOffload,
-    "launch": LaunchSection,
-}
-NAMED: dict[str, Any] = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
+    num_processes: int | None = key(
+        integer(-1), None, "the number of ranks that accelerate launch starts", unit="ranks"
+    )
+    use_cpu: bool | None = key(BOOLEAN, None, "ranks on CPUs, over gloo")
+    mixed_precision: str | None = key(
+        choice("no", "fp16", "bf16", "fp8"), None, "switches fp16 or bf16 on"
+    )

@@ -9,39 +9,33 @@ arguments. A key is acted on, or accepted with the reason why it has no effect, 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from hf_zero.config import activations, explaining, kernels, offload, resolving
+from hf_zero.config import checks, explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
-from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
-from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import Reading
-from hf_zero.config.sections import (
-    NAMED,
-    SECTIONS,
-    Bf16Section,
-    CheckpointSection,
-    CompileSection,
-    Fp16Section,
-    LaunchSection,
-    OptimizerConfig,
-    SchedulerConfig,
-    ZeroSection,
-)
+from hf_zero.config.rows import section, sections_of
+from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
+from hf_zero.config.settings import Settings
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
 PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
+KEYWORDS = (
+    *(item.name for item in fields(Settings) if item.name != "stage"),
+    "prefetch_bucket_size",
+)
+
 
 @dataclass(frozen=True, init=False)
-class ZeroConfig:
+class ZeroConfig(Settings):
     """Configuration of a ZeRO engine.
 
     Batch sizes are None until :meth:`resolve` has seen the number of ranks. ``timeout`` is in
@@ -49,96 +43,21 @@ class ZeroConfig:
     used, and :class:`NotBuiltError` for one that asks for a feature this version lacks.
     """
 
-    stage: int
-    train_batch_size: int | None
-    train_micro_batch_size_per_gpu: int | None
-    gradient_accumulation_steps: int | None
-    gradient_clipping: float
-    zero: ZeroSection
-    fp16: Fp16Section
-    bf16: Bf16Section
-    optimizer: OptimizerConfig | None
-    scheduler: SchedulerConfig | None
-    prescale_gradients: bool
-    gradient_predivide_factor: float
-    communication_data_type: str | None
-    gradient_accumulation_dtype: str | None
-    elementwise_optimizers: tuple[str, ...]
-    replicate_size: int
-    timeout: float
-    distributed_backend: str | None
-    distributed_port: int | None
-    distributed_interface: str | None
-    seed: int | None
-    kernels: str | tuple[str, ...]
-    sparse_attention: dict[str, Any] | None
-    pre_layer_norm: bool
-    compile: CompileSection
-    attention_backend: str
-    offload_optimizer: OffloadOptimizer
-    offload_param: OffloadParam
-    aio: AioSection
-    checkpoint: CheckpointSection
-    activation_checkpointing: ActivationCheckpointing
-    activation_offload: ActivationOffload
-    dataloader_drop_last: bool
-    launch: LaunchSection = field(init=False, compare=False)
+    launch: LaunchSection = section("", LaunchSection, init=False, compare=False)
     world_size: int | None = field(init=False, compare=False)
     _reading: Reading = field(init=False, compare=False, repr=False)
 
-    def __init__(
-        self,
-        stage: int,
-        *,
-        train_batch_size: int | None = None,
-        train_micro_batch_size_per_gpu: int | None = None,
-        gradient_accumulation_steps: int | None = None,
-        gradient_clipping: float | None = None,
-        zero: ZeroSection | Mapping[str, Any] | None = None,
-        fp16: bool | Fp16Section | Mapping[str, Any] | None = None,
-        bf16: bool | Bf16Section | Mapping[str, Any] | None = None,
-        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
-        scheduler: SchedulerConfig | Mapping[str, Any] | None = None,
-        prescale_gradients: bool | None = None,
-        gradient_predivide_factor: float | None = None,
-        communication_data_type: Any = None,
-        gradient_accumulation_dtype: Any = None,
-        elementwise_optimizers: Sequence[str] | None = None,
-        replicate_size: int | None = None,
-        prefetch_bucket_size: float | None = None,
-        timeout: float | None = None,
-        distributed_backend: str | None = None,
-        distributed_port: int | None = None,
-        distributed_interface: str | None = None,
-        seed: int | None = None,
-        kernels: str | Sequence[str] | None = None,
-        sparse_attention: Mapping[str, Any] | None = None,
-        pre_layer_norm: bool | None = None,
-        compile: str | CompileSection | Mapping[str, Any] | None = None,
-        attention_backend: str | None = None,
-        offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
-        offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
-        aio: AioSection | Mapping[str, Any] | None = None,
-        checkpoint: CheckpointSection | Mapping[str, Any] | None = None,
-        activation_checkpointing: ActivationCheckpointing | Mapping[str, Any] | None = None,
-        activation_offload: bool | ActivationOffload | Mapping[str, Any] | None = None,
-        dataloader_drop_last: bool | None = None,
-        **unknown: Any,
-    ):
-        given = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "unknown") and value is not None
-        }
-        reading = Reading().read(_as_dialect(given | {"stage": stage}), "keyword")
-        code = ZeroConfig.__init__.__code__
-        known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    def __init__(self, stage: int, **keywords: Any):
+        given = {name: value for name, value in keywords.items() if value is not None}
+        unknown = [name for name in keywords if name not in KEYWORDS]
+        known = {name: value for name, value in given.items() if name in KEYWORDS}
+        reading = Reading().read(_as_dialect(known | {"stage": stage}), "keyword")
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
             hint = (
                 "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"
                 if dialect
-                else did_you_mean(name, known)
+                else did_you_mean(name, ["stage", *KEYWORDS])
             )
             reading.mistakes.append(ConfigError(f"keyword: unknown key {name!r}{hint}"))
         self._fill(reading, None)
@@ -308,50 +227,22 @@ class ZeroConfig:
 
     def _fill(self, reading: Reading, world_size: int | None) -> None:
         """Set every field from the values of ``reading`` and the table's defaults."""
-        offload.settle(reading)
-        activations.settle(reading)
-        _check(reading)
+        checks.complete(reading)
+        checks.check(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
         values: dict[str, Any] = {
             key.field: reading.values.get(path, key.default) for path, key in table if key.field
         }
-        for name, section in SECTIONS.items():
-            values[name] = section(
-                **{item.name: values[f"{name}.{item.name}"] for item in fields(section)}
-            )
-        for name, named in NAMED.items():
-            kind, params = values[f"{name}.type"], values[f"{name}.params"]
-            values[name] = None if kind is None else named(kind, dict(params or {}))
+        for name, (_, made_of) in sections_of(type(self)).items():
+            held = {item.name: values[f"{name}.{item.name}"] for item in fields(made_of)}
+            if made_of in (OptimizerConfig, SchedulerConfig):
+                kind, params = held["type"], dict(held["params"] or {})
+                values[name] = None if kind is None else made_of(kind, params)
+            else:
+                values[name] = made_of(**held)
         values |= {"world_size": world_size, "_reading": reading}
         for item in fields(self):
             object.__setattr__(self, item.name, values[item.name])
-
-
-def _check(reading: Reading) -> None:
-    """Raise for all that is wrong with ``reading``, what was met while it was read and what its
-    values contradict, at once.
-    """
-    values, sources, mistakes = reading.values, reading.sources, reading.mistakes
-    if values.get("fp16.enabled") and values.get("bf16.enabled"):
-        mistakes.append(
-            ConfigError(
-                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled "
-                f"({sources['bf16.enabled']}) are both true, but a model trains in "
-                "one precision; set one of them to false"
-            )
-        )
-    norm = (values.get("optimizer.params") or {}).get("max_grad_norm")
-    if norm and values.get("optimizer.type"):
-        mistakes.append(
-            ConfigError(
-                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
-                "argument of an optimizer; "
-                f"write gradient_clipping: {norm!r}"
-            )
-        )
-    offload.check(reading)
-    activations.check(reading)
-    mistakes.throw()
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:

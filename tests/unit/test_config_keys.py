@@ -14,7 +14,7 @@ import pytest
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS
-from hf_zero.config.offload_keys import FORMER
+from hf_zero.config.offload import FORMER
 from hf_zero.config.rows import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 

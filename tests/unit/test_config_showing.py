@@ -18,7 +18,7 @@ from hf_zero.config import ExplainRow, ZeroConfig
 from hf_zero.config.explaining import written
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS
-from hf_zero.config.offload_keys import FORMER
+from hf_zero.config.offload import FORMER
 from hf_zero.config.rows import Status
 from hf_zero.errors import ConfigError, NotBuiltError
 

@@ -1,0 +1,142 @@
+"""What one key means for another: values that follow from others, and values that contradict."""
+
+from __future__ import annotations
+
+from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
+from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
+from hf_zero.config.reading import Reading
+from hf_zero.errors import ConfigError, NotBuiltError
+
+OPTIMIZER = "zero_optimization.offload_optimizer"
+PARAM = "zero_optimization.offload_param"
+MOMENTS = f"{OPTIMIZER}.moments"
+BF16_STATES = "bf16.bf16_optimizer_states"
+STAGE = "zero_optimization.stage"
+
+
+def complete(reading: Reading) -> None:
+    """Fill in, in place, what written keys say about others."""
+    _complete_offload(reading)
+    _complete_activations(reading)
+
+
+def check(reading: Reading) -> None:
+    """Raise for all that is wrong with ``reading``, what was met while it was read and what its
+    values contradict, at once.
+    """
+    values, sources, mistakes = reading.values, reading.sources, reading.mistakes
+    if values.get("fp16.enabled") and values.get("bf16.enabled"):
+        mistakes.append(
+            ConfigError(
+                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled "
+                f"({sources['bf16.enabled']}) are both true, but a model trains in "
+                "one precision; set one of them to false"
+            )
+        )
+    norm = (values.get("optimizer.params") or {}).get("max_grad_norm")
+    if norm and values.get("optimizer.type"):
+        mistakes.append(
+            ConfigError(
+                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
+                "argument of an optimizer; "
+                f"write gradient_clipping: {norm!r}"
+            )
+        )
+    _check_offload(reading)
+    _check_activations(reading)
+    mistakes.throw()
+
+
+def _complete_offload(reading: Reading) -> None:
+    """Fill in what one key of offload says about another, in place: 16-bit optimizer states are
+    bf16 moments.
+    """
+    if MOMENTS in reading.filled:
+        reading.discard(MOMENTS)
+    if reading.values.get(BF16_STATES) and MOMENTS not in reading.values:
+        reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
+
+
+def _check_offload(reading: Reading) -> None:
+    """Note in ``reading`` sections of offload that contradict each other or the stage.
+
+    What rests on a key that is not there is noted only where all else is right: a misspelt key may
+    have been meant.
+    """
+    values, sources, complete = reading.values, reading.sources, not reading.mistakes
+    for section in (OPTIMIZER, PARAM):
+        path = f"{section}.nvme_path"
+        if (
+            complete
+            and values.get(f"{section}.device") == "nvme"
+            and not values.get(path)
+            and path not in reading.autos
+        ):
+            reading.mistakes.append(
+                ConfigError(
+                    f"{section}.device = 'nvme' ({sources[f'{section}.device']}) names no folder "
+                    f"for its files; write {path}: a folder on "
+                    "a local NVMe disk, or a list of folders, one a disk"
+                )
+            )
+    stage, device = values.get(STAGE, 0), values.get(f"{PARAM}.device", "none")
+    if device != "none" and stage != 3 and (complete or STAGE in values):
+        reading.mistakes.append(
+            ConfigError(
+                f"{PARAM}.device = {device!r} ({sources[f'{PARAM}.device']}) needs "
+                f"{STAGE} = 3, not {stage} "
+                f"({sources.get(STAGE, 'default')}): below it every rank computes with whole "
+                "parameters; write stage: 3, or offload the "
+                f"optimizer alone ({OPTIMIZER}.device)"
+            )
+        )
+    if not values.get(BF16_STATES):
+        return
+    if (
+        values.get(f"{OPTIMIZER}.device", "none") == "none"
+        and f"{OPTIMIZER}.device" not in reading.autos
+    ):
+        if complete or f"{OPTIMIZER}.device" in values:
+            reading.mistakes.append(
+                NotBuiltError(
+                    f"{BF16_STATES} = True ({sources[BF16_STATES]}) asks for optimizer states in "
+                    "bf16 on the device, which this version of "
+                    "hf-zero does not provide; remove the key or write false, or offload the "
+                    f"optimizer ({OPTIMIZER}.device: cpu), where "
+                    "moments may be bf16"
+                )
+            )
+    elif values.get(MOMENTS) != "bf16":
+        reading.mistakes.append(
+            ConfigError(
+                f"{MOMENTS} = {values.get(MOMENTS)!r} ({sources[MOMENTS]}) contradicts "
+                f"{BF16_STATES} = True ({sources[BF16_STATES]}); "
+                "remove one of them"
+            )
+        )
+
+
+def _complete_activations(reading: Reading) -> None:
+    """Fill in, in place, that a section which is written is meant, unless it says ``enabled:
+    false``.
+    """
+    if ENABLED in reading.filled:
+        reading.discard(ENABLED)
+    below = f"{ACTIVATION_OFFLOAD}."
+    written = next((path for path in reading.values if path.startswith(below)), None)
+    if written is not None and ENABLED not in reading.values:
+        reading.fill(ENABLED, True, f"computed: {written} is written")
+
+
+def _check_activations(reading: Reading) -> None:
+    """Note in ``reading`` two numbers of blocks."""
+    values, sources = reading.values, reading.sources
+    blocks, number = values.get(BLOCKS), values.get(NUMBER)
+    if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
+        reading.mistakes.append(
+            ConfigError(
+                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
+                f"({sources[NUMBER]}): both say how many blocks are "
+                "checkpointed; remove one of them"
+            )
+        )

@@ -1,0 +1,138 @@
+"""The keys of a configuration: as a JSON schema for editors, as a table for readers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
+from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
+from hf_zero.config.rows import Key, Status
+
+_DRAFT = "http://json-schema.org/draft-07/schema#"
+_SHORT = {
+    "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
+    "offload_param": {"enum": ["none", "cpu", "nvme"]},
+    "compile": {"enum": [False, "blocks"]},
+    "activation_offload": {"type": "boolean"},
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """What an editor checks and completes: DeepSpeed's dialect with our keys, or an Accelerate
+    YAML, which its own keys tell apart.
+    """
+    return {
+        "$schema": _DRAFT,
+        "title": "hf-zero configuration",
+        "if": {
+            "anyOf": [{"required": [name]} for name in ("deepspeed_config", "distributed_type")]
+        },
+        "then": {"$ref": "#/definitions/accelerate"},
+        "else": {"$ref": "#/definitions/zero"},
+        "definitions": {"zero": _dialect(), "accelerate": _accelerate()},
+    }
+
+
+def _dialect() -> dict[str, Any]:
+    root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    for path, key in KEYS.items():
+        _place(root, path, _leaf(key))
+    for written, path in ALIASES.items():
+        if path in KEYS:
+            leaf = _leaf(KEYS[path])
+            _place(root, written, {**leaf, "description": f"{path}: {leaf['description']}"})
+        else:
+            _place(root, written, {"$ref": _pointer(path)})
+    for name, short in _SHORT.items():
+        held = root["properties"][name]
+        root["properties"][name] = {"anyOf": [held, short]}
+    return root
+
+
+def _place(root: dict[str, Any], path: str, leaf: dict[str, Any]) -> None:
+    *sections, name = path.split(".")
+    place = root
+    for section in sections:
+        new = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+        place = place["properties"].setdefault(section, new)
+        if "$ref" in place:  # a section under another name: its keys are those of the other
+            return
+    place["properties"].setdefault(name, leaf)
+
+
+def _pointer(path: str) -> str:
+    return "#/definitions/zero/properties/" + "/properties/".join(path.split("."))
+
+
+def _leaf(key: Key) -> dict[str, Any]:
+    open_values: list[dict[str, Any]] = [{"type": "null"}]
+    if key.path not in OWN_AUTOS and key.path != "zero_optimization.stage":
+        open_values.append({"const": "auto"})
+    leaf: dict[str, Any] = {
+        "anyOf": [_value(key), *open_values],
+        "description": described(key),
+    }
+    if key.status is Status.ACTIVE and key.default is not None:
+        leaf["default"] = list(key.default) if isinstance(key.default, tuple) else key.default
+    return leaf
+
+
+def _value(key: Key) -> dict[str, Any]:
+    if key.members is None:
+        return dict(key.kind.schema)
+    return {
+        "type": "object",
+        "properties": {name: {} for name in sorted(key.members)},
+        "additionalProperties": False,
+    }
+
+
+def _accelerate() -> dict[str, Any]:
+    top: dict[str, Any] = {}
+    inside: dict[str, Any] = {}
+    for path, key in ACCELERATE_KEYS.items():
+        section, _, name = path.rpartition(".")
+        place = inside if section else top
+        place[name] = (
+            {"anyOf": [dict(key.kind.schema), {"type": "null"}]} if key.kind.schema else {}
+        )
+        place[name]["description"] = described(key)
+    for name, path in TRANSLATED.items():
+        inside[name] = _leaf(KEYS[path])
+    for name in PASSED_ON:
+        inside[name] = {"$ref": f"#/definitions/zero/properties/{name}"}
+    top["deepspeed_config"] = {
+        "type": ["object", "null"],
+        "properties": inside,
+        "additionalProperties": False,
+    }
+    return {"type": "object", "properties": top, "additionalProperties": False}
+
+
+def described(key: Key) -> str:
+    """What a key does here, or why it does nothing."""
+    if key.status is Status.INERT:
+        return f"No effect: {key.note}."
+    if key.status is Status.NOT_BUILT:
+        return f"Not built: {key.note}."
+    unit = f" [{key.unit}]" if key.unit else ""
+    return f"{key.note or 'An older spelling, translated as it is read'}{unit}"
+
+
+def table() -> str:
+    """A Markdown table of every key of the dialect."""
+    lines = [
+        "| key | value | default | meaning | since |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for path, key in KEYS.items():
+        default = "" if key.default is None or key.default == () else f"`{_json(key.default)}`"
+        value = key.kind.expected.replace("|", "\\|")
+        shown = default if key.status is Status.ACTIVE else ""
+        meaning = described(key).replace("|", "\\|")
+        lines.append(f"| `{path}` | {value} | {shown} | {meaning} | {key.since} |")
+    return "\n".join(lines)
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

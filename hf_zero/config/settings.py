@@ -1,0 +1,135 @@
+"""Every field of a ZeroConfig: its keys, or the section that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
+from hf_zero.config.kinds import (
+    BOOLEAN,
+    COUNT,
+    DTYPE,
+    KERNELS,
+    NAMES,
+    SECTION,
+    TEXT,
+    choice,
+    integer,
+    number,
+)
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.rows import key, section
+from hf_zero.config.sections import (
+    Bf16Section,
+    CheckpointSection,
+    CompileSection,
+    Fp16Section,
+    OptimizerConfig,
+    SchedulerConfig,
+    ZeroSection,
+)
+
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values of a configuration; see :class:`hf_zero.config.ZeroConfig`."""
+
+    stage: int = key(
+        integer(0, 3),
+        0,
+        "shards 1: optimizer state, 2: gradients too, 3: parameters too",
+        name="zero_optimization.stage",
+        required=True,
+    )
+    train_batch_size: int | None = key(
+        integer(1),
+        None,
+        "samples of one optimizer step: micro × accumulation × ranks",
+        unit="samples",
+    )
+    train_micro_batch_size_per_gpu: int | None = key(
+        integer(1), None, "samples of one forward on one rank", unit="samples"
+    )
+    gradient_accumulation_steps: int | None = key(
+        integer(1), None, "micro-batches of one optimizer step", unit="micro-batches"
+    )
+    gradient_clipping: float = key(number(0), 0.0, "the global norm is clipped to this; 0: never")
+    zero: ZeroSection = section("zero_optimization", ZeroSection)
+    fp16: Fp16Section = section("fp16", Fp16Section)
+    bf16: Bf16Section = section("bf16", Bf16Section)
+    optimizer: OptimizerConfig | None = section("optimizer", OptimizerConfig)
+    scheduler: SchedulerConfig | None = section("scheduler", SchedulerConfig)
+    prescale_gradients: bool = key(
+        BOOLEAN, False, "divide gradients before they are summed over ranks"
+    )
+    gradient_predivide_factor: float = key(
+        number(above=0), 1.0, "what prescale_gradients divides by beforehand"
+    )
+    communication_data_type: str | None = key(
+        DTYPE, None, "dtype of reductions; none: that of the gradients"
+    )
+    gradient_accumulation_dtype: str | None = key(
+        DTYPE,
+        None,
+        "dtype in which micro-batches are summed",
+        name="data_types.grad_accum_dtype",
+    )
+    elementwise_optimizers: tuple[str, ...] = key(
+        NAMES, (), "classes of optimizers that you vouch update each element by itself"
+    )
+    replicate_size: int = key(
+        integer(1), 1, "copies of the shards: ranks / replicate_size share one"
+    )
+    timeout: float = key(
+        number(above=0), 1800.0, "seconds until a silent wait is an error", unit="seconds"
+    )
+    distributed_backend: str | None = key(
+        choice("gloo", "nccl"),
+        None,
+        "what collectives run on; none: nccl for GPUs, gloo for CPUs",
+    )
+    distributed_port: int | None = key(
+        integer(1, 65535), None, "where ranks meet if the launcher sets no MASTER_PORT"
+    )
+    distributed_interface: str | None = key(
+        TEXT, None, "network device of gloo and NCCL, such as eth0"
+    )
+    seed: int | None = key(COUNT, None, "seed of what the engine itself draws")
+    kernels: str | tuple[str, ...] = key(
+        KERNELS,
+        "off",
+        "fused kernels: off, auto (what helps on the device of the training), or names",
+    )
+    sparse_attention: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "block-sparse attention: mode, block and what the mode takes; none: attention is dense",
+    )
+    pre_layer_norm: bool = key(
+        BOOLEAN,
+        False,
+        "BERT-like models: norms before attention and MLP, for training from scratch",
+    )
+    compile: CompileSection = section("compile", CompileSection)
+    attention_backend: str = key(
+        choice(*ATTENTION_BACKENDS),
+        "auto",
+        "kernels that scaled_dot_product_attention tries first, in the whole process; auto: "
+        "what was measured faster on such a GPU, else torch's own order",
+    )
+    offload_optimizer: OffloadOptimizer = section(
+        "zero_optimization.offload_optimizer", OffloadOptimizer
+    )
+    offload_param: OffloadParam = section("zero_optimization.offload_param", OffloadParam)
+    aio: AioSection = section("aio", AioSection)
+    checkpoint: CheckpointSection = section("checkpoint", CheckpointSection)
+    activation_checkpointing: ActivationCheckpointing = section(
+        "activation_checkpointing", ActivationCheckpointing
+    )
+    activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
+    dataloader_drop_last: bool = key(
+        BOOLEAN, False, "drop an incomplete last batch of training_data"
+    )

@@ -1,0 +1,210 @@
+"""Writes what is generated for readers and editors: the drawing of the stages, the table of stages
+by model size and number of GPUs, the table of configuration keys, and their JSON schema.
+
+    python scripts/readme.py            # writes docs/, the table in README.md, config/schema.json
+    python scripts/readme.py --check    # says what would change; exit code 1 if anything
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 4
+ROWS = ("parameters", "gradients", "optimizer state")
+SHARDED = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}  # which of ROWS a stage shards
+
+COLORS = {
+    "light": {
+        "ink": "#1f2328",
+        "faint": "#59636e",
+        "empty": "none",
+        "line": "#8c959f",
+        "fill": ("#218bff", "#2da44e", "#d4a72c"),
+    },
+    "dark": {
+        "ink": "#e6edf3",
+        "faint": "#9198a1",
+        "empty": "none",
+        "line": "#59636e",
+        "fill": ("#388bfd", "#3fb950", "#d29922"),
+    },
+}
+
+GPU_BYTES = 80e9
+SHARE_OF_STATE = 0.8
+GPUS = (1, 4, 8, 32)
+# hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head
+MODELS = {
+    "1B": (2048, 8192, 16, 32, 8, 128256, True),
+    "3B": (3072, 8192, 28, 24, 8, 128256, True),
+    "8B": (4096, 14336, 32, 32, 8, 128256, False),
+    "70B": (8192, 28672, 80, 64, 8, 128256, False),
+}
+
+
+def drawing(scheme: str) -> str:
+    """An SVG: for each stage and rank, which part of the three kinds of state the rank holds.
+
+    A bar is a whole kind of state, as wide as all ranks' shards together; the filled part is held.
+    """
+    colors: dict[str, Any] = COLORS[scheme]
+    left, top, bar, height, gap = 96, 56, 120, 12, 5
+    block = len(ROWS) * (height + gap) + 16
+    column = bar + 36
+    width, bottom = left + column * len(SHARDED), top + RANKS * block + 30
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" '
+        f'width="{width}" height="{bottom}" role="img" '
+        'font-family="ui-sans-serif, system-ui, sans-serif" font-size="13">',
+        "<title>What each of four ranks holds at ZeRO stages 0 to 3</title>",
+    ]
+
+    def text(x: int, y: int, words: str, color: str, more: str = "") -> None:
+        out.append(f'<text x="{x}" y="{y}" fill="{colors[color]}"{more}>{words}</text>')
+
+    for stage, sharded in SHARDED.items():
+        x = left + stage * column
+        text(x, 22, f"stage {stage}", "ink", ' font-weight="600"')
+        names = {
+            0: "everything whole",
+            1: "+ optimizer state",
+            2: "+ gradients",
+            3: "+ parameters",
+        }
+        text(x, 40, names[stage], "faint", ' font-size="11"')
+        for rank in range(RANKS):
+            for row in range(len(ROWS)):
+                y = top + rank * block + row * (height + gap)
+                part = bar // RANKS if row in sharded else bar
+                start = x + (rank * part if row in sharded else 0)
+                frame = f'fill="{colors["empty"]}" stroke="{colors["line"]}"'
+                out.append(f'<rect x="{x}" y="{y}" width="{bar}" height="{height}" {frame}/>')
+                out.append(
+                    f'<rect x="{start}" y="{y}" width="{part}" height="{height}" '
+                    f'fill="{colors["fill"][row]}"/>'
+                )
+    for rank in range(RANKS):
+        text(12, top + rank * block + 30, f"rank {rank}", "ink")
+    for row, name in enumerate(ROWS):
+        x, y = left + row * 150, bottom - 14
+        fill = colors["fill"][row]
+        out.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
+        text(x + 18, y, name, "faint", ' font-size="12"')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def stages() -> str:
+    """A Markdown table: for each model and number of GPUs, the lowest stage that fits."""
+    lines = [
+        "| model | " + " | ".join(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS) + " |",
+        "| --- |" + " --- |" * len(GPUS),
+    ]
+    for name, shape in MODELS.items():
+        model = _on_meta(*shape)
+        lines.append(f"| {name} | " + " | ".join(_cell(model, gpus) for gpus in GPUS) + " |")
+    return "\n".join(lines)
+
+
+def _on_meta(
+    hidden: int, between: int, layers: int, heads: int, shared: int, vocabulary: int, tied: bool
+) -> Any:
+    """A module with the parameters of a Llama, without memory for them."""
+    from torch import nn
+
+    def linear(inputs: int, outputs: int) -> nn.Linear:
+        return nn.Linear(inputs, outputs, bias=False, device="meta")
+
+    def block() -> nn.Module:
+        few = hidden // heads * shared
+        projections = [(hidden, hidden), (hidden, few), (hidden, few), (hidden, hidden)]
+        gated = [(hidden, between), (hidden, between), (between, hidden)]
+        norms = [nn.RMSNorm(hidden, device="meta") for _ in range(2)]
+        return nn.Sequential(*(linear(*shape) for shape in projections + gated), *norms)
+
+    model = nn.Module()
+    model.embedding = nn.Embedding(vocabulary, hidden, device="meta")
+    model.layers = nn.ModuleList(block() for _ in range(layers))
+    model.norm = nn.RMSNorm(hidden, device="meta")
+    model.head = linear(hidden, vocabulary)
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def _cell(model: Any, gpus: int) -> str:
+    import hf_zero
+
+    for stage in range(0 if gpus == 1 else 1, 4):
+        tiers = hf_zero.estimate(model, gpus, "bf16", stage=stage).at(stage).tiers
+        if tiers.device <= GPU_BYTES * SHARE_OF_STATE:
+            return f"stage {stage}: {_gb(tiers.device)}"
+    for words, sections in (
+        ("optimizer on the CPU", {"offload_optimizer": "cpu"}),
+        ("all on the CPU", {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+    ):
+        tiers = hf_zero.estimate(model, gpus, "bf16", stage=3, **sections).at(3).tiers
+        if tiers.device <= GPU_BYTES * SHARE_OF_STATE:
+            return f"stage 3, {words}: {_gb(tiers.device)}, host {_gb(tiers.ram)}"
+    return "more GPUs"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.0f} GB" if size >= 1e10 else f"{size / 1e9:.1f} GB"
+
+
+def filled(text: str, name: str, part: str) -> str:
+    """``text`` with ``part`` between the marks of ``name``."""
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    if not marks.search(text):
+        raise SystemExit(f"the marks <!-- {name} --> … <!-- end of {name} --> are missing")
+    return marks.sub(lambda found: found[1] + part + "\n" + found[2], text)
+
+
+def keys() -> dict[Path, str]:
+    """The generated files about configuration keys."""
+    from hf_zero.config import schema
+
+    head = (
+        "# Configuration keys\n\nEvery key that a configuration may hold, in DeepSpeed's JSON "
+        "dialect; `scripts/readme.py` writes this file.\nKeys without effect are accepted, with "
+        "the reason; keys that are not built raise where they ask for what is missing.\n\n"
+    )
+    return {
+        ROOT / "docs" / "keys.md": f"{head}{schema.table()}\n",
+        ROOT / "hf_zero" / "config" / "schema.json": schema_text(schema.json_schema()),
+    }
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    readme = ROOT / "README.md"
+    return {
+        **keys(),
+        readme: filled(readme.read_text(), "stages", stages()),
+        **{ROOT / "docs" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
+    }
+
+
+def main() -> int:
+    wrong = [
+        path for path, text in generated().items() if not path.exists() or path.read_text() != text
+    ]
+    for path in wrong:
+        print(f"{path.relative_to(ROOT)} {'differs' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            path.write_text(generated()[path])
+    return 1 if wrong and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The JSON schema and the table of keys come from the declarations, and fit the recipes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.config.files import load_file
+from hf_zero.config.keys import KEYS
+from hf_zero.config.schema import json_schema
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(
+    path for pattern in ("*.json", "*.yaml") for path in (ROOT / "recipes").glob(f"*/{pattern}")
+)
+
+
+@pytest.fixture
+def readme(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import readme
+
+    yield readme
+    sys.modules.pop("readme", None)
+
+
+def test_the_shipped_schema_and_the_table_of_keys_are_those_of_the_declarations(
+    readme: Any,
+) -> None:
+    for path, text in readme.keys().items():
+        assert path.read_text() == text, f"run scripts/readme.py: {path} is not what it writes"
+
+
+def test_the_drawing_and_the_table_of_stages_are_those_of_the_script(readme: Any) -> None:
+    for path, text in readme.generated().items():
+        assert path.read_text() == text, f"run scripts/readme.py: {path} is not what it writes"
+
+
+def test_the_command_prints_the_schema() -> None:
+    printed = CliRunner().invoke(app, ["schema"])
+    assert printed.exit_code == 0 and json.loads(printed.output) == json_schema()
+    table = CliRunner().invoke(app, ["schema", "--table"])
+    assert all(f"| `{path}` |" in table.output for path in KEYS)
+
+
+def held(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """The properties of a section, references followed."""
+    while "$ref" in schema:
+        found: Any = root
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            found = found[part]
+        schema = found
+    for choice in schema.get("anyOf", ()):
+        if properties := held(choice, root):
+            return properties
+    properties: dict[str, Any] = schema.get("properties", {})
+    return properties
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=f"{p.parent.name}/{p.name}") for p in CONFIGS])
+def test_the_recipes_name_the_schema_and_it_has_their_keys(path: Path) -> None:
+    root = json_schema()
+    config = load_file(path)
+    named = config["$schema"] if path.suffix == ".json" else path.read_text().split("schema=")[1]
+    assert (path.parent / named.split()[0]).resolve() == ROOT / "hf_zero/config/schema.json"
+
+    def check(values: dict[str, Any], properties: dict[str, Any], place: str) -> None:
+        for name, value in values.items():
+            assert name in properties, f"{place}{name}"
+            inside = held(properties[name], root)
+            if isinstance(value, dict) and inside:
+                check(value, inside, f"{place}{name}.")
+
+    kind = "accelerate" if "deepspeed_config" in config else "zero"
+    check(config, root["definitions"][kind]["properties"], "")
+
+
+def test_a_schema_may_be_named_in_every_dialect() -> None:
+    for written in (
+        {"zero_optimization": {"stage": 3}},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+    ):
+        config = ZeroConfig.from_dict({"$schema": "hf-zero.schema.json", **written})
+        row = next(row for row in config.explain() if row.key == "$schema")
+        assert config.stage == 3 and row.value == "hf-zero.schema.json"
+
+
+def test_the_schema_says_what_a_key_does_or_why_not() -> None:
+    zero = json_schema()["definitions"]["zero"]["properties"]
+    assert zero["timeout"]["default"] == 1800.0 and "[seconds]" in zero["timeout"]["description"]
+    section = zero["zero_optimization"]["properties"]
+    assert section["overlap_comm"]["description"].startswith("No effect: ")
+    assert section["zero_quantized_weights"]["description"].startswith("Not built: ")
+    assert {"type": "integer", "minimum": 0, "maximum": 3} in section["stage"]["anyOf"]
+    assert {"const": "auto"} not in section["stage"]["anyOf"]
