@@ -33,9 +33,9 @@ from hf_zero.core.parameter import (
     owned_class,
 )
 from hf_zero.core.unit import Unit
+from hf_zero.core.update_gathers import Gather, UpdateGathers
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
 from hf_zero.spans import span
@@ -58,8 +58,8 @@ class _Task:
 class Updater:
     """Updates the units that have offloaded flats. ``take`` gives memory that a GPU can copy from.
 
-    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: a unit
-    is then gathered by the thread that has updated it, in the order of the model on all ranks.
+    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: units
+    are then gathered as well, in the order of the model on all ranks (``update_gathers.py``).
     """
 
     def __init__(
@@ -72,12 +72,18 @@ class Updater:
         homeward: Homeward | None = None,
     ):
         self._all = list(units)
-        self._axis, self._watchdog = mesh.updates, mesh.watchdog
+        self._watchdog = mesh.watchdog
+        self._gathers: UpdateGathers | None = None
+        if mesh.updates is not None:
+            begin = partial(kinds.set_device, device)
+            self._gathers = UpdateGathers(mesh.updates, mesh.store_messages("updates"), begin)
+            weakref.finalize(self, self._gathers.close)
+            mesh.issue_before_others(self._gathers.issue_all)
         self._device = device
         self._piece = piece
         self._take = take
         self._homeward = homeward
-        self._pending: dict[Unit, Future[streams.Event | None]] = {}
+        self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # in the order of the forward under way
         self._worker: ThreadPoolExecutor | None = None
         self._stream: streams.Stream | None = None
@@ -113,7 +119,7 @@ class Updater:
         """Begin ``update``, in the order of the last forward; where units are gathered, in that
         of the model.
         """
-        if self._axis is None and self._uses:
+        if self._gathers is None and self._uses:
             self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
         self._uses = []
         if self.early is update:
@@ -122,6 +128,8 @@ class Updater:
         else:
             self.finish()
             self._submit(update, self._order)
+        if self._gathers is not None:
+            self._gathers.complete()
 
     def start_early(self, update: Update, unit: Unit) -> None:
         """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on.
@@ -149,12 +157,17 @@ class Updater:
             beside = streams.shard_stream(self._device)
             # nor do shards leave the memory that is written
             events += [streams.record_event(beside)] if beside is not None else []
+            if self._stream is None and self._gathers is not None:
+                self._stream = streams.new_stream(self._device)
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat)
         if update.touches_optimizer:
             for unit in units:
-                self._wait_for(self._run(update, unit, [*events, *self._landings(unit)]))
+                done: Future[streams.Event | None] = Future()
+                done.set_result(self._run(update, unit, [*events, *self._landings(unit)]))
+                self._add(unit, done)
+                self.finish(unit)
             return
         if self._worker is None:
             begin = partial(kinds.set_device, self._device)
@@ -162,13 +175,13 @@ class Updater:
             weakref.finalize(self, self._worker.shutdown, wait=False)
         for place, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()
-            self._pending[unit] = future
+            self._add(unit, future)
             _mark(unit, partial(self.finish, unit), future)
             # Of those that wait the thread takes the one that the next forward needs first; where
             # all ranks gather, the first that came.
             urgency = (
                 self._order.index(unit)
-                if self._axis is None and update is self.early
+                if self._gathers is None and update is self.early
                 else len(self._order) + place
             )
             task = _Task(
@@ -180,6 +193,15 @@ class Updater:
             with self._lock:
                 heapq.heappush(self._waiting, task)
             self._worker.submit(self._run_next)
+
+    def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
+        """``unit`` is going to be updated, which ``future`` tells, and gathered."""
+        gather = None
+        if self._gathers is not None:
+            owned = [(flat.full, *flat.owned) for flat in unit.offloaded]
+            pairs = [(full, full[start:stop]) for full, start, stop in owned]
+            gather = self._gathers.add(unit.label, pairs, future, self._stream)
+        self._pending[unit] = future, gather
 
     def _landings(self, unit: Unit) -> list[streams.Event]:
         """What tells that the gradients of ``unit`` are in host memory."""
@@ -194,7 +216,7 @@ class Updater:
         """
         if (
             self._homeward is None
-            or self._axis is not None
+            or self._gathers is not None
             or len(units) < 2
             or self._homeward.last not in units[0].trainable
         ):
@@ -204,22 +226,18 @@ class Updater:
     def finish(self, unit: Unit | None = None) -> None:
         """Wait for the update of ``unit``, or of all units. Raises what it has raised."""
         for each in [unit] if unit is not None else list(self._pending):
-            future = self._pending.get(each)
-            if future is None:
+            if each not in self._pending:
                 continue
-            # The thread's own waits are not watched: what a rank waits for is one thing, and this
+            future, gather = self._pending[each]
+            # The threads' own waits are not watched: what a rank waits for is one thing, and this
             # is it.
-            with (
-                span("wait_update", each.label),
-                self._watchdog.watching(
-                    PendingCollective(
-                        f"the update of {each.label}",
-                        needs=self._axis.peers if self._axis is not None else (),
-                    )
-                ),
-            ):
+            needs = self._gathers.peers if self._gathers is not None else ()
+            pending = PendingCollective(f"the update of {each.label}", needs=needs)
+            with span("wait_update", each.label), self._watchdog.watching(pending):
                 copied = future.result()
-            self._wait_for(copied)
+                self._wait_for(copied)
+                if self._gathers is not None and gather is not None:
+                    self._gathers.wait(gather)
             if self._pending.pop(each, None) is not None:
                 _unmark(each, copied)
 
@@ -240,6 +258,9 @@ class Updater:
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+        if self._gathers is not None:
+            self._gathers.close()
+            self._gathers.join()
         return failure
 
     # ---- on the worker ----
@@ -262,15 +283,7 @@ class Updater:
             for flat in unit.offloaded:
                 update.run(flat, partial(self._place, flat), partial(self._placed, flat))
                 flat.updated()
-        if self._axis is not None:
-            self._gather(unit, self._axis)
         return streams.record_event(self._stream) if self._stream is not None else None
-
-    def _gather(self, unit: Unit, axis: MeshDim) -> None:
-        """Have the other ranks' parts of the whole parameters of ``unit``."""
-        pairs = [(flat.full, flat.full[flat.owned[0] : flat.owned[1]]) for flat in unit.offloaded]
-        with streams.on_stream(self._stream):
-            axis.all_gather(pairs, f"updated {unit.label}").wait()
 
     def _place(self, flat: Flat, start: int, stop: int) -> torch.Tensor | None:
         own = flat.part_in_host_memory(start, stop)

@@ -61,12 +61,15 @@ class CollectiveLog:
         self.closed = ""  # why this rank will issue nothing more
         # asked before the next collective, where a pass has broken
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
+        # issues what goes before the next collective (deferred.py)
+        self.issue_deferred: Callable[[], None] = lambda: None
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
         """Count a collective.
 
         ``needs`` are the ranks without which it cannot end here, by default all.
         """
+        self.issue_deferred()
         if self.before_issue is not None:
             self.before_issue(self, what)
         number = self.sequence_number

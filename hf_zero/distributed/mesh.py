@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -83,8 +84,16 @@ class Mesh:
 
         for axis, kind in ((self.shard, ""), (self.replicate, " over replicas")):
             if axis.size > 1:
+                for each in (axis.gathers, axis.reductions):
+                    each.issue_deferred = get_world_group().deferred.issue
                 logs |= {f"gathers{kind}": axis.gathers, f"reductions{kind}": axis.reductions}
         self.passes = PassTracker(self.name, self.rank, self.world, logs, self.watchdog, timeout)
+
+    def issue_before_others(self, issue: Callable[[], None]) -> None:
+        """Have ``issue``, a method whose object is held weakly, called before each collective of
+        this rank's engines and of the world group: it issues what another thread has to issue.
+        """
+        get_world_group().deferred.add(issue)
 
     def _quiet(self) -> Watchdog:
         """A watch that knows what ends this rank, and leaves the watching to whoever waits for

@@ -112,6 +112,20 @@ class StoreMessages:
         """
         self._store.set(f"{topic}/{self._rank}", f"{number}|{word}")
 
+    def ask(self, topic: str, number: int) -> None:
+        """Let all ranks see that one waits for the first ``number`` of what ``topic`` counts.
+
+        Raises RuntimeError where the store is gone.
+        """
+        self._store.set(f"asked/{topic}", str(number))
+
+    def asked(self, topic: str) -> int:
+        """What was asked last, by any rank; 0 before. Raises RuntimeError where the store is
+        gone.
+        """
+        key = f"asked/{topic}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
     def receive(self, topic: str, number: int, rank: int) -> str:
         """The ``number``-th word of ``rank``.
 

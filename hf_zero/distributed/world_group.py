@@ -21,6 +21,7 @@ from hf_zero.distributed.collectives import (
     abort,
     tagged_barrier,
 )
+from hf_zero.distributed.deferred import DeferredCollectives
 from hf_zero.distributed.process_group import (
     backend_serving,
     backends_for,
@@ -63,6 +64,8 @@ class WorldGroup:
         )
         if rank_status is not None:
             rank_status.register(self.log)
+        self.deferred = DeferredCollectives()
+        self.log.issue_deferred = self.deferred.issue
 
     def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> Any:
         pending = self.log.issue(

@@ -22,7 +22,7 @@ from tests.late import device, training
 
 import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
-from hf_zero.core import homeward, schedule, unit, update  # isort: skip
+from hf_zero.core import homeward, schedule, unit, update, update_gathers  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
@@ -130,14 +130,25 @@ def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwar
                 break
 
 
-def _updates_with_the_others(
-    plain: Any, self: update.Updater, updated: unit.Unit, axis: Any
-) -> None:
-    """The thread that updates issues its gathers where the thread that trains issues its
+@contextlib.contextmanager
+def _updates_with_the_others() -> Iterator[Callable[[], int]]:
+    """The thread that gathers what was updated issues where the thread that trains issues its
     reductions.
     """
-    with mock.patch.object(axis, "_group", updated.trainable[0].axis._reduce_group):
-        plain(self, updated, axis)
+    groups: list[Any] = []
+
+    def noted(plain: Any, self: update.Updater, updated: unit.Unit, future: Any) -> None:
+        groups[:] = [updated.trainable[0].axis._reduce_group]
+        plain(self, updated, future)
+
+    def elsewhere(plain: Any, self: update_gathers.UpdateGathers, gather: Any) -> None:
+        with mock.patch.object(self._axis, "_group", groups[0]):
+            plain(self, gather)
+
+    adds = replaced(update.Updater, "_add", noted)
+    issues = replaced(update_gathers.UpdateGathers, "_issue", elsewhere)
+    with adds(), issues() as struck:
+        yield struck
 
 
 @contextlib.contextmanager
@@ -189,7 +200,7 @@ FAULTS: dict[str, Fault] = {
         HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES
     ),
     "the forward does not wait for new parameters": Fault(
-        HOST, left_out("wait", "update.py _wait_for"), COPIES
+        HOST, left_out("wait", "update_gathers.py wait"), COPIES
     ),
     "a pinned buffer is refilled under its copy": Fault(
         PIECES, left_out("synchronize", "update.py _place"), COPIES
@@ -216,7 +227,7 @@ FAULTS: dict[str, Fault] = {
         "stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER
     ),
     "the update gathers where gradients are reduced": Fault(
-        HOST, replaced(update.Updater, "_gather", _updates_with_the_others), THREADS
+        HOST, _updates_with_the_others, THREADS
     ),
     "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
 }

@@ -20,6 +20,9 @@ wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 WIDTH, BLOCKS, ROWS = 48, 6, 4
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+AT_ONCE = {
+    "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True},
+}
 BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}
 HALF = {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "ratio": 0.5}}
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
@@ -37,6 +40,11 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         OPTIMIZER,
         {**ONCE, "gradient_clipping": 0.0},
     ),
+    "stage 2, optimizer on the host, updated in the backward": (
+        2,
+        AT_ONCE,
+        {**ONCE, "gradient_clipping": 0.0},
+    ),
     "stage 2, optimizer on the host, small pieces": (
         2,
         {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "buffer_size": 512}},
@@ -46,10 +54,7 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
     "stage 3, all on the host, updated in the backward": (
         3,
-        {
-            **BOTH,
-            "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True},
-        },
+        {**BOTH, **AT_ONCE},
         {**ONCE, "gradient_clipping": 0.0},
     ),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),

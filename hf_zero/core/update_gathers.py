@@ -1,0 +1,233 @@
+"""The gathers of parameters that are whole and have been updated in parts: one thread issues all of
+them, in one order.
+
+[Note: when a gather is issued]
+The device runs the collectives of all communicators, and on every rank they must be issued in one
+order. So a gather does not leave as soon as its unit is updated, which a clock decides, but where
+the thread that trains says so and waits until it is issued: a forward, for all units up to the one
+it needs (:meth:`UpdateGathers.wait`), and every other collective, for all that are left
+(:meth:`UpdateGathers.issue_all`, called through ``deferred.py``).
+
+A rank may come to neither while another one needs its part: rank 0 evaluates alone, the others
+stand in a barrier of torch's. So a rank that needs a gather says so in the store. A rank that sees
+it, and whose own training has not come to that gather after :data:`GRACE_SECONDS`, issues it. Then
+alone a clock takes part in the order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from hf_zero.device import streams
+from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.store import StoreMessages
+
+GRACE_SECONDS = 0.3
+POLL_SECONDS = 0.1
+JOIN_SECONDS = 5.0
+ASKED = "needed"
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Gather:
+    """The all-gather of the updated parameters of one unit, ``number`` in the order of its rank.
+
+    pairs: (whole, own part), as of :meth:`hf_zero.distributed.collectives.MeshDim.all_gather`.
+    updated: done when the host has written the own parts, or has copies of them in ``stream``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        label: str,
+        pairs: Pairs,
+        updated: Future[streams.Event | None],
+        stream: streams.Stream | None,
+    ):
+        self.number, self.label, self.pairs = number, label, pairs
+        self.updated, self.stream = updated, stream
+        self.since = 0.0  # when it was updated
+        self.issued: Future[Handle] = Future()
+
+
+class UpdateGathers:
+    """The gathers of one engine's updates over ``axis``, which has a communicator of its own.
+
+    messages: where ranks say what they need; None where ranks share no store.
+    begin: the first that the thread calls.
+    """
+
+    def __init__(self, axis: MeshDim, messages: StoreMessages | None, begin: Callable[[], None]):
+        self._axis, self._messages, self._begin = axis, messages, begin
+        self._changed = threading.Condition()
+        self._queue: deque[Gather] = deque()
+        self._added = 0
+        self._allowed = 0  # gathers that may be issued here, counted from the first of all
+        self._owed = 0  # those that must be issued before another collective
+        self._needed = self._said = 0  # those that this rank waits for, and has said that it does
+        self._asked = 0  # those that a rank has said it waits for
+        self._since = 0.0  # when that was seen, or gathers were allowed here
+        self._looked = 0.0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._axis.peers
+
+    def add(
+        self,
+        label: str,
+        pairs: Pairs,
+        updated: Future[streams.Event | None],
+        stream: streams.Stream | None,
+    ) -> Gather:
+        """Put a gather at the end of the order, which must be the same on all ranks."""
+        with self._changed:
+            self._added += 1
+            gather = Gather(self._added, label, pairs, updated, stream)
+            self._queue.append(gather)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="hf-zero update gathers", daemon=True
+                )
+                _running.add(self)
+                self._thread.start()
+        updated.add_done_callback(partial(self._is_updated, gather))
+        return gather
+
+    def complete(self) -> None:
+        """All gathers of a step have been added: from now on other collectives wait for them."""
+        self._owed = self._added
+
+    def wait(self, gather: Gather) -> None:
+        """Issue ``gather`` and those before it, and wait for it (on a GPU: make the current stream
+        wait). Raises what the update or the gather has raised.
+        """
+        with self._changed:
+            self._needed = max(self._needed, gather.number, self._owed)
+            self._allow(gather.number)
+        gather.issued.result().wait()
+
+    def issue_all(self) -> None:
+        """Return when all gathers of complete steps are issued.
+
+        What an update has raised is left to those who wait for it.
+        """
+        if not self._queue:
+            return
+        with self._changed:
+            left = [gather for gather in self._queue if gather.number <= self._owed]
+            if left:
+                self._allow(left[-1].number)
+        for gather in left:
+            gather.issued.exception()
+
+    def _allow(self, number: int) -> None:
+        self._allowed = max(self._allowed, number)
+        self._since = time.monotonic()
+        self._changed.notify_all()
+
+    def _is_updated(self, gather: Gather, _: Future[streams.Event | None]) -> None:
+        with self._changed:
+            gather.since = time.monotonic()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread; gathers that were not issued never are."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        self._begin()
+        while True:
+            with self._changed:
+                if self._closed:
+                    self._drop(RuntimeError("the engine of this update was destroyed"))
+                    return
+                gather = self._next()
+                talks = gather is None and self._has_to_talk()
+                if gather is None and not talks:
+                    self._changed.wait(POLL_SECONDS if self._queue else None)
+            if gather is not None:
+                self._issue(gather)
+            elif talks:
+                self._talk()
+
+    def _next(self) -> Gather | None:
+        """The next gather, if it is to be issued now."""
+        if not self._queue or not self._queue[0].updated.done():
+            return None
+        first = self._queue[0]
+        since = max(self._since, first.since)
+        overdue = first.number <= self._asked and time.monotonic() - since >= GRACE_SECONDS
+        return first if overdue or first.number <= self._allowed else None
+
+    def _has_to_talk(self) -> bool:
+        if self._needed > self._said:
+            return True
+        held_back = bool(self._queue) and self._queue[0].updated.done()
+        return held_back and time.monotonic() - self._looked >= POLL_SECONDS
+
+    @torch.no_grad()
+    def _issue(self, gather: Gather) -> None:
+        try:
+            gather.updated.result()
+            with streams.on_stream(gather.stream):
+                handle = self._axis.all_gather(gather.pairs, f"updated {gather.label}")
+        except BaseException as error:
+            with self._changed:
+                self._drop(error)
+            return
+        with self._changed:
+            self._queue.popleft()
+        gather.issued.set_result(handle)
+
+    def _drop(self, error: BaseException) -> None:
+        """None of the gathers left can be issued: their order is broken here."""
+        while self._queue:
+            self._queue.popleft().issued.set_exception(error)
+
+    def _talk(self) -> None:
+        """Say what this rank needs, and look what others do."""
+        self._looked, needed = time.monotonic(), self._needed
+        try:
+            asked = self._messages.asked(ASKED) if self._messages is not None else 0
+            if self._messages is not None and needed > max(self._said, asked):
+                self._messages.ask(ASKED, needed)
+        except RuntimeError:  # the store is gone, and so is the job
+            self._messages, asked = None, 0
+        self._said = needed
+        if asked > self._asked:
+            self._asked, self._since = asked, time.monotonic()
+
+
+_running: weakref.WeakSet[UpdateGathers] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
+    process: end them before.
+    """
+    ending = list(_running)
+    for each in ending:
+        each.close()
+    for each in ending:
+        each.join()

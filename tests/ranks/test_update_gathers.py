@@ -1,0 +1,177 @@
+"""Gathers of updated parameters have one place in the order of a rank's collectives, however long
+the updates take; and whoever needs one gets it, also where the others stand still.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.core import update_gathers
+from hf_zero.core.update_gathers import UpdateGathers
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.errors import OffloadError
+from hf_zero.optim.piecewise import Update
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.offloads import offload
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Plan, adamw
+
+LLAMA = ARCHITECTURES["llama"]
+STEPS = 3
+
+
+def opened(model: Any, stage: int, ranks: int, folder: Any, **more: Any) -> Any:
+    section = offload("optimizer on cpu", stage, folder)
+    section["offload_optimizer"] |= more
+    return start(
+        model, adamw(model), config_of(stage, Plan(ranks=ranks), zero_optimization=section)
+    )
+
+
+def train(engine: Any, step: int, rank: int) -> None:
+    engine.backward(engine(**LLAMA.batch(step, 0, rank)).loss)
+    engine.step()
+
+
+@pytest.fixture
+def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    """What each rank has sent on the axes of its engine, in order; updates take their time, another
+    one on each rank.
+    """
+    found: dict[int, list[str]] = defaultdict(list)
+    launch, run = MeshDim._start, Update.run
+    pauses = random.Random(3)
+
+    def noted(axis: MeshDim, wait: Any, launch_it: Any) -> Any:
+        if axis.size > 1:
+            found[dist.get_rank()].append(wait.what)
+        return launch(axis, wait, launch_it)
+
+    def slow(update: Update, *args: Any) -> None:
+        time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
+        run(update, *args)
+
+    monkeypatch.setattr(MeshDim, "_start", noted)
+    monkeypatch.setattr(Update, "run", slow)
+    return found
+
+
+def _steps(rank: int, models: Any, stage: int, folder: Any, more: Any) -> None:
+    engine = opened(models[rank], stage, len(models), folder, **more)
+    for step in range(STEPS):
+        train(engine, step, rank)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "stage, ranks, more",
+    [(1, 2, {}), (2, 3, {}), (2, 2, {"update_in_backward": True})],
+    ids=["stage 1", "stage 2", "updated in the backward"],
+)
+def test_all_ranks_issue_their_collectives_in_one_order(
+    stage: int, ranks: int, more: Any, issued: dict[int, list[str]], tmp_path: Any
+) -> None:
+    run_ranks(ranks, _steps, [LLAMA.build() for _ in range(ranks)], stage, tmp_path, more)
+    assert len(issued) == ranks
+    assert all(order == issued[0] for order in issued.values())
+    gathers = [place for place, what in enumerate(issued[0]) if " of updated " in what]
+    assert len(gathers) >= 3 * STEPS
+
+
+def test_the_order_is_a_clocks_where_gathers_leave_as_units_are_updated(
+    issued: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """What the test above would see."""
+    add = UpdateGathers.add
+
+    def at_once(gathers: UpdateGathers, *args: Any) -> Any:
+        gathers._allowed += 1
+        return add(gathers, *args)
+
+    monkeypatch.setattr(UpdateGathers, "add", at_once)
+    monkeypatch.setattr(UpdateGathers, "issue_all", lambda gathers: None)
+    more = {"update_in_backward": True}
+    run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, more)
+    assert issued[0] != issued[1] and sorted(issued[0]) == sorted(issued[1])
+
+
+def _one_reads(rank: int, models: Any, folder: Any, how: str) -> Any:
+    engine = opened(models[rank], 2, len(models), folder)
+    train(engine, 0, rank)
+    if rank == 0 and how == "a forward":
+        with torch.no_grad():
+            engine(**LLAMA.batch(5, 0, 0))
+    elif rank == 0:
+        engine.module.lm_head.weight.sum()
+    dist.barrier()
+    left = len(engine.updater.pending)
+    train(engine, 1, rank)
+    weights = {
+        name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()
+    }
+    engine.destroy()
+    return left, weights
+
+
+@pytest.mark.parametrize("how", ["a forward", "a parameter"])
+def test_one_rank_reads_while_the_others_stand_in_a_barrier(how: str, tmp_path: Any) -> None:
+    seen = run_ranks(3, _one_reads, [LLAMA.build() for _ in range(3)], tmp_path, how)
+    assert all(left for left, _ in seen[1:]), "the others have not asked for their parameters"
+    for _, weights in seen[1:]:
+        for name, values in weights.items():
+            assert torch.equal(values, seen[0][1][name]), name
+
+
+def _nobody_asks(rank: int, models: Any, folder: Any) -> Any:
+    engine = opened(models[rank], 2, len(models), folder)
+    train(engine, 0, rank)
+    for future, _ in engine.updater._pending.values():
+        future.result()
+    dist.barrier()
+    time.sleep(3 * update_gathers.POLL_SECONDS)
+    sent = [gather.issued.done() for _, gather in engine.updater._pending.values()]
+    engine.destroy()
+    return sent
+
+
+def test_nothing_leaves_that_no_rank_needs(tmp_path: Any, monkeypatch: Any) -> None:
+    """The thread that trains may be about to issue something else."""
+    monkeypatch.setattr(update_gathers, "GRACE_SECONDS", 0.0)
+    for sent in run_ranks(2, _nobody_asks, [LLAMA.build() for _ in range(2)], tmp_path):
+        assert sent and not any(sent)
+
+
+def _breaks(rank: int, models: Any, folder: Any) -> None:
+    engine = opened(models[rank], 2, len(models), folder)
+    train(engine, 0, rank)
+    with pytest.raises(OffloadError, match="full"):
+        engine(**LLAMA.batch(1, 0, rank))
+    with pytest.raises(OffloadError, match="full"):  # nor what comes after it in the order
+        engine.module.lm_head.weight.sum()
+    engine.mesh.shard.all_reduce(torch.zeros(1), "something else").wait()
+    with pytest.raises(OffloadError, match="full"):
+        engine.destroy()
+
+
+def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(update: Update, *args: Any) -> None:
+        raise OffloadError("the disk is full")
+
+    monkeypatch.setattr(Update, "run", broken)
+    run_ranks(2, _breaks, [LLAMA.build() for _ in range(2)], tmp_path)
+
+
+def test_the_thread_ends_with_its_engine(tmp_path: Any) -> None:
+    run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, {})
+    assert not [each for each in threading.enumerate() if "update gathers" in each.name]
