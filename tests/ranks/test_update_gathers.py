@@ -48,19 +48,19 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     one on each rank.
     """
     found: dict[int, list[str]] = defaultdict(list)
-    launch, run = MeshDim._start, Update.run
+    launch, run = MeshDim._launching, Update.run
     pauses = random.Random(3)
 
-    def noted(axis: MeshDim, wait: Any, launch_it: Any) -> Any:
+    def noted(axis: MeshDim, pending: Any) -> Any:
         if axis.size > 1:
-            found[dist.get_rank()].append(wait.what)
-        return launch(axis, wait, launch_it)
+            found[dist.get_rank()].append(pending.what)
+        return launch(axis, pending)
 
     def slow(update: Update, *args: Any) -> None:
         time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
         run(update, *args)
 
-    monkeypatch.setattr(MeshDim, "_start", noted)
+    monkeypatch.setattr(MeshDim, "_launching", noted)
     monkeypatch.setattr(Update, "run", slow)
     return found
 
