@@ -1,9 +1,9 @@
-"""Folders that the Trainer, Accelerate and Lightning write around a checkpoint of ours, file by
-file: which of them are whole.
+"""Folders that the Trainer, Accelerate and Lightning write around a checkpoint of an engine, file
+by file: which of them are complete.
 
-Ours is whole or not there. What lies beside it is written before or after it, with no rename at the
-end and no flush: a job that is killed, or a machine that loses its power, leaves folders that look
-finished.
+The engine's checkpoint is committed as one. The other files are written before or after it, with no
+rename at the end and no flush: a job that is killed, or a machine that loses its power, leaves
+folders that look finished.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ SENTINEL = "checkpoint-is-incomplete.txt"
 RESTORE = "restore it, or go on from another checkpoint"
 
 
-def of_an_engine(folder: Path) -> bool:
+def has_engine_checkpoint(folder: Path) -> bool:
     """Whether an engine has begun to save into ``folder``."""
     return (folder / find.LATEST).is_file() or any(
         item.name.startswith(find.RESERVED) or find.is_checkpoint(item) for item in folder.iterdir()
     )
 
 
-def engines_part(folder: Path, tag: str | None = None) -> str:
-    """What is wrong with the checkpoint of an engine in ``folder``; "" if nothing is seen."""
+def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
+    """Why the checkpoint of an engine in ``folder`` cannot be resumed from; "" if no fault is
+    found.
+    """
     try:
         found = find.locate(folder, tag)
     except CheckpointError as error:
@@ -48,8 +50,10 @@ def engines_part(folder: Path, tag: str | None = None) -> str:
     )
 
 
-def trainers(folder: Path) -> str:
-    """What is wrong with a ``checkpoint-N`` of a Trainer under ZeRO."""
+def trainer_folder_error(folder: Path) -> str:
+    """Why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``; "" if no fault is
+    found.
+    """
     if (folder / SENTINEL).exists():
         return (
             f"{folder / SENTINEL} says that its save has not ended; remove that file "
@@ -57,13 +61,13 @@ def trainers(folder: Path) -> str:
         )
     return (
         _readable_json(folder / STATE, "global_step")
-        or engines_part(folder)
-        or archives(folder, "scheduler.pt", "rng_state*.pth")
+        or engine_checkpoint_error(folder)
+        or damaged_archive(folder, "scheduler.pt", "rng_state*.pth")
     )
 
 
 @dataclass(frozen=True)
-class Parts:
+class StateContents:
     """What a folder of ``Accelerator.save_state`` consists of: a checkpoint for each engine, and
     files.
     """
@@ -72,7 +76,7 @@ class Parts:
     files: tuple[str, ...]
 
     @classmethod
-    def of(cls, accelerator: Any) -> Parts:
+    def of(cls, accelerator: Any) -> StateContents:
         """As ``accelerator`` saves what it has prepared by now."""
         stepped = [
             each
@@ -88,10 +92,10 @@ class Parts:
             ),
         )
 
-    def trouble(self, folder: Path) -> str:
-        """What is wrong with ``folder``; "" if nothing is seen."""
+    def error(self, folder: Path) -> str:
+        """Why ``folder`` cannot be loaded; "" if no fault is found."""
         for tag in self.tags:
-            said = engines_part(folder, tag)
+            said = engine_checkpoint_error(folder, tag)
             if said:
                 return said
         for name in (
@@ -100,7 +104,7 @@ class Parts:
         ):
             if not (folder / name).exists():
                 return f"{folder / name} is missing; {RESTORE}"
-        return archives(folder, "*.bin", "*.pkl")
+        return damaged_archive(folder, "*.bin", "*.pkl")
 
 
 def ranks_of(checkpoint: Path) -> int:
@@ -108,11 +112,11 @@ def ranks_of(checkpoint: Path) -> int:
     return len(list(checkpoint.glob(find.RANK_PATTERN)))
 
 
-def tell_lost_random_states(
+def warn_lost_random_states(
     folder: Path, checkpoint: Path, name: str, rank: int, ranks: int
 ) -> None:
-    """Say which random states do not carry over from ``folder``, saved with the engine's
-    ``checkpoint``. This rank's would be ``name``.
+    """Log a warning for random states that do not carry over from ``folder``, saved with the
+    engine's ``checkpoint``. This rank's file would be ``name``.
     """
     saved = ranks_of(checkpoint)
     if saved and saved != ranks:
@@ -149,10 +153,9 @@ def _readable_json(path: Path, key: str) -> str:
         return f"{path} is cut short or damaged ({error}); {RESTORE}"
 
 
-def archives(folder: Path, *patterns: str) -> str:
-    """The first file that torch.save has not written to its end; "" if there is none.
-
-    Its directory stands at the end.
+def damaged_archive(folder: Path, *patterns: str) -> str:
+    """A message on the first file of ``patterns`` that torch.save has not written to its end; "" if
+    there is none. The directory of its zip archive is the last that is written.
     """
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         if not zipfile.is_zipfile(path):
@@ -160,11 +163,11 @@ def archives(folder: Path, *patterns: str) -> str:
     return ""
 
 
-def last_whole(newest_first: Iterable[Path], wrong: Callable[[Path], str]) -> Path | None:
-    """The first in which nothing is wrong; those before it are named in warnings. None if there is
-    no folder at all.
+def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) -> Path | None:
+    """The first folder for which ``wrong`` returns ""; those before it are named in warnings. None
+    if there is no folder at all.
 
-    Raises CheckpointError if there are some and none is whole.
+    Raises CheckpointError if there are folders and none is complete.
     """
     torn = []
     for folder in newest_first:
@@ -181,8 +184,11 @@ def last_whole(newest_first: Iterable[Path], wrong: Callable[[Path], str]) -> Pa
     return None
 
 
-def decided(choose: Callable[[], Any]) -> Any:
-    """What rank 0 says, on all ranks; where it fails, all raise CheckpointError. Collective."""
+def decide_on_rank_0(choose: Callable[[], Any]) -> Any:
+    """The result of ``choose()`` on rank 0, on all ranks. Collective.
+
+    Raises CheckpointError on all ranks where ``choose`` raises on rank 0.
+    """
     answer: tuple[Any, str] = (None, "")
     if process_group.get_rank() == 0:
         try:
@@ -197,7 +203,7 @@ def decided(choose: Callable[[], Any]) -> Any:
     return chosen
 
 
-def by_number(parent: Path, name: str, suffix: str = "") -> list[Path]:
+def numbered_folders(parent: Path, name: str, suffix: str = "") -> list[Path]:
     """Folders ``<name><number><suffix>`` in ``parent``, the highest number first."""
     if not parent.is_dir():
         return []

@@ -11,7 +11,7 @@ from hf_zero.core.parameter import owner_of
 
 
 @torch.no_grad()
-def hand_back(engine: Engine) -> None:
+def destroy_and_restore(engine: Engine) -> None:
     """Destroy ``engine`` and leave its model whole on every rank, in the dtypes it came with.
     Collective.
 

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 
 from hf_zero.checkpoint import async_save, find
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations.checkpoint_folders import engines_part, trainers
+from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
 from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_checkpoints import Net
 from tests.integrations.tiny_trainer import logged, weights
@@ -75,7 +75,7 @@ class Held(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found = sorted(Path(args.output_dir).glob("checkpoint-*"))
-        self.whole.append([folder.name for folder in found if not trainers(folder)])
+        self.whole.append([folder.name for folder in found if not trainer_folder_error(folder)])
         self.gate.open.set()
 
 
@@ -99,7 +99,9 @@ def test_the_limit_of_the_trainer_waits_for_the_new_one(
     run, watch = held(gate, tmp_path, save_total_limit=1)
     run.train()
     assert watch.whole == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
-    assert left(tmp_path) == ["checkpoint-4"] and trainers(tmp_path / "checkpoint-4") == ""
+    assert (
+        left(tmp_path) == ["checkpoint-4"] and trainer_folder_error(tmp_path / "checkpoint-4") == ""
+    )
     assert not [text for text in heard if "damaged" in text]
 
 
@@ -110,7 +112,7 @@ def test_where_the_new_one_fails_the_old_one_stays(gate: Gate, tmp_path: Path) -
         run.train()  # the last step: nothing but the end of the training can say so
     assert (
         left(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-        and trainers(tmp_path / "checkpoint-3") == ""
+        and trainer_folder_error(tmp_path / "checkpoint-3") == ""
     )
 
 
@@ -200,7 +202,7 @@ def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: 
         "save_total_limit": 1,
     }
     routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing()]).train()
-    assert trainers(tmp_path / "checkpoint-4") == ""
+    assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
     assert any(
         "the best checkpoint" in text and "checkpoint-1 is not whole" in text for text in heard
     )
@@ -229,7 +231,7 @@ def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path:
     }.get(strategy, [])
     assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == uploaded
     for name in uploaded:
-        assert trainers(hub / name) == ""
+        assert trainer_folder_error(hub / name) == ""
     assert not [path for path in hub.rglob("*") if path.name.startswith(find.RESERVED)]
     loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(hub, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -260,10 +262,10 @@ def test_what_save_model_writes_instead_of_weights_is_there(
     run.train()
     if pushed:
         run.push_to_hub()
-        assert engines_part(hub) == ""
+        assert engine_checkpoint_error(hub) == ""
     else:
         run.save_model(str(tmp_path / "model"))
-        assert engines_part(tmp_path / "model") == ""
+        assert engine_checkpoint_error(tmp_path / "model") == ""
 
 
 def test_the_limit_of_accelerate_waits_for_the_new_one(
@@ -307,7 +309,7 @@ class HeldFit(Callback):
 
     def release(self, trainer: Any) -> None:
         found = sorted(item for item in self.folder.glob("*.ckpt") if item.is_dir())
-        self.whole.append([item.name for item in found if not engines_part(item)])
+        self.whole.append([item.name for item in found if not engine_checkpoint_error(item)])
         self.gate.open.set()
         trainer.strategy.model.wait_for_checkpoint()
 
@@ -341,6 +343,6 @@ def test_the_best_of_lightning_waits_for_the_new_one(
     )  # fmt: skip
     trainer.fit(Net())
     assert watch.whole == [[], [], ["epoch=0.ckpt"], ["epoch=1.ckpt"]]
-    assert [item.name for item in tmp_path.iterdir()] == ["epoch=2.ckpt"] and engines_part(
-        tmp_path / "epoch=2.ckpt"
-    ) == ""
+    assert [item.name for item in tmp_path.iterdir()] == [
+        "epoch=2.ckpt"
+    ] and engine_checkpoint_error(tmp_path / "epoch=2.ckpt") == ""

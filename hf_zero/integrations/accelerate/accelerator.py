@@ -22,8 +22,8 @@ TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
 def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The script's optimizer stays what it is: the engine updates any that is element-wise
-    (``map_pytorch_optim_to_deepspeed``).
+    """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
+    the engine updates with any that is element-wise.
     """
 
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
@@ -33,8 +33,8 @@ def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What Accelerate and TRL expect of an engine, beside others and alone
-    (``Accelerator._prepare_deepspeed``).
+    """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
+    registers them so that several models of one script can train.
     """
 
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
@@ -44,21 +44,21 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
             result = original(self, *args)
         from hf_zero.core.engine import Engine
-        from hf_zero.integrations.accelerate.multiple_models import join
+        from hf_zero.integrations.accelerate.multiple_models import register_engines
         from hf_zero.integrations.accelerate.trl_offload_hooks import offer_offload_names
 
         for engine in result:
             if isinstance(engine, Engine) and engine.optimizer is not None:
                 offer_offload_names(engine)
-        join(self)
+        register_engines(self)
         return result
 
     return _prepare_deepspeed
 
 
 def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ZeRO it and ``prepare_model`` would leave each rank to train a model of its own
-    (``Accelerator.prepare_optimizer``).
+    """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
+    where each rank would train an unsharded model with gradients that are not averaged.
     """
 
     def prepare_optimizer(self: Any, optimizer: Any, device_placement: Any = None) -> Any:
@@ -75,8 +75,8 @@ def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ranks without the consolidated weights get an empty state dict, as under FSDP
-    (``Accelerator.get_state_dict``).
+    """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict in place of
+    None, as under FSDP.
     """
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
@@ -88,8 +88,8 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
-    """Accelerate asks for a data loader with a batch size where the config leaves it open; the
-    engine trains without that number.
+    """Take "auto" batch sizes out of ``config`` while the engine is prepared without a data loader
+    that has one: Accelerate raises for them, and the engine trains without the number.
     """
     loaders = [each for each in args if isinstance(each, DataLoader)]
     taken = {}

@@ -1,5 +1,5 @@
-"""The wrappers around ``Accelerator.save_state`` and ``load_state``: whole states are loaded and
-kept, torn ones are named.
+"""The wrappers of ``Accelerator.save_state`` and ``load_state``: complete states are loaded and
+counted by ``total_limit``, incomplete ones are named in warnings.
 
 Imported in the middle of ``import accelerate``.
 """
@@ -17,11 +17,11 @@ from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
-    Parts,
-    by_number,
-    decided,
-    last_whole,
-    tell_lost_random_states,
+    StateContents,
+    decide_on_rank_0,
+    last_complete,
+    numbered_folders,
+    warn_lost_random_states,
 )
 from hf_zero.logs import logger
 
@@ -43,8 +43,8 @@ def _states(accelerator: Any) -> Path:
 
 
 def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``total_limit`` removes old states once the new one is whole, and a torn one is passed
-    over (``Accelerator.save_state``).
+    """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
+    complete, and the number of an incomplete state is not used again.
     """
 
     def save_state(
@@ -55,9 +55,9 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _names_itself(self):
             return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
-        settings, parts = self.project_configuration, Parts.of(self)
-        settings.iteration = decided(
-            lambda: _beyond_torn_ones(_states(self), settings.iteration, parts)
+        settings, parts = self.project_configuration, StateContents.of(self)
+        settings.iteration = decide_on_rank_0(
+            lambda: _first_free_number(_states(self), settings.iteration, parts)
         )
         limit, settings.total_limit = settings.total_limit, None
         try:
@@ -75,9 +75,9 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_state
 
 
-def _beyond_torn_ones(states: Path, number: int, parts: Parts) -> int:
-    """The first number from ``number`` on under which no torn state lies."""
-    while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.trouble(folder)):
+def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
+    """The first number from ``number`` on whose folder holds no incomplete state."""
+    while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.error(folder)):
         number += 1
         logger.warning(
             "%s is not whole and is left as it is; the state is saved as %s%d (%s)",
@@ -89,18 +89,18 @@ def _beyond_torn_ones(states: Path, number: int, parts: Parts) -> int:
     return number
 
 
-def _keep(newest: Path, limit: int, parts: Parts) -> None:
+def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     parent = newest.parent
     for left in parent.parent.glob(f"{DROPPED}*"):
         shutil.rmtree(left, ignore_errors=True)
-    older = [folder for folder in by_number(parent, PREFIX) if folder != newest]
-    chosen = excess([newest, *older], limit, {newest}, parts.trouble)
+    older = [folder for folder in numbered_folders(parent, PREFIX) if folder != newest]
+    chosen = excess([newest, *older], limit, {newest}, parts.error)
     remove(chosen, os.path.join(os.pardir, DROPPED))  # what lies in this folder counts as a state
 
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a folder the last whole state is loaded, torn ones are skipped and named; what is
-    lost is said (``Accelerator.load_state``).
+    """Wraps ``Accelerator.load_state``: without a folder, loads the last complete state and warns
+    of those it skips and of random states that do not carry over.
     """
 
     def load_state(
@@ -110,8 +110,10 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         **load_model_func_kwargs: Any,
     ) -> Any:
         if input_dir is None and _names_itself(self):
-            found = decided(
-                lambda: last_whole(by_number(_states(self), PREFIX), Parts.of(self).trouble)
+            found = decide_on_rank_0(
+                lambda: last_complete(
+                    numbered_folders(_states(self), PREFIX), StateContents.of(self).error
+                )
             )
             input_dir = None if found is None else str(found)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
@@ -120,7 +122,7 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
             # and windows may have another length now.
             self.step = 0
             folder, rank = Path(input_dir).expanduser(), self.process_index
-            tell_lost_random_states(
+            warn_lost_random_states(
                 folder,
                 folder / "pytorch_model",
                 f"random_states_{rank}.pkl",

@@ -1,5 +1,5 @@
-"""How ZeRO ranks start: the wrappers of ``accelerate launch``, its parser and its launchers, and
-of who looks for ranks of others.
+"""How ZeRO ranks start: the wrappers of ``accelerate launch`` (parser, validation, launchers) and
+of ``TrainingArguments``, which looks for ranks that srun or mpirun started.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``--config`` beside ``--config_file``
-    (``accelerate.commands.utils.CustomArgumentParser.add_argument``).
+    """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` is an
+    alias of ``--config_file``.
     """
 
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,9 @@ def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep ZeRO under ``--cpu`` (``accelerate.commands.launch._validate_launch_command``)."""
+    """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` keeps ZeRO and means
+    CPU ranks.
+    """
 
     def _validate_launch_command(args: Any) -> Any:
         args, defaults, precision_from_file = original(args)
@@ -66,8 +68,8 @@ def _read_strictly(path: str | None) -> str:
 
 
 def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher and the environment of ZeRO ranks
-    (``accelerate.utils.launch.prepare_deepspeed_cmd_env``).
+    """Wraps ``accelerate.utils.launch.prepare_deepspeed_cmd_env``: returns the command of the
+    launcher and the environment of ZeRO ranks.
     """
 
     def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
@@ -125,8 +127,8 @@ def written_keys() -> dict[str, Any]:
 
 
 def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """No unsharded process where ZeRO was asked for
-    (``accelerate.utils.launch.prepare_simple_launcher_cmd_env``).
+    """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError where a
+    ZeRO configuration would start one unsharded process.
     """
 
     def prepare_simple_launcher_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
@@ -141,8 +143,8 @@ def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """Ranks of srun and mpirun are known before the arguments look for them
-    (``TrainingArguments.__post_init__``).
+    """Wraps ``TrainingArguments.__post_init__``: sets torchrun's variables for ranks of srun and
+    mpirun before the arguments read them.
     """
 
     def __post_init__(self: Any) -> None:
@@ -154,10 +156,8 @@ def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process: then its variables say so in torchrun's words,
-    which Accelerate knows.
-
-    Accelerate makes groups of CPU ranks itself, so the interface they talk over is settled here.
+    """Whether a launcher has started this process. Sets torchrun's variables from the launcher's,
+    and chooses the network interface: Accelerate makes the groups of CPU ranks itself.
     """
     place = announce()
     if place is not None:

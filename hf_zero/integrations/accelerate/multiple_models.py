@@ -1,15 +1,14 @@
-"""Several models of one script under Accelerate: which of them step, whose gradients are forgotten,
-what is clipped.
+"""Several models of one script under Accelerate: which of them step, whose gradients are cleared,
+and what is clipped.
 
 [Note: who steps]
 Accelerate gives every loss to the first engine that an Accelerator has prepared, which steps at
-once; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With one model that trains this
-comes to what the script says. With two (a generator and its critic) the wrong one is trained. So as
-soon as a second engine trains, optimizers do what they are told: a backward leaves gradients in
-every engine it goes through, ``optimizer.step()`` steps its own engine, and
-``optimizer.zero_grad()`` forgets. Two Accelerators with an engine each keep the rule that a
-backward through one of them steps its engine, and forget what it has left in the other where the
-script says so.
+once; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With one model that trains the
+result is the script's. With two (a generator and its critic) the wrong one is trained. So as soon
+as a second engine trains, the optimizers' methods take effect: a backward leaves gradients in every
+engine it goes through, ``optimizer.step()`` steps its own engine, and ``optimizer.zero_grad()``
+clears its gradients. With two Accelerators that have an engine each, a backward through one of them
+still steps its engine, and ``zero_grad()`` clears what it has left in the other.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from hf_zero.logs import log_rank0
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs
-_told: weakref.WeakSet[Engine] = weakref.WeakSet()
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-class SeveralEngines:
-    """In place of the one engine that ``accelerator.backward`` knows: all that train under this
-    Accelerator.
+class MultipleEngines:
+    """Takes the place of the one engine that ``accelerator.backward`` uses: all engines that train
+    under this Accelerator.
     """
 
     def __init__(self, engines: list[Engine]):
         self.engines = engines
 
     @property
-    def engine(self) -> SeveralEngines:
+    def engine(self) -> MultipleEngines:
         """What ``accelerator.free_memory`` destroys."""
         return self
 
@@ -57,9 +56,9 @@ class SeveralEngines:
             engine.destroy()
 
 
-def join(accelerator: Any) -> None:
-    """An engine has been prepared: from the second on that trains, optimizers step by
-    themselves.
+def register_engines(accelerator: Any) -> None:
+    """Record the engines that ``accelerator`` has just prepared. From the second one that trains
+    on, optimizers step and clear gradients themselves.
     """
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
@@ -77,15 +76,15 @@ def join(accelerator: Any) -> None:
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
         _refuse_merged_steps(wrapped, accelerator)
     elif here:
-        accelerator.deepspeed_engine_wrapped = SeveralEngines(here)
+        accelerator.deepspeed_engine_wrapped = MultipleEngines(here)
     _training.update(here)
     _optimizers.update(accelerator._optimizers)
     if sum(engine.bound is not None for engine in _training) > 1:
         for optimizer in _optimizers:
-            optimizer.zero_grad = _when_gradients_are_whole(optimizer, "zero_grad")
+            optimizer.zero_grad = _at_window_end(optimizer, "zero_grad")
     if len(here) > 1:
         for optimizer in accelerator._optimizers:
-            optimizer.step = _when_gradients_are_whole(optimizer, "step")
+            optimizer.step = _at_window_end(optimizer, "step")
 
 
 def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
@@ -128,8 +127,8 @@ def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
 
 
 def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """At every stage the backwards inside add up; by itself it leaves an engine of stage 2 or 3
-    alone (``Accelerator.no_sync``).
+    """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's own
+    ignores engines of stages 2 and 3.
     """
 
     @contextmanager
@@ -145,9 +144,9 @@ def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     return no_sync
 
 
-def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
-    """A method of the optimizer inside ``wrapped``, called where Accelerate says that a window
-    is over.
+def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
+    """The method ``name`` of the optimizer inside ``wrapped``, which acts only at the end of an
+    accumulation window.
     """
     own, state = wrapped.optimizer, wrapped.gradient_state
 
@@ -159,8 +158,8 @@ def _when_gradients_are_whole(wrapped: Any, name: str) -> Callable[..., None]:
 
 
 def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm, on the device, of the model whose parameters are given; another limit than the
-    engine's is told (``Accelerator.clip_grad_norm_``).
+    """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
+    the engine that owns ``parameters``; warns once if ``max_norm`` is not the engine's limit.
     """
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -179,8 +178,8 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 "norm of the whole gradient, and keeps no "
                 "other; leave norm_type at 2"
             )
-        _tell_limit(engine, float(max_norm))
-        if isinstance(self.deepspeed_engine_wrapped, SeveralEngines):
+        _warn_limit(engine, float(max_norm))
+        if isinstance(self.deepspeed_engine_wrapped, MultipleEngines):
             return engine.gradient_norm() if self.sync_gradients else None
         wrapped = self.deepspeed_engine_wrapped
         return None if wrapped is None else wrapped.engine.grad_norm_tensor()
@@ -188,10 +187,10 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_norm_
 
 
-def _tell_limit(engine: Engine, max_norm: float) -> None:
+def _warn_limit(engine: Engine, max_norm: float) -> None:
     limit = float(engine.config.gradient_clipping or 0.0)
-    if limit != max_norm != math.inf and engine not in _told:  # infinity only asks for the norm
-        _told.add(engine)
+    if limit != max_norm != math.inf and engine not in _warned:  # infinity only asks for the norm
+        _warned.add(engine)
         log_rank0(
             f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the "
             "engine clips in its step, "

@@ -18,8 +18,8 @@ from hf_zero.integrations.accelerate.launch import written_keys
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
-    """What is given as a path, a preset or JSON is read by us, and a config remembers its
-    sources (``HfDeepSpeedConfig.__init__``).
+    """Wraps ``HfDeepSpeedConfig.__init__``: reads paths, presets and JSON with hf-zero's reader,
+    and keeps the sources of the values.
     """
 
     def __init__(self: Any, config_file_or_dict: Any) -> None:
@@ -29,8 +29,8 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A plugin that is made from the launcher's file has all of its keys, and knows them from
-    Accelerate's (``DeepSpeedPlugin.__post_init__``).
+    """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
+    not bring to the ranks, and records where each was written.
     """
 
     def __post_init__(self: Any) -> None:
@@ -53,7 +53,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where "auto" is a value of ours it stays (``DeepSpeedPlugin.fill_match``)."""
+    """Wraps ``DeepSpeedPlugin.fill_match``: keeps "auto" where it is a value of hf-zero."""
 
     def fill_match(
         self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any

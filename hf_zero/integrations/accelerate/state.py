@@ -18,7 +18,7 @@ from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_as
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ranks without an accelerator meet over gloo (``PartialState._prepare_backend``)."""
+    """Wraps ``PartialState._prepare_backend``: ZeRO ranks without an accelerator use gloo."""
 
     def _prepare_backend(
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
@@ -35,8 +35,8 @@ def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    """``cpu=True`` keeps ZeRO, and every ZeRO process has a group
-    (``AcceleratorState.__init__``).
+    """Wraps ``AcceleratorState.__init__``: ``cpu=True`` keeps ZeRO, and every ZeRO process gets a
+    process group.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The name of the collective that Accelerate calls is its own affair (``_gpu_gather``)."""
+    """Wraps ``_gpu_gather``: hides torch's deprecation warning of the collective that it calls."""
 
     def _gpu_gather(tensor: Any) -> Any:
         with warnings.catch_warnings():

@@ -19,7 +19,7 @@ from hf_zero.distributed.mpu import check_mpu
 
 @dataclass
 class _Settings:
-    """What :func:`configure` has been told."""
+    """The arguments of :func:`configure`."""
 
     configured: bool = False
     config: ZeroConfig = field(default_factory=lambda: ZeroConfig(0))

@@ -16,7 +16,7 @@ from hf_zero.hosts.plan import Request, plan
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"
-DEFAULT_PORT = 29500  # without ssh nobody else could tell the hosts of one
+DEFAULT_PORT = 29500  # without ssh all hosts have to assume the same one
 OVER_SSH = ("pdsh", "ssh")
 NOT_BUILT = {
     "launcher_args": "pass options of ssh with HF_ZERO_SSH",

@@ -1,5 +1,5 @@
-"""``set_z3_leaf_modules`` and its kin: modules to be gathered as a whole, such as a mixture of
-experts.
+"""``set_z3_leaf_modules`` and related functions: modules to be gathered as one unit, such as a
+mixture of experts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DeepSpeed's optimizer classes by name: the classes of the same update (torch's, and ours over
 host kernels), with its arguments.
 
-Scripts build them by hand, under offload and without. None has an update of its own, so the engine
-takes them for the classes that they are.
+Scripts construct them themselves, with offload and without. None has an update of its own, so the
+engine treats them as instances of their base classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``deepspeed.utils``' ways to say something from chosen ranks, through hf-zero's logger."""
+"""``log_dist``, ``print_dist`` and the like: messages of chosen ranks, through hf-zero's logger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_zero.logs import logger
 GIB = 1 << 30
 
 
-def _speaks(ranks: Sequence[int] | None) -> bool:
+def _logs_here(ranks: Sequence[int] | None) -> bool:
     return not process_group.is_initialized() or (
         bool(ranks) and (-1 in (ranks or ()) or process_group.get_rank() in (ranks or ()))
     )
@@ -24,15 +24,15 @@ def _speaks(ranks: Sequence[int] | None) -> bool:
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on the given ranks; ``[-1]``: on all of them.
 
-    Without a list nobody speaks once there is a group, as in DeepSpeed.
+    Without a list no rank logs once there is a process group, as in DeepSpeed.
     """
-    if _speaks(ranks):
+    if _logs_here(ranks):
         logger.log(level, message)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """As :func:`log_dist`, printed whatever the level of logging is."""
-    if _speaks(ranks):
+    if _logs_here(ranks):
         print(message)
 
 

@@ -12,23 +12,25 @@ from hf_zero.loading import Opened
 
 
 class Loading:
-    """One outermost ``from_pretrained``: what it has opened."""
+    """The outermost ``from_pretrained`` in progress, and the files that it has opened."""
 
     def __init__(self, shards: bool) -> None:
         self.shards = shards
         self.opened = Opened()
 
 
-loading_now: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
-forced: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)
+current_loading: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
+forced_config: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)
 """The configuration of ``zero.Init`` or ``hf_zero.from_pretrained``: it takes precedence over the
 one alive in transformers.
 """
 
 
-def asked_for() -> ZeroConfig | None:
-    """The configuration of ZeRO-3 that is alive in this process, if it is hf-zero's."""
-    settings = forced.get()
+def active_config() -> ZeroConfig | None:
+    """The configuration of ZeRO-3 that models are made under now: that of ``forced_config``, else
+    the one alive in transformers; None if there is none or it is another DeepSpeed's.
+    """
+    settings = forced_config.get()
     if settings is not None:
         return settings if settings.stage == 3 else None
     from transformers.integrations import deepspeed

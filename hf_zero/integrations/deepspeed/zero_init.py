@@ -18,7 +18,11 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group
 from hf_zero.holding import hold
-from hf_zero.integrations.deepspeed.zero3_context import asked_for, forced, loading_now
+from hf_zero.integrations.deepspeed.zero3_context import (
+    active_config,
+    current_loading,
+    forced_config,
+)
 from hf_zero.loading import Building, make_pending, make_real
 
 # So much of a model is built in memory: that costs little, and a small model has the very numbers
@@ -69,7 +73,7 @@ class Init:
         self._building: Building | None = None
         if enabled:
             given = config_dict_or_path if config_dict_or_path is not None else config
-            alive = asked_for() if "transformers" in sys.modules else None
+            alive = active_config() if "transformers" in sys.modules else None
             self._config = (
                 ZeroConfig.coerce(given, allow_auto=True)
                 if given is not None
@@ -83,11 +87,11 @@ class Init:
         return self._config.stage == 3 and process_group.get_world_size() > 1
 
     def __enter__(self) -> Init:
-        if self.enabled and loading_now.get() is None and self._shards():
-            token = forced.set(self._config)
-            self._stack.callback(forced.reset, token)
+        if self.enabled and current_loading.get() is None and self._shards():
+            token = forced_config.set(self._config)
+            self._stack.callback(forced_config.reset, token)
             self._building = self._stack.enter_context(
-                Building(WHOLE_BYTES, lambda: loading_now.get() is not None)
+                Building(WHOLE_BYTES, lambda: current_loading.get() is not None)
             )
         return self
 

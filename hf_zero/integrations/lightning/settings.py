@@ -30,7 +30,7 @@ def read(config: Any, stage: int | None) -> ZeroConfig:
     return settings
 
 
-def settle(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
+def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
     """``config`` with the Trainer's arguments in it. Raises ConfigError where both say something,
     and not the same.
 

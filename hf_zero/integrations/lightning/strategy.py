@@ -27,8 +27,8 @@ from hf_zero.holding import hold, release_holders
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.deepspeed.zero_init import Init
-from hf_zero.integrations.engine_teardown import hand_back
-from hf_zero.integrations.lightning.settings import read, settle
+from hf_zero.integrations.engine_teardown import destroy_and_restore
+from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
@@ -45,7 +45,7 @@ ARGUMENTS = {
 
 
 def engine_of(module: torch.nn.Module) -> Engine | None:
-    """The engine that ``module``, and not a part of it, is under."""
+    """The engine whose module is ``module`` itself, not a part of it; None if there is none."""
     for parameter in module.parameters():
         flat = owner_of(parameter)
         engine = flat.engine() if flat is not None and not flat.retired else None
@@ -56,7 +56,7 @@ def engine_of(module: torch.nn.Module) -> Engine | None:
 
 @contextmanager
 def left_in_place(strategy: Any) -> Iterator[None]:
-    """While Lightning tears down: it would move module and optimizer to the CPU, but an engine's
+    """Keep Lightning's teardown from moving the module and the optimizer to the CPU: an engine's
     memory stays where it is.
     """
     module, optimizers = strategy._lightning_module, strategy.optimizers
@@ -161,7 +161,7 @@ class StrategyMethods:
             if this._layer_sync:
                 this._layer_sync.apply(module)
             if engine is not None and not engine.shard_only:
-                hand_back(engine)
+                destroy_and_restore(engine)
             engine = self._start_training(trainer, module)
         elif engine is None:
             release_holders(module)
@@ -198,7 +198,7 @@ class StrategyMethods:
     def _start_training(self, trainer: Any, module: Any) -> Engine:
         this: Any = self
         core, types = self._library("core.optimizer"), self._library("utilities.types")
-        settings = settle(self.zero_config, trainer, this.world_size)
+        settings = resolve(self.zero_config, trainer, this.world_size)
         optimizer, schedulers = None, []
         if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden(
             "configure_optimizers", module
@@ -343,7 +343,7 @@ class StrategyMethods:
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: ``load_checkpoint`` has read it into the shards."""
+        """Does nothing: ``load_checkpoint`` has read the state into the shards."""
 
 
 def register(registry: Any, strategy: Any) -> None:

@@ -1,5 +1,5 @@
-"""What is wrapped in Lightning: the names of our strategies, their precision, and
-DeepSpeedStrategy on our engine.
+"""The wrappers of Lightning: names and precision of ZeroStrategy, checkpoints, and Lightning's own
+DeepSpeedStrategy on hf-zero's engine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hf_zero.core.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
-    by_number,
-    engines_part,
-    last_whole,
-    of_an_engine,
+    engine_checkpoint_error,
+    has_engine_checkpoint,
+    last_complete,
+    numbered_folders,
 )
-from hf_zero.integrations.engine_teardown import hand_back
+from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.precision import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import (
     StrategyMethods,
@@ -36,8 +36,8 @@ HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and re
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``zero_stage_0`` … ``zero_stage_3_offload`` beside DeepSpeed's names
-    (``DeepSpeedStrategy.register_strategies``).
+    """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
+    ``zero_stage_3_offload`` to the registry.
     """
 
     package = original.__module__.partition(".strategies.")[0]
@@ -57,8 +57,8 @@ def _make(package: str, **arguments: Any) -> Any:
 
 
 def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A ZeroStrategy gets its own precision, fp16 on CPUs too
-    (``_AcceleratorConnector._check_and_init_precision``).
+    """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
+    precision, fp16 on CPUs too.
     """
 
     def _check_and_init_precision(self: Any) -> Any:
@@ -76,7 +76,9 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of a fit leaves the memory of an engine on its device (``DDPStrategy.teardown``)."""
+    """Wraps ``DDPStrategy.teardown``: leaves the memory of an engine on its device at the end of a
+    fit.
+    """
 
     def teardown(self: Any) -> None:
         if isinstance(self.model, Engine) and self._lightning_module is not None:
@@ -103,7 +105,7 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
             self.model = engine
             return
         if engine is not None:
-            hand_back(engine)
+            destroy_and_restore(engine)
         original(self)
         if isinstance(self.model, Engine):  # and not the engine of a real DeepSpeed
             for optimizer in self.optimizers:
@@ -163,14 +165,18 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
             return path
         folder = Path(path)
         if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
-            return str(last_whole(by_number(folder.parent, HPC, folder.suffix), engines_part))
+            return str(
+                last_complete(
+                    numbered_folders(folder.parent, HPC, folder.suffix), engine_checkpoint_error
+                )
+            )
         # the engine says better what any other folder is
-        said = engines_part(folder) if of_an_engine(folder) else ""
+        said = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
         if said:
             others = [
                 str(item)
                 for item in _beside(folder.parent, folder.suffix)
-                if item != folder and not engines_part(item)
+                if item != folder and not engine_checkpoint_error(item)
             ]
             remedy = (
                 f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
@@ -193,7 +199,7 @@ def _under_zero(strategy: Any) -> bool:
 
 
 def _beside(parent: Path, extension: str) -> list[Path]:
-    """Folders that Lightning may have saved in ``parent``, the newest first."""
+    """Folders in ``parent`` that Lightning may have saved, the newest first."""
     found = (
         item
         for item in parent.glob(f"*{extension}")
@@ -203,19 +209,21 @@ def _beside(parent: Path, extension: str) -> list[Path]:
 
 
 def _skipped(folder: Path) -> bool:
-    said = engines_part(folder)
+    said = engine_checkpoint_error(folder)
     if said:
         log_rank0(f"{folder} is not whole and is skipped: {said}", logging.WARNING)
     return bool(said)
 
 
 def _nothing(set_to_none: bool = True) -> None:
-    """What zeroing gradients does to a window of DeepSpeed's."""
+    """``zero_grad`` of a window that DeepSpeedStrategy carries over the end of an epoch: does
+    nothing.
+    """
 
 
 def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Old folders go when the new one is whole, by a rename first
-    (``Strategy.remove_checkpoint``).
+    """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete, by
+    renaming it first.
     """
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
@@ -229,7 +237,7 @@ def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A fit ends when its last checkpoint is whole (``Strategy.on_train_end``)."""
+    """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
 
     def on_train_end(self: Any) -> None:
         if isinstance(self.model, Engine):
@@ -240,8 +248,8 @@ def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeedStrategy drops the weights from what it saves: they need not be made whole
-    (``Strategy.lightning_module_state_dict``).
+    """Wraps ``Strategy.lightning_module_state_dict``: returns nothing under DeepSpeedStrategy,
+    which drops the weights from what it saves.
     """
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:

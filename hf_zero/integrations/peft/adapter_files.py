@@ -1,4 +1,4 @@
-"""What the files of PEFT's adapters hold, told from the names of a model alone: for checkpoints,
+"""What the files of PEFT's adapters hold, found from the names of a model alone: for checkpoints,
 from which they are written later.
 """
 

@@ -3,8 +3,8 @@ middle of ``import peft``.
 
 Rank 0 saves adapters from the consolidated state dict that it was given, often alone. But modules
 that are saved whole are asked for a state dict of their own, and prompt encoders are called: both
-would gather, and nobody would join. So that code meets copies of these modules, which hold what the
-state dict has.
+would gather, and no other rank would join. So that code is given copies of these modules, which
+hold what the state dict has.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ASKED = ("modules_to_save", "prompt_encoder")
 
 
 def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The rows of an embedding that are to be trained, on any device
-    (``TrainableTokensLayer._collect_token_weights``).
+    """Wraps ``TrainableTokensLayer._collect_token_weights``: returns the trained rows of an
+    embedding on any device.
 
-    Inside GatheredParameters every rank has them, so that nothing is left to send.
+    Inside GatheredParameters every rank has them, so nothing is sent.
     """
 
     def _collect_token_weights(
@@ -44,8 +44,8 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The adapter out of a state dict, without a gather; nothing out of the empty one of other
-    ranks (``get_peft_model_state_dict``).
+    """Wraps ``get_peft_model_state_dict``: takes the adapter out of the given state dict without a
+    gather, and nothing out of the empty one of other ranks.
     """
 
     def get_peft_model_state_dict(
@@ -69,9 +69,7 @@ def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
-    """Ranks with the empty state dict write nothing over what rank 0 writes
-    (``PeftModel.save_pretrained``).
-    """
+    """Wraps ``PeftModel.save_pretrained``: ranks with an empty state dict write nothing."""
 
     def save_pretrained(
         self: Any,
@@ -169,7 +167,7 @@ def written(model: Any) -> set[str]:
 
 
 def _parts_of(adapter: str, model: Any) -> set[int]:
-    """Identities of the parameters that make up ``adapter``: PEFT is asked, with tensors without
+    """Identities of the parameters of ``adapter``, found by calling PEFT with tensors without
     values.
     """
     from peft import get_peft_model_state_dict

@@ -79,7 +79,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(model, state_dict, checkpoint_files, load_config, expected_keys=None)",
         wrapper="hf_zero.integrations.transformers.loading:open_lazily",
         versions=TRANSFORMERS,
-        why="the loader gets tensors that nobody has read",
+        why="the loader gets tensors that have not been read",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
@@ -94,7 +94,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, missing_keys, device_map, device_mesh, hf_quantizer)",
         wrapper="hf_zero.integrations.transformers.loading:mark_missing",
         versions=TRANSFORMERS,
-        why="missing weights start as whatever is in memory, which nobody could tell from values",
+        why="missing weights start as whatever is in memory, which cannot be told from values",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",

@@ -20,8 +20,8 @@ KNOWN = "_hf_zero_pads"  # on a mask: (whether it masks anything out, its _versi
 
 
 def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention masks of a batch on their way to the device
-    (``accelerate.data_loader.send_to_device``).
+    """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
+    whether it masks anything.
     """
 
     def send_to_device(
@@ -39,8 +39,8 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask that is known to mask nothing is none
-    (``transformers.masking_utils._preprocess_mask_arguments``).
+    """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask that is known to mask
+    nothing becomes None.
     """
 
     def _preprocess_mask_arguments(
@@ -70,8 +70,8 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
-    """No need to look where padding is known
-    (``transformers.masking_utils._ignore_causal_mask_sdpa``).
+    """Wraps ``transformers.masking_utils._ignore_causal_mask_sdpa``: does not read a mask whose
+    padding is known.
     """
 
     def _ignore_causal_mask_sdpa(
@@ -96,8 +96,8 @@ def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool]:
-    """As :func:`keep_causal_mask`
-    (``transformers.masking_utils._ignore_bidirectional_mask_sdpa``).
+    """Wraps ``transformers.masking_utils._ignore_bidirectional_mask_sdpa``: as
+    :func:`keep_causal_mask`.
     """
 
     def _ignore_bidirectional_mask_sdpa(

@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.distributed import init, process_group
 from hf_zero.integrations.deepspeed import zero_init
-from hf_zero.integrations.deepspeed.zero3_context import Loading, asked_for, loading_now
+from hf_zero.integrations.deepspeed.zero3_context import Loading, active_config, current_loading
 from hf_zero.loading import Building, record_in
 
 
@@ -21,15 +21,15 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
 
     def _from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        config = asked_for()
+        config = active_config()
         if (
             config is None
-            or loading_now.get() is not None
+            or current_loading.get() is not None
             or torch.get_default_device().type == "meta"
         ):
             return original(cls, *args, **kwargs)
         init.init_from_config(config)
-        token = loading_now.set(Loading(shards=False))
+        token = current_loading.set(Loading(shards=False))
         try:
             if process_group.get_world_size() == 1:
                 return original(cls, *args, **kwargs)
@@ -39,6 +39,6 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             zero_init.hold_roots(building, config)
             return model
         finally:
-            loading_now.reset(token)
+            current_loading.reset(token)
 
     return _from_config

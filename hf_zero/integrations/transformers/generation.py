@@ -25,8 +25,8 @@ FREE_SHARE = 0.5
 
 
 def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather once where memory allows, else keep the ranks together
-    (``GenerationMixin.generate``).
+    """Wraps ``GenerationMixin.generate``: gathers the model once where memory allows, else keeps
+    the ranks in step until the last has ended.
     """
     signature = inspect.signature(original)
 

@@ -26,9 +26,9 @@ from hf_zero.holding import hold
 from hf_zero.integrations import finder
 from hf_zero.integrations.deepspeed.zero3_context import (
     Loading,
-    asked_for,
-    forced,
-    loading_now,
+    active_config,
+    current_loading,
+    forced_config,
 )
 from hf_zero.loading import LazyTensor, make_pending, make_real
 
@@ -40,12 +40,12 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_sharded(args, kwargs)
-        config = asked_for()
-        if config is None or loading_now.get() is not None:
+        config = active_config()
+        if config is None or current_loading.get() is not None:
             return original(cls, *args, **kwargs)
         init.init_from_config(config)
         loading = Loading(shards=process_group.get_world_size() > 1)
-        token = loading_now.set(loading)
+        token = current_loading.set(loading)
         try:
             with world_group.raise_on_all_ranks(f"load {cls.__name__}"):
                 answer = original(cls, *args, **kwargs)
@@ -55,7 +55,7 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 hold(model, config)
             return answer
         finally:
-            loading_now.reset(token)
+            current_loading.reset(token)
             loading.opened.close()
 
     return from_pretrained
@@ -149,7 +149,7 @@ def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' own loader on tensors that nobody has read yet
+    """Transformers' own loader on tensors that have not been read yet
     (``PreTrainedModel._load_pretrained_model``).
     """
 
@@ -160,7 +160,7 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         load_config: Any,
         expected_keys: Any = None,
     ) -> Any:
-        loading = loading_now.get()
+        loading = current_loading.get()
         # A state dict is here already. Quantised weights are packed by their own code. Adapters,
         # which come with the keys they expect, are small and are not finalised.
         lazily = (
@@ -185,7 +185,7 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        loading = loading_now.get()
+        loading = current_loading.get()
         if loading is None or not loading.shards:
             return original(model, load_config, loading_info)
         make_real(model)
@@ -221,7 +221,7 @@ def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any
     ) -> None:
         original(self, missing_keys, device_map, device_mesh, hf_quantizer)
-        loading = loading_now.get()
+        loading = current_loading.get()
         if loading is None or not loading.shards:
             return
         for key in missing_keys - self.all_tied_weights_keys.keys():
@@ -238,7 +238,7 @@ def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
     """
 
     def is_deepspeed_zero3_enabled() -> bool:
-        return loading_now.get() is None and forced.get() is None and original()
+        return current_loading.get() is None and forced_config.get() is None and original()
 
     return is_deepspeed_zero3_enabled
 
@@ -268,10 +268,10 @@ def made_under(config: ZeroConfig) -> Iterator[None]:
     in shards.
     """
     finder.choose()  # the seams, also where the start of Python has not put them in
-    token = forced.set(config)
+    token = forced_config.set(config)
     try:
         # Another default device would make transformers put the whole model there.
         with torch.device("cpu") if config.stage == 3 else nullcontext():
             yield
     finally:
-        forced.reset(token)
+        forced_config.reset(token)

@@ -20,8 +20,8 @@ from hf_zero.logs import log_rank0
 
 
 def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """The callback of a ZeRO Trainer acts as :class:`AgreedStop` says
-    (``JITCheckpointCallback.set_trainer``).
+    """Wraps ``JITCheckpointCallback.set_trainer``: the callback of a ZeRO Trainer gets the events
+    of :class:`AgreedStop`.
     """
 
     def set_trainer(self: Any, trainer: Any) -> None:

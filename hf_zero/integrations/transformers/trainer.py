@@ -38,7 +38,7 @@ GIVEN = "_hf_zero_given"
 
 
 def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
-    """A ZeroCallback among the callbacks routes this Trainer (``Trainer.__init__``)."""
+    """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         callback = find_callback(original, self, args, kwargs)
@@ -56,8 +56,8 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The Accelerator is a ZeRO one where ZeRO was asked for
-    (``Trainer.create_accelerator_and_postprocess``).
+    """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO where
+    it was asked for, and checks that it is on.
     """
 
     def create_accelerator_and_postprocess(self: Any) -> None:
@@ -70,8 +70,8 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A second ``train()`` goes on with the model of the first; resumed, it goes on from a whole
-    checkpoint (``Trainer.train``).
+    """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
+    resuming uses the last complete checkpoint.
     """
 
     def train(
@@ -86,9 +86,9 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
             from hf_zero.core.engine import Engine
 
             if isinstance(self.deepspeed, Engine):
-                from hf_zero.integrations.engine_teardown import hand_back
+                from hf_zero.integrations.engine_teardown import destroy_and_restore
 
-                hand_back(self.deepspeed)
+                destroy_and_restore(self.deepspeed)
                 self.model_wrapped, self.deepspeed = self.model, None
                 if resume_from_checkpoint in (None, False):
                     log_rank0(
@@ -102,7 +102,9 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What trains is hf-zero's engine and nothing else (``Trainer._prepare_for_training``)."""
+    """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the model that trains is
+    wrapped in anything but the engine.
+    """
 
     def _prepare_for_training(
         self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -129,7 +131,9 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm as a tensor, which the Trainer reads when it logs (``Trainer._get_grad_norm``)."""
+    """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
+    it logs.
+    """
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         if not under_zero(self):
@@ -154,8 +158,8 @@ def _keep_given_optimizer(trainer: Any) -> None:
 
 
 def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer(optimizers=…)`` and the level of our logger stay as the user set them
-    (``deepspeed_init``).
+    """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
+    as the user set them.
     """
 
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -174,8 +178,8 @@ def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _given_optimizer(trainer: Any) -> Iterator[Any]:
-    """While the stock code wants an optimizer it gets the one that was given to the Trainer;
-    gives the scheduler beside it.
+    """Where the stock code asks for an optimizer, return the one that was given to the Trainer;
+    yields the scheduler that came with it.
     """
     optimizer, scheduler = getattr(trainer, GIVEN, (None, None))
     if optimizer is None:
@@ -200,7 +204,7 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
 
 
 def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluation and prediction before training, at every stage (``Trainer.evaluation_loop``)."""
+    """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not under_zero(self):
@@ -216,8 +220,8 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
-    """A model that was never trained is saved as any other, and what was saved is there
-    (``Trainer.save_model``).
+    """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
+    files of a running save are complete.
     """
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:

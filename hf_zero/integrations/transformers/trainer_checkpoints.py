@@ -21,13 +21,13 @@ from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
     STATE,
-    by_number,
-    decided,
-    engines_part,
-    last_whole,
-    of_an_engine,
-    tell_lost_random_states,
-    trainers,
+    decide_on_rank_0,
+    engine_checkpoint_error,
+    has_engine_checkpoint,
+    last_complete,
+    numbered_folders,
+    trainer_folder_error,
+    warn_lost_random_states,
 )
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logs import logger
@@ -37,40 +37,42 @@ ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
 def whole_to_resume(trainer: Any, wanted: Any) -> Any:
-    """What ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True the last whole
-    checkpoint. Collective.
+    """The checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True,
+    the last complete one. Collective.
 
-    Raises CheckpointError for a checkpoint that is not whole, with the last one that is, and if
-    none is.
+    Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and where no
+    checkpoint is complete.
     """
     if wanted is None or wanted is False:
         return wanted
     output = Path(trainer.args.output_dir)
     if wanted is True:
-        found = decided(lambda: last_whole(by_number(output, PREFIX), trainers))
+        found = decide_on_rank_0(
+            lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)
+        )
         folder = None if found is None else Path(found)
     else:
         folder = Path(wanted)
-        decided(lambda: _refuse_torn(folder))
+        decide_on_rank_0(lambda: _refuse_torn(folder))
     if folder is None:
         return wanted  # the Trainer says that there is none
-    if folder.is_dir() and of_an_engine(folder):
+    if folder.is_dir() and has_engine_checkpoint(folder):
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
-        tell_lost_random_states(folder, find.locate(folder), name, rank, ranks)
+        warn_lost_random_states(folder, find.locate(folder), name, rank, ranks)
     return str(folder)
 
 
 def _refuse_torn(folder: Path) -> None:
-    if not (folder.is_dir() and (of_an_engine(folder) or (folder / STATE).is_file())):
+    if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return  # the Trainer says better what a folder is that it has not written
-    said = trainers(folder)
+    said = trainer_folder_error(folder)
     if said:
         whole = next(
             (
                 each
-                for each in by_number(folder.parent, PREFIX)
-                if each != folder and not trainers(each)
+                for each in numbered_folders(folder.parent, PREFIX)
+                if each != folder and not trainer_folder_error(each)
             ),
             None,
         )
@@ -81,11 +83,11 @@ def _refuse_torn(folder: Path) -> None:
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A training ends when its last checkpoint is whole, with the best of those that are
-    (``Trainer._finalize_training``).
+    """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and takes
+    the best among the complete ones.
 
-    A best checkpoint that is damaged is no reason to lose a training that has ended, nor one to
-    delete all others.
+    A damaged best checkpoint neither fails a training that has ended nor makes the limit delete all
+    others.
     """
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
@@ -97,7 +99,7 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
                 and used
                 and not self.args.save_only_model
             ):
-                self.state.best_model_checkpoint, self.state.best_metric = decided(
+                self.state.best_model_checkpoint, self.state.best_metric = decide_on_rank_0(
                     lambda: _best_whole(self)
                 )
         return original(self, trial, num_train_samples, start_time)
@@ -106,8 +108,8 @@ def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """What is pushed is whole: written by all ranks, beside the training too
-    (``Trainer._push_from_checkpoint``).
+    """Wraps ``Trainer._push_from_checkpoint``: uploads a checkpoint once all ranks have written it,
+    also with asynchronous saves.
     """
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
@@ -120,10 +122,10 @@ def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
-    """The best checkpoint that is whole, and its metric; None where there is none."""
+    """The best complete checkpoint and its metric; None where there is none."""
     state, args = trainer.state, trainer.args
     best = Path(state.best_model_checkpoint)
-    said = engines_part(best)
+    said = engine_checkpoint_error(best)
     if not said:
         return str(best), state.best_metric
     logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, said)
@@ -135,13 +137,13 @@ def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
     scores = {entry["step"]: entry[name] for entry in state.log_history if name in entry}
     others = [
         folder
-        for folder in by_number(best.parent, PREFIX)
+        for folder in numbered_folders(best.parent, PREFIX)
         if folder != best and _step(folder) in scores
     ]
     for folder in sorted(
         others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)
     ):
-        if not engines_part(folder):
+        if not engine_checkpoint_error(folder):
             logger.warning("%s is taken instead: %s %g", folder, name, scores[_step(folder)])
             return str(folder), scores[_step(folder)]
     logger.warning("no checkpoint with a metric is whole: the model stays as training has left it")
@@ -153,8 +155,8 @@ def _step(folder: Path) -> int:
 
 
 def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """``save_total_limit`` counts whole checkpoints, and removes them by a rename first
-    (``rotate_checkpoints``).
+    """Wraps ``rotate_checkpoints``: ``save_total_limit`` counts complete checkpoints, and removes a
+    folder by renaming it first.
     """
 
     def rotate_checkpoints(
@@ -171,7 +173,7 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
             for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
         ]
         limited = save_total_limit is not None and save_total_limit > 0
-        if not (limited and finder.chosen() and ordered and of_an_engine(ordered[0])):
+        if not (limited and finder.chosen() and ordered and has_engine_checkpoint(ordered[0])):
             original(
                 output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix
             )
@@ -198,7 +200,11 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
             newest_first,
             keep,
             protected,
-            lambda folder: engines_part(folder) if folder == newest else trainers(folder),
+            lambda folder: (
+                engine_checkpoint_error(folder)
+                if folder == newest
+                else trainer_folder_error(folder)
+            ),
         ),
         ASIDE,
     )

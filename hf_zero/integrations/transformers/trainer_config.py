@@ -80,7 +80,7 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
                 open_key(params, f"{name}.params.{key}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
-        # save_model is expected to leave weights behind; whoever writes false gets the sharded
+        # save_model is expected to leave weights behind; a config that says false gets the sharded
         # checkpoint alone
         open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
     return opened
@@ -95,8 +95,8 @@ def _schedule_params(kind: Any) -> tuple[str, ...]:
 
 
 def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
-    """Left out means "as the arguments say"
-    (``HfTrainerDeepSpeedConfig.trainer_config_process``).
+    """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: keys that are left out come from
+    the training arguments.
     """
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
@@ -126,8 +126,8 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
-    """Raise ConfigError for an evaluation in another precision than training: Transformers would
-    train in it, too.
+    """Raise ConfigError for an evaluation in another precision than training, since Transformers
+    would train in it too.
     """
     for kind in ("bf16", "fp16"):
         if (
@@ -144,8 +144,8 @@ def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
 
 
 def refuse_contradictions(live: Any) -> None:
-    """Raise ConfigError for what Transformers noted while it filled ``live``; by itself it would
-    say so when training starts.
+    """Raise ConfigError for the contradictions that Transformers found while it filled ``live``,
+    before training starts.
     """
     if live.mismatches:
         listed = "\n".join(
@@ -159,7 +159,7 @@ def refuse_contradictions(live: Any) -> None:
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path, None if nothing does."""
+    """The value at a dotted path, None if there is none."""
     node: Any = config
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None

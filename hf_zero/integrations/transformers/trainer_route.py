@@ -44,7 +44,7 @@ def find_callback(
         )
     except TypeError:
         return None  # the constructor itself says better what is wrong with its arguments
-    # not imported: then nobody has one
+    # not imported: then there is no ZeroCallback
     ours = sys.modules.get("hf_zero.integrations.transformers.zero_callback")
     found = [
         callback
@@ -76,17 +76,16 @@ def environment(**changes: str) -> Iterator[None]:
 
 
 def engine_environment(args: Any) -> dict[str, str]:
-    """What tells the engine to compute where Accelerate puts the data: on the CPU, although a
-    GPU may be visible.
+    """The variables that make the engine compute where Accelerate puts the data: on the CPU,
+    although a GPU may be visible.
     """
     return {ON_CPU: "true"} if args.device.type == "cpu" else {}
 
 
 @contextmanager
 def route(trainer: Any) -> Iterator[bool]:
-    """Lend the Trainer's arguments what makes its Accelerator a ZeRO one.
-
-    Gives whether ZeRO was asked for.
+    """Add to the Trainer's arguments, for a while, what makes its Accelerator use ZeRO. Yields
+    whether ZeRO was asked for.
     """
     args, callback = trainer.args, getattr(trainer, CALLBACK, None)
     config = callback.config if callback is not None else None
@@ -123,7 +122,7 @@ def route(trainer: Any) -> Iterator[bool]:
 
 
 def agree(config: dict[str, Any], args: Any) -> None:
-    """Refuse a callback whose config differs from the one that the arguments have already."""
+    """Raise ConfigError for a callback whose config differs from that of the arguments."""
     theirs = args.deepspeed_plugin.hf_ds_config.config
     differing = [
         f"{path}: {given!r} in ZeroCallback, {other!r} in the arguments"
@@ -154,9 +153,7 @@ def _left_by_callback() -> bool:
 
 
 def renew_devices(args: Any) -> None:
-    """Let the arguments look again at the ranks and devices: they did so when they were made,
-    for another Trainer.
-    """
+    """Make the arguments read ranks and devices again: they were made for another Trainer."""
     args.__dict__.pop("_setup_devices", None)
     _ = args._setup_devices
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.core.engine import Engine
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.accelerate.multiple_models import SeveralEngines
+from hf_zero.integrations.accelerate.multiple_models import MultipleEngines
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
 
@@ -128,7 +128,7 @@ def test_the_second_of_two_models_trains_where_the_first_is_a_teacher() -> None:
 def test_two_models_step_and_forget_when_their_optimizers_are_told() -> None:
     accelerator = accelerator_with()
     (one, of_one), (two, of_two) = prepared(accelerator), prepared(accelerator)
-    assert isinstance(accelerator.deepspeed_engine_wrapped, SeveralEngines)
+    assert isinstance(accelerator.deepspeed_engine_wrapped, MultipleEngines)
     accelerator.backward(loss_of(one, two))
     assert (one.global_steps, two.global_steps) == (0, 0)
     assert one.gradient_norm() == two.gradient_norm() > 0.0

@@ -19,7 +19,7 @@ from torch import nn
 import hf_zero
 from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.engine_teardown import hand_back
+from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logs import logger
 from tests.integrations.conftest import forget
 from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights
@@ -328,7 +328,7 @@ def test_a_second_train_in_16_bits_loses_nothing(stage: int, tmp_path: Path) -> 
         name: hf_zero.safe_get_full_fp32_param(parameter)
         for name, parameter in run.model.named_parameters()
     }
-    hand_back(run.deepspeed)
+    destroy_and_restore(run.deepspeed)
     for name, parameter in run.model.named_parameters():
         assert type(parameter) is nn.Parameter and torch.equal(parameter, masters[name])
     assert not all(torch.equal(value, value.bfloat16().float()) for value in masters.values())

@@ -403,7 +403,9 @@ def test_storage_that_fails_while_checkpoints_are_looked_at(
     def failing(parent: Path, name: str) -> list[Path]:
         raise OSError(5, "Input/output error", str(parent))
 
-    monkeypatch.setattr("hf_zero.integrations.transformers.trainer_checkpoints.by_number", failing)
+    monkeypatch.setattr(
+        "hf_zero.integrations.transformers.trainer_checkpoints.numbered_folders", failing
+    )
     run = routed("ours", 2, copied(whole, tmp_path))
     with pytest.raises(CheckpointError, match="run: Input/output error; check the storage"):
         run.train(resume_from_checkpoint=True)
