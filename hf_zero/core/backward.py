@@ -180,11 +180,11 @@ class Backward:
                 "between it and step()"
             )
 
-    def reset(self) -> None:
+    def reset(self, counts_only: bool = False) -> None:
         """Forget what an exception has left open in a forward or a backward; a step comes, or
-        ``zero_grad``.
+        ``zero_grad``. ``counts_only``: the step counts a micro-batch and updates nothing.
         """
-        self._sanity.on_step()
+        self._sanity.on_step(counts_only)
         self.hooks.reset()
 
     def remove(self) -> None:

@@ -262,7 +262,7 @@ class Engine(nn.Module):
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
-        self.backward_pass.reset()
+        self.backward_pass.reset(counts_only=not self.accumulation.ends)
         self.backward_pass.take_in_unannounced()
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()

@@ -139,6 +139,16 @@ class OptimizerStep:
         model.refresh(stale, model.flats, frozenset(written))
         return False
 
+    def forget_state(self) -> None:
+        """Make the optimizer's state what it was before the first step.
+
+        Raises PartitionError where a backward has used it for a part of the model already.
+        """
+        refuse_half_done(self.updater, "optimizer.state.clear()")
+        if self.updater is not None:
+            self.updater.finish()
+        self.bound.forget()
+
     def take_user_writes(self) -> None:
         """Take what the script has written to whole parameters over into shards and master
         weights.

@@ -62,9 +62,21 @@ class SanityChecks:
         if self._warns:
             self._loss = loss.detach()
 
-    def on_step(self) -> None:
-        """``step()`` or ``zero_grad()`` was called."""
-        self._backwards = 0
+    def on_step(self, counts_only: bool = False) -> None:
+        """``step()`` or ``zero_grad()`` was called; ``counts_only``: it counts a micro-batch of a
+        window that goes on.
+        """
+        backwards, self._backwards = self._backwards, 0
+        if counts_only and backwards == self._accumulation:
+            self._warn(
+                "windows",
+                f"engine.step() after {backwards} backwards has counted one micro-batch of "
+                f"{self._accumulation} and changed no weight: with gradient_accumulation_steps = "
+                f"{self._accumulation} call it after each engine.backward(loss), and every "
+                f"{self._accumulation}th call updates; where the loop itself collects "
+                "micro-batches, set gradient_accumulation_steps to 1 and divide the loss by their "
+                "number",
+            )
 
     def on_norm(self, norm: torch.Tensor, step: int) -> None:
         """The gradient norm of ``step``, 0-dim on the device. Never waits for it."""

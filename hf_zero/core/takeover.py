@@ -22,7 +22,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     one would make an empty entry.
 
     ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state
-    what it was before the first step.
+    what it was before the first step, or raises.
     """
 
     wait: Callable[[], None] | None = None
@@ -48,8 +48,28 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         self._wait()
         return super().values()
 
-    def clear(self) -> None:
+    def keys(self) -> Any:
         self._wait()
+        return super().keys()
+
+    def __len__(self) -> int:
+        self._wait()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._wait()
+        return super().__contains__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._refuse_parameter(key)
+        self._wait()
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, dict[str, Any]]:
+        self._wait()
+        return super().popitem()
+
+    def clear(self) -> None:
         if self.restart is not None:
             self.restart()
         else:
@@ -149,7 +169,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
     def restart() -> None:
         alive = engine()
         if alive is not None:
-            alive.bound.forget()
+            alive.optimizer_step.forget_state()
 
     def watch_state() -> None:
         optimizer.state = SegmentStates(dict, optimizer.state)

@@ -100,6 +100,29 @@ def test_backwards_that_no_step_follows(heard: list[str]) -> None:
     engine.destroy()
 
 
+def test_a_loop_that_collects_micro_batches_by_itself(heard: list[str]) -> None:
+    """It steps once a window: each step counts one micro-batch, and nothing is updated."""
+    engine = engine_of(stack(), accumulation=3)
+    for _ in range(4):
+        for _ in range(3):
+            engine.backward(loss_of(engine))
+        engine.step()
+    assert engine.global_steps == 1
+    (message,) = (text for text in heard if "has counted one micro-batch of 3" in text)
+    assert message.startswith("engine.step() after 3 backwards") and "steps to 1" in message
+    engine.destroy()
+
+
+def test_steps_after_each_backward_are_no_news(heard: list[str]) -> None:
+    engine = engine_of(stack(), accumulation=3)
+    for _ in range(6):
+        engine.backward(loss_of(engine))
+        engine.step()
+    assert engine.global_steps == 2
+    assert not any("has counted one micro-batch" in text for text in heard)
+    engine.destroy()
+
+
 def without_warning(engine: Engine) -> None:
     for _ in range(6):  # gradients of three losses
         for _ in range(3):
