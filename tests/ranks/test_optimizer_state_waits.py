@@ -44,6 +44,7 @@ def test_whoever_looks_waits_for_the_update(
     engine = opened()
     backward(engine)
     engine.step()
+    engine.updater.finish()
 
     def held_up(update: Update, *args: Any) -> None:
         assert gate.wait(30)
