@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hf_zero.distributed.agent_store import connect_to_agent_store
+
 SWITCH = "HF_ZERO_TRACEBACK"
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
@@ -120,15 +122,8 @@ class _Said:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"hf_zero/uncaught/{attempt}/{hashlib.sha256(text.encode()).hexdigest()}"
         self._store: Any = None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-            with suppress(Exception):
-                from torch.distributed import TCPStore
-
-                address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                patience = timedelta(seconds=WAIT_SECONDS)
-                self._store = TCPStore(
-                    address, port, is_master=False, wait_for_workers=False, timeout=patience
-                )
+        with suppress(Exception):
+            self._store = connect_to_agent_store(timedelta(seconds=WAIT_SECONDS))
 
     def within(self, seconds: float) -> bool:
         """Whether it has been said, or is before ``seconds`` have passed."""

@@ -161,6 +161,16 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
 
 
+@dataclass(frozen=True)
+class DimGroups:
+    """The process groups of one mesh dimension: None where it has one rank."""
+
+    gather: Any
+    reduce: Any  # None where nothing is reduced
+    backend: str
+    device: torch.device = CPU
+
+
 class MeshDim:
     """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state
     with this one.
@@ -170,22 +180,23 @@ class MeshDim:
         self,
         ranks: Sequence[int],
         rank: int,
-        group: Any,
-        second: Any,
-        backend: str,
+        groups: DimGroups,
         stats: CollectiveStats,
         watchdog: Watchdog,
         name: str = "axis",
         timeout: float = DEFAULT_TIMEOUT,
-        device: torch.device = CPU,
     ):
+        """``ranks`` are global, ``rank`` is this one among them; ``name`` says in messages whose
+        dimension it is.
+        """
+        backend, device = groups.backend, groups.device
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
-        self._group = group
+        self._group = groups.gather
         # Reductions have a communicator of their own: their order and the order of gathers then
         # need not interleave alike.
-        self._reduce_group = second
+        self._reduce_group = groups.reduce
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
@@ -195,7 +206,7 @@ class MeshDim:
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
         logs = []
-        for kind, each in (("gathers", group), ("reductions", second)):
+        for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)

@@ -15,6 +15,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import (
     DEFAULT_TIMEOUT,
     CollectiveStats,
+    DimGroups,
     MeshDim,
 )
 from hf_zero.distributed.consensus import Consensus
@@ -53,9 +54,11 @@ class Mesh:
         self.consensus: Consensus | None = None
         self.name = "engine"
         logs: dict[str, CollectiveLog] = {}
+        board = None
         if self.world > 1 and backend != "fake":
-            self.watchdog = get_world_group().watchdog
-            get_world_group().log.timeout = timeout
+            world = get_world_group()
+            world.log.timeout = timeout
+            self.watchdog, board = world.watchdog, world.recovery_board
             store = dist.distributed_c10d._get_default_store()
             self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
             logs["agreements"] = log = CollectiveLog(
@@ -87,7 +90,9 @@ class Mesh:
                 for each in (axis.gathers, axis.reductions):
                     each.issue_deferred = get_world_group().deferred.issue
                 logs |= {f"gathers{kind}": axis.gathers, f"reductions{kind}": axis.reductions}
-        self.passes = PassTracker(self.name, self.rank, self.world, logs, self.watchdog, timeout)
+        self.passes = PassTracker(
+            self.name, self.rank, self.world, logs, self.watchdog, timeout, board
+        )
 
     def issue_before_others(self, issue: Callable[[], None]) -> None:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
@@ -136,14 +141,11 @@ class Mesh:
         return MeshDim(
             mine,
             self.rank,
-            groups[0],
-            groups[1],
-            backend,
+            DimGroups(groups[0], groups[1], backend, device),
             self.stats,
             watchdog or self.watchdog,
             name,
             self.timeout,
-            device,
         )
 
     @property

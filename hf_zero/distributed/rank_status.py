@@ -27,14 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.store import TimeoutStore
 from hf_zero.errors import RankMismatchError
-
-if TYPE_CHECKING:
-    from hf_zero.distributed.recovery import RecoveryBoard
 
 StatusPost = dict[str, Any]
 
@@ -64,9 +60,7 @@ class RankStatus:
     """
 
     def __init__(self, store: Any, rank: int, world: int, store_host: int | None = None):
-        # its own: others block on theirs
-        self.store = self._store = TimeoutStore(store.clone() if hasattr(store, "clone") else store)
-        self.recovery_board: RecoveryBoard
+        self._store = store
         self.rank = rank
         self.world = world
         self.store_host = store_host

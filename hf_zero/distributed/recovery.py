@@ -47,8 +47,11 @@ class PassTracker:
         logs: Mapping[str, CollectiveLog],
         watchdog: Watchdog,
         timeout: float,
+        board: RecoveryBoard | None = None,
     ):
-        """``lanes``: the communicators, by what they are for."""
+        """``logs``: the communicators, by what they are for; ``board``: where ranks that go on
+        after an exception meet, None where they share no store.
+        """
         self.name = name
         self._rank, self._ranks = rank, range(world)
         self._logs = dict(logs)
@@ -57,8 +60,9 @@ class PassTracker:
         self._open = False
         self._broken = False
         self._serials = itertools.count()
-        if watchdog.rank_status is not None:
-            watchdog.rank_status.recovery_board.add(self)
+        self._board = board
+        if board is not None:
+            board.add(self)
 
     def _at(self) -> tuple[int, ...]:
         return tuple(log.sequence_number for log in self._logs.values())
@@ -93,8 +97,8 @@ class PassTracker:
         self._resume("", [role, log.sequence_number, what], what)
 
     def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
-        rank_status = self._watchdog.rank_status
-        assert rank_status is not None
+        board = self._board
+        assert board is not None
         for log in self._logs.values():
             log.before_issue = None
         self._broken = False
@@ -105,7 +109,7 @@ class PassTracker:
             "last": self.last(),
             **said,
         }
-        rank_status.recovery_board.state(self.name, self._rank, statement)
+        board.state(self.name, self._rank, statement)
         peers = [rank for rank in self._ranks if rank != self._rank]
         with self._watchdog.watching(
             PendingCollective(
@@ -115,16 +119,14 @@ class PassTracker:
             limit = time.monotonic() + self._timeout
             for peer in peers:
                 self._await_answer(peer, statement, limit)
-        rank_status.recovery_board.stated.pop(self.name, None)
+        board.stated.pop(self.name, None)
 
     def _await_answer(self, peer: int, statement: Mapping[str, Any], limit: float) -> None:
-        rank_status = self._watchdog.rank_status
-        assert rank_status is not None
+        board, rank_status = self._board, self._watchdog.rank_status
+        assert board is not None and rank_status is not None
         while True:
             self._watchdog.check()
-            answer = rank_status.recovery_board.answer(
-                self.name, peer, self._rank, statement["serial"]
-            )
+            answer = board.answer(self.name, peer, self._rank, statement["serial"])
             if answer == "":
                 return
             gone = None if answer is not None else rank_status.exit_reason(peer)
@@ -158,8 +160,7 @@ class PassTracker:
         """
         # before what has begun: a pass is noted before its first collective
         at, there = self.numbers(), statement["at"]
-        rank_status = self._watchdog.rank_status
-        own = rank_status.recovery_board.stated.get(self.name) if rank_status is not None else None
+        own = self._board.stated.get(self.name) if self._board is not None else None
         if statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]

@@ -28,7 +28,7 @@ class TimeoutStore:
     """
 
     def __init__(self, store: Any, seconds: float = TIMEOUT_SECONDS):
-        self._store = store
+        self._store = store.clone() if hasattr(store, "clone") else store
         self._seconds = seconds
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -98,9 +98,7 @@ class StoreMessages:
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], str | None]):
-        self._store = TimeoutStore(
-            store.clone() if hasattr(store, "clone") else store, STORE_SECONDS
-        )
+        self._store = TimeoutStore(store, STORE_SECONDS)
         self._rank, self._timeout, self._gone = rank, timeout, gone
         # starts the thread that asks: none can be started once the interpreter ends
         self._store.add("opened", 1)

@@ -49,7 +49,9 @@ class Watchdog:
         enabled: bool = True,
         warn_after: float = WARN_SECONDS,
         rank_status: RankStatus | None = None,
+        poll: Callable[[Callable[[str], None]], None] | None = None,
     ):
+        """``poll`` is called on the watchdog's thread about once a second, with :meth:`end`."""
         self._enabled = enabled
         self._warn_after = warn_after
         self.rank_status = rank_status
@@ -61,11 +63,12 @@ class Watchdog:
         self._warned = 0.0
         self._looked = 0.0
         self._posted: tuple[PendingCollective, float] | None = None
-        self._answered = 0.0
+        self._polled = 0.0
         self._followed: dict[
             CollectiveLog, deque[tuple[tuple[PendingCollective, float], Callable[[], bool]]]
         ] = {}
         self._following = threading.Lock()
+        self._poll = poll
         self._hinted: tuple[PendingCollective, float] | None = None
         if rank_status is not None:
             _watches.add(self)
@@ -195,23 +198,21 @@ class Watchdog:
         if not self.verdict:
             self._conclude(verdict, verdict)
 
-    def answer_recoveries(self) -> None:
-        """Answer ranks that go on after an exception; asked for all the time, and looked after
-        once a second.
-        """
+    def poll(self) -> None:
+        """Call the ``poll`` of the constructor, if it is due."""
         rank_status, now = self.rank_status, time.monotonic()
         if (
-            rank_status is None
-            or not hasattr(rank_status, "recovery_board")
+            self._poll is None
+            or rank_status is None
             or self.verdict
-            or now - self._answered < self._every(rank_status)
+            or now - self._polled < self._every(rank_status)
         ):
             return
-        self._answered = now
+        self._polled = now
         try:
-            rank_status.recovery_board.answer_statements(self.end)
+            self._poll(self.end)
         except RuntimeError:
-            pass  # the store is gone: nobody can ask
+            pass  # the store is gone: no other rank can ask
 
     def close(self) -> None:
         self._stop.set()
@@ -298,7 +299,7 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         if watchdog is None:
             return
         watchdog.check_current_wait()
-        watchdog.answer_recoveries()
+        watchdog.poll()
         pause = watchdog.pause
         del watchdog
 

@@ -32,6 +32,7 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_status import RankStatus, first_line
 from hf_zero.distributed.recovery import RecoveryBoard
+from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
@@ -44,16 +45,21 @@ class WorldGroup:
     def __init__(self, store: Any) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         backend = str(dist.get_backend())
-        rank_status = None
+        rank_status: RankStatus | None = None
+        self.recovery_board: RecoveryBoard | None = None
         if self.world > 1 and backend not in ("threaded", "fake"):
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{self.rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            rank_status = RankStatus(
-                dist.PrefixStore(str(number), shared), self.rank, self.world, None if agent else 0
-            )
-            rank_status.recovery_board = RecoveryBoard(rank_status.store, self.rank)
-        self.watchdog = Watchdog(enabled=rank_status is not None, rank_status=rank_status)
+            # a client of its own: calls of others block theirs
+            own = TimeoutStore(dist.PrefixStore(str(number), shared))
+            rank_status = RankStatus(own, self.rank, self.world, None if agent else 0)
+            self.recovery_board = RecoveryBoard(own, self.rank)
+        self.watchdog = Watchdog(
+            enabled=rank_status is not None,
+            rank_status=rank_status,
+            poll=self.recovery_board.answer_statements if self.recovery_board is not None else None,
+        )
         self._agrees = rank_status is not None and group_backend(CPU) == "gloo"
         off = partial(
             abort, dist.group.WORLD, group_backend(CPU), self.world, self.rank, default_device()

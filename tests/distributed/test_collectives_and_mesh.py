@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.collectives import CollectiveStats, Handle, MeshDim
+from hf_zero.distributed.collectives import CollectiveStats, DimGroups, Handle, MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
@@ -357,7 +357,7 @@ def test_receive_buffers_are_used_again() -> None:
 
 
 def test_peers_start_with_the_next_rank() -> None:
-    axis = MeshDim([4, 5, 6, 7], 6, None, None, "gloo", CollectiveStats(), OFF)
+    axis = MeshDim([4, 5, 6, 7], 6, DimGroups(None, None, "gloo"), CollectiveStats(), OFF)
     assert (axis.rank, axis.size, axis._peers()) == (2, 4, [3, 0, 1])
 
 

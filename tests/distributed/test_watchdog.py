@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed import rank_status as presences
 from hf_zero.distributed import watchdog as module
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import Handle
@@ -143,8 +142,6 @@ class Work:
 
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[CollectiveLog]]:
-    # whose thread the clock does not start
-    monkeypatch.setattr(presences, "TimeoutStore", lambda store: store)
     store, logs, watches = dist.HashStore(), [], []
     for rank in range(2):
         rank_status = RankStatus(store, rank, 2)

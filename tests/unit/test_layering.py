@@ -85,6 +85,7 @@ OTHER_LIBRARIES = {
     "transformers": {"accelerate"},
 }
 TORCH_DISTRIBUTED = (
+    "hf_zero.distributed.agent_store",
     "hf_zero.distributed.process_group",
     "hf_zero.distributed.init",
     "hf_zero.distributed.world_group",
@@ -188,10 +189,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
                 and library(module) != (library(name))
             ):
                 found.append(f"{module} imports {name}, which comes later in integrations/")
-        elif name.startswith("torch.distributed") and module not in (
-            *TORCH_DISTRIBUTED,
-            "hf_zero.uncaught",
-        ):
+        elif name.startswith("torch.distributed") and module not in (*TORCH_DISTRIBUTED,):
             found.append(f"{module} imports {name}; only hf_zero.distributed does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
