@@ -16,6 +16,7 @@ from tests.unit.test_layering import PACKAGE, ROOT, imports, module_name
 
 # closed by imports inside functions or for types alone
 CIRCLES = {
+    ("hf_zero.checkpoint.async_save", "hf_zero.checkpoint.save_sharded"),
     ("hf_zero.checkpoint.foreign", "hf_zero.checkpoint.reader"),
     ("hf_zero.checkpoint.foreign.deepspeed", "hf_zero.checkpoint.foreign.universal"),
     ("hf_zero.core.flat", "hf_zero.core.unit"),
