@@ -54,6 +54,7 @@ class Backward:
             DTYPES[wire] if wire else None,
             update.homeward,
             config.kernels,
+            model.packed_elements,
         )
         self._model = model
         self._update = update

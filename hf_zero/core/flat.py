@@ -12,7 +12,7 @@ that would crash the process.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -562,6 +562,22 @@ class Flat:
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
         self.axis.all_gather([(whole, self.shard)], self.key).wait()
         return whole
+
+
+def packs(flats: Iterable[Flat], limit: int) -> list[list[Flat]]:
+    """``flats`` in their order, those together that one message may carry: neighbours of one
+    dtype with at most ``limit`` elements.
+    """
+    found: list[list[Flat]] = []
+    room = 0
+    for flat in flats:
+        if found and flat.layout.padded <= room and found[-1][0].dtype == flat.dtype:
+            found[-1].append(flat)
+        else:
+            found.append([flat])
+            room = limit
+        room -= flat.layout.padded
+    return found
 
 
 def forget(parameter: nn.Parameter) -> None:

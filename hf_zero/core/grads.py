@@ -42,14 +42,22 @@ IN_FLIGHT = 2  # borrowed buffers that may be on the wire at once
 
 
 @dataclass(eq=False)
-class _Flight:
-    """A reduction under way: its result goes to ``flat.grad`` times ``scale``."""
+class _Reduction:
+    """The reduction of one flat: its result goes to ``flat.grad`` times ``scale``."""
 
     flat: Flat
-    handle: Handle
+    wire: torch.Tensor  # [padded], what is summed
     scale: float
-    borrowed: torch.Tensor | None
-    number: int  # of the reduction in its backward
+    borrowed: torch.Tensor | None  # ``wire``, where it is to be given back
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A message under way, with the reductions of one flat or of several small ones."""
+
+    reductions: Sequence[_Reduction]
+    handles: Sequence[Handle]  # of each
+    number: int  # of the message in its backward
     # where a sum over the shard axis goes that is yet to be summed over the replicas
     part: torch.Tensor | None = None
 
@@ -67,11 +75,13 @@ class GradientReducer:
         wire_dtype: torch.dtype | None = None,
         homeward: Homeward | None = None,
         kernels: Any = "off",
+        packed: int = 0,
     ):
         """``wire_dtype`` is what travels; None: the dtype of the parameters. ``homeward`` takes
         offloaded gradients off a GPU.
 
-        ``kernels`` is the configuration's.
+        ``kernels`` is the configuration's. Consecutive units of at most ``packed`` elements
+        together are reduced in one message.
         """
         self._sizes = Counter(flat.layout.padded for unit in units for flat in unit.trainable)
         self._order = ReductionOrder(units)
@@ -101,6 +111,11 @@ class GradientReducer:
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
         self._flights: list[_Flight] = []
+        self._waiting: list[_Reduction] = []  # for others, to be sent in one message
+        self._waiting_elements = 0
+        # a sum over two axes is two messages a flat
+        both = mesh.shard.size > 1 and mesh.replicate.size > 1
+        self._packed = 0 if both or mesh.world == 1 else packed
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.spoiled = False  # a backward broke after part of its gradients was taken in
         self.weight = 1.0  # of the micro-batch whose backward is under way, the same on all ranks
@@ -249,6 +264,18 @@ class GradientReducer:
         self._next += 1
         self._depth = max(self._depth, self._order.depth(self._key, unit))
         self._launch(unit)
+        if self._waiting and not self._next_fits():
+            self._flush()
+
+    def _next_fits(self) -> bool:
+        """Whether the next unit in the order may travel with the reductions that wait."""
+        units = self._order.units
+        if self._next >= len(units) or units[self._next] in self._order.deferred:
+            return False
+        elements = self._waiting_elements
+        for flat in units[self._next].trainable:
+            elements += flat.layout.padded
+        return elements <= self._packed
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         late = [
@@ -271,6 +298,7 @@ class GradientReducer:
         for unit in self._order.units:
             if unit.index in again:
                 self._launch(unit)
+        self._flush()
         # While an older forward waits, units are not complete before the end, which shows nothing.
         if not any(each.waits for each in told):
             self._known.add(self._key)
@@ -286,6 +314,7 @@ class GradientReducer:
             for unit in self._order.units:
                 for flat in unit.trainable:
                     self._send_window(flat)
+            self._flush()
             while self._flights:
                 self._land()
         if self._homeward is not None:
@@ -331,9 +360,12 @@ class GradientReducer:
     def _drop(self) -> None:
         """Let go of gradients on parameters and of reductions on the wire."""
         for flight in self._flights:
-            flight.handle.drop()
-            self._give_back(flight.borrowed)
-        self._flights = []
+            for reduction, handle in zip(flight.reductions, flight.handles):
+                handle.drop()
+                self._give_back(reduction.borrowed)
+        for waiting in self._waiting:
+            self._give_back(waiting.borrowed)
+        self._flights, self._waiting, self._waiting_elements = [], [], 0
         self._usage.drop()
         for unit in self._units:
             for flat in unit.flats:
@@ -403,14 +435,37 @@ class GradientReducer:
     def _send(
         self, flat: Flat, wire: torch.Tensor, borrowed: torch.Tensor | None, scale: float
     ) -> None:
+        elements = flat.layout.padded
+        waiting = self._waiting
+        if waiting and (
+            waiting[0].wire.dtype != wire.dtype or self._waiting_elements + elements > self._packed
+        ):
+            self._flush()
+        self._waiting.append(_Reduction(flat, wire, scale, borrowed))
+        self._waiting_elements += elements
+        if self._waiting_elements > self._packed:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what waits, in one message."""
+        reductions, self._waiting, self._waiting_elements = self._waiting, [], 0
+        if not reductions:
+            return
         shard, replicate, part = self._mesh.shard, self._mesh.replicate, None
-        if flat.layout.shards > 1:
-            handle = shard.reduce_scatter(wire, flat.key)
+        wires, flat = [each.wire for each in reductions], reductions[0].flat
+        key = flat.key if len(reductions) == 1 else f"{flat.key}..{reductions[-1].flat.key}"
+        if len(reductions) > 1 and flat.layout.shards > 1:
+            handles = shard.reduce_packed(wires, key)
+        elif len(reductions) > 1:
+            packed = replicate.all_reduce(torch.cat(wires), key, ordered=True)
+            handles = packed.split([wire.numel() for wire in wires])
+        elif flat.layout.shards > 1:
+            handles = [shard.reduce_scatter(wires[0], key)]
             if replicate.size > 1:
-                part = torch.empty(flat.layout.chunk, dtype=wire.dtype, device=wire.device)
+                part = wires[0].new_empty(flat.layout.chunk)
         else:
-            handle = replicate.all_reduce(wire, flat.key, ordered=True)
-        self._flights.append(_Flight(flat, handle, scale, borrowed, self._sent, part))
+            handles = [replicate.all_reduce(wires[0], key, ordered=True)]
+        self._flights.append(_Flight(reductions, handles, self._sent, part))
         self._sent += 1
         if self._holds or not self._exceeds():
             return
@@ -432,30 +487,37 @@ class GradientReducer:
             flat.widen_gradient()
 
     def _takes_memory(self, flight: _Flight) -> bool:
-        return flight.borrowed is not None or (
-            self._homeward is not None and flight.flat.states is not None
+        if len(flight.reductions) > 1:
+            return True
+        (alone,) = flight.reductions
+        return alone.borrowed is not None or (
+            self._homeward is not None and alone.flat.states is not None
         )
 
     def _land(self) -> None:
         flight = self._flights.pop(0)
-        flat = flight.flat
+        for reduction, handle in zip(flight.reductions, flight.handles):
+            self._land_one(reduction, handle, flight.part)
+
+    def _land_one(self, reduction: _Reduction, handle: Handle, part: torch.Tensor | None) -> None:
+        flat = reduction.flat
         assert flat.grad is not None
         flat.wait_for_update()
         accumulate = flat.reduced and (flat.window is None or flat.states is not None)
         if accumulate:
             self._widen(flat)
-        if flight.part is not None:
+        if part is not None:
             with span("wait_reduction", flat.key):
-                flight.handle.reduce_into(flight.part, False, 1.0)
-            flight.handle = self._mesh.replicate.all_reduce(flight.part, flat.key, ordered=True)
+                handle.reduce_into(part, False, 1.0)
+            handle = self._mesh.replicate.all_reduce(part, flat.key, ordered=True)
         if self._homeward is not None and flat.states is not None:
-            wire = flight.borrowed if flight.borrowed is not None else flat.window
+            wire = reduction.borrowed if reduction.borrowed is not None else flat.window
             assert wire is not None
             values = torch.empty(flat.grad.numel(), dtype=wire.dtype, device=wire.device)
             # What the host adds or casts, it multiplies as well.
-            later = flight.scale if accumulate or flat.grad.dtype != wire.dtype else 1.0
+            later = reduction.scale if accumulate or flat.grad.dtype != wire.dtype else 1.0
             with span("wait_reduction", flat.key):
-                flight.handle.reduce_into(values, False, flight.scale / later)
+                handle.reduce_into(values, False, reduction.scale / later)
             flat.squares = (
                 None if accumulate else sums_of_squares([values], self._kernels)[0] * later**2
             )
@@ -463,12 +525,12 @@ class GradientReducer:
         else:
             flat.squares = None
             with span("wait_reduction", flat.key):
-                flight.handle.reduce_into(flat.grad, accumulate, flight.scale)
+                handle.reduce_into(flat.grad, accumulate, reduction.scale)
         if flat.held is not None:
             flat.grad.add_(flat.held)
             flat.held = None
         flat.filled, flat.reduced = False, True
-        self._give_back(flight.borrowed)
+        self._give_back(reduction.borrowed)
         self._landed.add(flat)
         # In the first backward of its kind more may come.
         complete = (

@@ -368,8 +368,9 @@ class Hooks:
                 # a parameter itself: whoever gets it reads it again in backward
                 _keep(call.unit, call.outer)
         if hooked:
-            call.outer.tracked = True
-            self._older.add(call.outer)
+            if not call.outer.tracked:
+                call.outer.tracked = True
+                self._older.add(call.outer)
             call.outer.calls.add(call)
             call.unit.pending.add(call)
         # What was recorded after it has left another way: into an object, a dict, ``self``. Its

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat import Flat, packs
 from hf_zero.core.guards import ModuleGuards
 from hf_zero.core.layout import Slot
 from hf_zero.core.materialize import check_parameters, partition
@@ -19,7 +19,7 @@ from hf_zero.core.policy import POLICIES
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import refuse_unknown_params
 from hf_zero.core.unit import Unit
-from hf_zero.core.wrap import find_units
+from hf_zero.core.wrap import find_units, packed_elements
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.ops import native
 from hf_zero.optim.elementwise import check
@@ -55,6 +55,8 @@ class ShardedModel:
         self.placement = placement
         self.policy = POLICIES[config.stage]
         specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
+        # that small units may have together in one message
+        self.packed_elements = packed_elements(config.zero.module_granularity_threshold)
         check_parameters(specs, mesh.device)
         self.parameters = {name: p for spec in specs for name, p in spec.parameters}
         self.param_dtypes = {
@@ -113,11 +115,13 @@ class ShardedModel:
                 master = flat.master
                 if master is not None and flat.key not in written:
                     flat.store_shard(master)
-        handles = [
-            self.mesh.shard.all_gather([(flat.full, flat.shard)], f"updated {flat.key}")
-            for flat in stale
-            if not flat.sharded and flat.layout.shards > 1
-        ]
+        handles = []
+        whole = [flat for flat in stale if not flat.sharded and flat.layout.shards > 1]
+        for several in packs(whole, self.packed_elements):
+            pairs = [(flat.full, flat.shard) for flat in several]
+            last = f"..{several[-1].key}" if len(several) > 1 else ""
+            key = f"updated {several[0].key}{last}"
+            handles.append(self.mesh.shard.all_gather_packed(pairs, key))
         with span("wait_all_gather", "updated parameters"):
             for handle in handles:
                 handle.wait()

@@ -102,15 +102,21 @@ def with_replaced(
     dicts in them are changed in place.
     """
 
-    def visit(tensor: torch.Tensor) -> torch.Tensor:
-        return replaced.get(id(tensor), tensor)
-
     def given(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return visit(value)
-        return value if type(value) in _PLAIN else map_tensors(value, visit, in_place=True)
+        if type(value) in _PLAIN:
+            return value
+        return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
-    return tuple(map(given, args)), {key: given(value) for key, value in kwargs.items()}
+    # tensors first: this is called for each call of each block
+    return (
+        tuple(
+            [
+                replaced.get(id(value), value) if isinstance(value, torch.Tensor) else given(value)
+                for value in args
+            ]
+        ),
+        {key: given(value) for key, value in kwargs.items()} if kwargs else {},
+    )
 
 
 def tensors_in(

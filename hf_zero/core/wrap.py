@@ -20,6 +20,7 @@ MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than i
 # elements: consecutive blocks of fewer are one unit together, unless the configuration says
 # otherwise
 GRANULARITY = MIN_UNIT
+PACKED_UNITS = 4  # 1 MiB in fp32: what DDP sends first, so that a backward begins to send early
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,13 @@ def find_units(
         else:
             specs.append(spec)
     return specs, aliases
+
+
+def packed_elements(granularity: int | None = None) -> int:
+    """How many elements small units may have together to travel in one message, where blocks of
+    at most ``granularity`` elements share a unit, as in :func:`cut`.
+    """
+    return PACKED_UNITS * (GRANULARITY if granularity is None else granularity)
 
 
 def _packs(model: nn.Module) -> list[list[int]]:

@@ -96,6 +96,10 @@ class Handle:
         self._finish = finish
         self._follows = follows
 
+    def finish_with(self, finish: Callable[[], None]) -> None:
+        """Have ``finish`` called by the first wait, when the collective is done."""
+        self._finish = finish
+
     def wait(self) -> None:
         """Block (on a GPU: make the current stream wait) until the collective is done."""
         if not self._works:
@@ -139,6 +143,24 @@ class Handle:
             if scale != 1.0:
                 out.mul_(scale)
         self._give_back()
+
+    def split(self, sizes: Sequence[int]) -> list[Handle]:
+        """A handle for each of ``sizes`` elements of the result, end to end: of one message that
+        several tensors travel in.
+        """
+        handles: list[Handle] = []
+        left, at = [len(sizes)], 0
+
+        def free() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._give_back()
+
+        for size in sizes:
+            parts = [part.narrow(0, at, size) for part in self._parts]
+            handles.append(Handle([self], self._watchdog, self._pending, parts, free))
+            at += size
+        return handles
 
     def drop(self) -> None:
         """Wait, and use nothing of the result: the peers wait for what this rank sends."""
@@ -262,11 +284,40 @@ class MeshDim:
                 works.append(gather(whole, own, group=self._group, async_op=True))
         return Handle(works, self._watchdog, pending, follows=self._follows)
 
+    def all_gather_packed(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str
+    ) -> Handle:
+        """As :meth:`all_gather` of pairs of one dtype, in one message for all of them.
+
+        It costs two copies, which for a few small chunks is less than a message each.
+        """
+        if len(pairs) == 1 or self.size == 1:
+            return self.all_gather(pairs, key)
+        own = torch.cat([chunk for _, chunk in pairs])
+        packed = own.new_empty(self.size * own.numel())
+        handle = self.all_gather([(packed, own)], key)
+        into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
+
+        def unpack() -> None:
+            came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
+            torch._foreach_copy_(into, list(came))
+
+        handle.finish_with(unpack)
+        return handle
+
+    def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:
+        """As :meth:`reduce_scatter` of each of ``fulls``, of one dtype, in one message for all."""
+        sizes = [full.numel() // self.size for full in fulls]
+        rows = [full.view(self.size, size) for full, size in zip(fulls, sizes)]
+        packed = torch.cat(rows, 1).view(-1)
+        return self.reduce_scatter(packed, key).split(sizes)
+
     def _exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
     ) -> list[Any]:
         """``sent[peer]`` to each peer, and what it sends into ``received[peer]``."""
-        works, peers = [], self._peers()
+        works: list[Any] = []
+        peers = self._peers()
         for peer in peers:
             works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
         for peer in peers:

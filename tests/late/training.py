@@ -32,6 +32,11 @@ ONCE = {"gradient_accumulation_steps": 1}
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 1": (1, {}, {}),
     "stage 2": (2, {}, {}),
+    "stage 2, units that share messages": (
+        2,
+        {"stage3_module_granularity_threshold": 10_000},
+        {},
+    ),
     "stage 3": (3, {}, {}),
     "stage 3, one micro-batch": (3, {}, ONCE),
     "stage 2, optimizer on the host": (2, OPTIMIZER, {}),

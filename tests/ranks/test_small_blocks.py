@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.core import wrap
 from hf_zero.core.parameter import WatchedParameter
 from hf_zero.core.wrap import find_units
 from tests.helpers import oracle
@@ -24,6 +26,8 @@ from tests.helpers.engines import (
     train_on_threads,
 )
 from tests.helpers.models import Stack, seeded
+from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
 from tests.helpers.ways import WAYS
@@ -64,10 +68,11 @@ def test_blocks_of_two_containers_are_not_joined():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_they_travel_together(stage):
+def travelled(stage, threshold, depth=9):
+    """The operations of the fourth step on each of two ranks, but the sum of the norm."""
+
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, **joined(stage, 3)))
+        engine = start(model, adamw(model), config_of(stage, **joined(stage, threshold)))
         for number in range(4):
             engine.mesh.stats.log.clear()
             engine.mesh.stats.keep_log = True
@@ -79,10 +84,61 @@ def test_they_travel_together(stage):
             if key not in ("gradient norm", "used parameters")
         ]
 
-    for log in on_ranks(2, run, build=lambda: seeded(lambda: Stack(9))):  # a root and three units
+    return on_ranks(2, run, build=lambda: seeded(lambda: Stack(depth)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_travel_together(stage, monkeypatch):
+    monkeypatch.setattr(wrap, "PACKED_UNITS", 0)
+    for log in travelled(stage, 3):  # a root and three units
         reductions = "all_reduce" if stage == 0 else "reduce_scatter"
         assert log.count(reductions) == 4
         assert log.count("all_gather") == {0: 0, 1: 4, 2: 4, 3: 6}[stage]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_units_share_a_message(stage):
+    """A message takes as many elements as four units of that size."""
+    outside = sum(p.numel() for p in Stack(0).parameters())
+    assert outside < 2 * BLOCK
+    reductions = "all_reduce" if stage == 0 else "reduce_scatter"
+    for log in travelled(stage, 1):  # 9 units of one block each, then the root
+        assert log.count(reductions) == 3
+        assert log.count("all_gather") == {0: 0, 1: 3, 2: 3, 3: 18}[stage]
+    for log in travelled(stage, 3):  # of three, and the root
+        assert log.count(reductions) == 1
+
+
+def values_after(rank, stages):
+    """Weights after two steps of two micro-batches, alone and with messages of several units, by
+    stage.
+    """
+    found = {}
+    for stage, packed in itertools.product(stages, (0, 4)):
+        model, plan = seeded(lambda: Stack(5)), Plan(2, 2, clip=1.0)
+        engine = start(model, adamw(model), config_of(stage, plan, **joined(stage, 1)))
+        engine.sharded_model.packed_elements = packed * BLOCK
+        engine.backward_pass.reducer._packed = packed * BLOCK
+        for number, micro in itertools.product(range(2), range(2)):
+            engine.backward(squared(engine, At(number, micro, rank)))
+            engine.step()
+        found[stage, packed] = {name: value.clone() for name, value in full_weights(engine).items()}
+        engine.destroy()
+    return found
+
+
+def same_bits(answers, stages):
+    for found, stage in itertools.product(answers, stages):
+        for name, value in found[stage, 0].items():
+            assert torch.equal(value, found[stage, 4][name]), f"{name} at stage {stage}"
+
+
+def test_a_message_of_several_units_changes_no_bit():
+    same_bits(run_ranks(2, values_after, STAGES), STAGES)
+
+
+def test_nor_on_gloo_which_sums_chunks_in_the_order_of_ranks():
+    same_bits(run_processes(3, values_after, (1, 3), timeout=300.0), (1, 3))
 
 
 FEW = set(list(WAYS)[::5])
