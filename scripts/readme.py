@@ -1,7 +1,7 @@
 """Writes what is generated for readers and editors: the drawing of the stages, the table of stages
 by model size and number of GPUs, the table of configuration keys, and their JSON schema.
 
-    python scripts/readme.py            # writes docs/, the table in README.md, config/schema.json
+    python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
 """
 
@@ -175,7 +175,7 @@ def keys() -> dict[Path, str]:
         "the reason; keys that are not built raise where they ask for what is missing.\n\n"
     )
     return {
-        ROOT / "docs" / "keys.md": f"{head}{schema.table()}\n",
+        ROOT / "hf_zero/config/KEYS.md": f"{head}{schema.table()}\n",
         ROOT / "hf_zero" / "config" / "schema.json": schema_text(schema.json_schema()),
     }
 
@@ -190,7 +190,9 @@ def generated() -> dict[Path, str]:
     return {
         **keys(),
         readme: filled(readme.read_text(), "stages", stages()),
-        **{ROOT / "docs" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
+        **{
+            ROOT / "scripts/drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS
+        },
     }
 
 
