@@ -77,6 +77,14 @@ def total(x: torch.Tensor) -> float:
 
 
 @right
+def products_of_16_bits_are_added_in_32() -> float:
+    left = torch.full((4, 300), 1.0, dtype=torch.bfloat16, device=NAME)
+    into = torch.full((4, 4), 0.5, device=NAME)
+    torch.ops.aten.addmm.dtype_out(into, left, left.t(), into.dtype, beta=1, out=into)
+    return total(into)
+
+
+@right
 def waits_for_a_stream() -> float:
     x, side = ones(), side_stream()
     y = doubled(x, side, record=True)

@@ -68,6 +68,14 @@ def right_mean_of_integers(job: Job) -> Any:
 
 
 @program
+def right_mean_under_inference_mode(job: Job) -> Any:
+    with job.torch.inference_mode():
+        values = job.ones()
+        job.dist.all_reduce(values, op=job.dist.ReduceOp.AVG, group=job.first)
+        return values[0].item()
+
+
+@program
 def right_gathers_in_the_background(job: Job) -> Any:
     pending = [job.gather(job.first, count) for count in (5, 64, 200)]
     for _, work in pending:

@@ -15,6 +15,7 @@ from tests.late import deadlocks, launch, rank_programs
 
 VALUES = {
     "right_mean_of_integers": [6, 10],
+    "right_mean_under_inference_mode": 1.5,
     "right_sums": [3.0, 3.0],
     "right_gathers_in_the_background": [15.0, 192.0, 600.0],
     "right_wait_orders_the_stream_alone": [True, 6.0],

@@ -4,6 +4,7 @@
 #include <ATen/TensorUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
@@ -235,6 +236,13 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& x, double p,
   return {x.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1.0 - p)), mask};
 }
 
+// CUDA alone has it: factors of 16 bits whose products are added in a wider type.
+at::Tensor& addmm_wider(const at::Tensor& self, const at::Tensor& left, const at::Tensor& right,
+                        at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha,
+                        at::Tensor& out) {
+  return out.copy_(at::addmm(self.to(dtype), left.to(dtype), right.to(dtype), beta, alpha));
+}
+
 void add_kernels(torch::Library& library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
@@ -252,6 +260,7 @@ void add_kernels(torch::Library& library) {
   library.impl("set_", set_nothing);
   library.impl("record_stream", record_stream);
   library.impl("native_dropout", native_dropout);
+  library.impl("addmm.dtype_out", addmm_wider);
   // These are composite where a backend has no kernel, and then ask for another by its name.
   for (auto* name : {"convolution", "convolution_backward", "native_layer_norm",
                      "native_layer_norm_backward", "native_group_norm", "native_batch_norm",

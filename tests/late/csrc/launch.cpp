@@ -40,7 +40,9 @@ void add_span(const at::Tensor& t, bool write, std::vector<Span>& spans) {
 
 void one_thread_each() { at::set_num_threads(1); }
 
+// A plain tensor, whatever mode the program is in: tasks, and gloo's threads, write to it.
 at::Tensor task_view(const at::Tensor& t) {
+  c10::InferenceMode off(false);
   auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
   at::Tensor view;
   if (t.numel()) {
