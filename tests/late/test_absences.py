@@ -68,4 +68,6 @@ def test_ranks_that_have_parted_are_named_before_the_timeout_ends_them() -> None
         and "it needs rank 1" in ended
         and "which is the timeout" in ended
     )
-    assert "rank 1 could not finish barrier" in found["is elsewhere", 1]["raised"]
+    # by its own timeout, or as rank 0 has ended by then
+    there = found["is elsewhere", 1]["raised"]
+    assert "rank 1 could not finish barrier" in there or "is the timeout, for barrier" in there
