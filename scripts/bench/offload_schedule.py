@@ -159,7 +159,8 @@ class _Promise(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         value = super().result(timeout)
-        self._recorder.add(Op("join", event=self._job))
+        if self._job >= 0:  # else the thread that trains has updated it
+            self._recorder.add(Op("join", event=self._job))
         return value
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import async_save, find, plan
+from hf_zero.checkpoint import async_save, find
+from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import LATEST, SAVING
 from tests.checkpoint.fakes import good, run, small
 from tests.checkpoint.test_engine import Setup
@@ -32,18 +33,18 @@ def saving(folder: Path) -> Path:
 
 
 def once(monkeypatch: pytest.MonkeyPatch, before) -> None:
-    """``before()`` runs when rank 0 of the first save has the files of all ranks and puts the
-    manifest together.
+    """``before()`` runs when rank 0 of the first save has the files of all ranks and looks whether
+    they are whole, before the folder is published.
     """
-    describe, called = plan.build_manifest, []
+    check, called = CommitTarget._check_written, []
 
-    def described(*args):
+    def checked(target, manifest):
         if not called:
             called.append(True)
             before()
-        return describe(*args)
+        return check(target, manifest)
 
-    monkeypatch.setattr(plan, "build_manifest", described)
+    monkeypatch.setattr(CommitTarget, "_check_written", checked)
 
 
 # ---- while a save is under way ----
@@ -79,7 +80,7 @@ def test_the_working_folder_changes_while_a_thread_writes(
 
 
 @pytest.mark.parametrize("way", ["gone", "cut short"])
-def test_the_file_of_a_rank_changes_before_the_manifest_is_written(
+def test_the_file_of_a_rank_changes_before_the_folder_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The checkpoint that the save replaces stays."""
@@ -103,7 +104,7 @@ def test_two_jobs_save_under_one_tag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """The job that began last has the tag. The other one raises; files of both are never mixed."""
-    describe, calls = plan.build_manifest, []
+    check, calls = CommitTarget._check_written, []
     others, there, gone_on = [], threading.Event(), threading.Event()
 
     def second() -> None:
@@ -112,7 +113,7 @@ def test_two_jobs_save_under_one_tag(
 
     thread = threading.Thread(target=second)
 
-    def described(*args):
+    def checked(target, manifest):
         calls.append(None)
         if len(calls) == 1:  # all files of the first job are written
             thread.start()
@@ -120,10 +121,10 @@ def test_two_jobs_save_under_one_tag(
         elif ends == "first":  # all files of the second job, too
             there.set()
             assert gone_on.wait(50)
-        return describe(*args)
+        return check(target, manifest)
 
     saved(tmp_path, tag="a")
-    monkeypatch.setattr(plan, "build_manifest", described)
+    monkeypatch.setattr(CommitTarget, "_check_written", checked)
     results = saved(tmp_path, tag="a", steps=3)[1]
     gone_on.set()
     thread.join(50)

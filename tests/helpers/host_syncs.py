@@ -135,10 +135,15 @@ def _caller() -> tuple[str, str]:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path != Path(__file__) and not path.name.startswith("<"):
-            parts = [part for part in path.parts if part in OWNERS]
-            return parts[-1] if parts else path.stem, path.name
+            inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+            if SITE in path.parts:
+                inside = Path(*path.parts[path.parts.index(SITE) + 1 :])
+            parts = [part for part in inside.parts if part in OWNERS]
+            return parts[0] if parts else path.stem, path.name
         frame = frame.f_back  # type: ignore[assignment]
     return "", ""
 
 
+ROOT = Path(__file__).parents[2]
+SITE = "site-packages"
 OWNERS = ("hf_zero", "transformers", "accelerate", "trl", "peft", "lightning", "tests")

@@ -80,7 +80,7 @@ def counted(rank: int, models: list[nn.Module], batch: Any, config: dict[str, An
 def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
     # whether the step overflowed; the divisor for the host's update
     if precision == "fp16" or offload:
-        return {f"updating.py: {SCALAR}": 2 if precision == "fp16" and offload else 1}
+        return {f"optimizer_step.py: {SCALAR}": 2 if precision == "fp16" and offload else 1}
     return {}
 
 

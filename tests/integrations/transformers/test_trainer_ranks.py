@@ -125,7 +125,7 @@ def test_all_of_them_are_sharded(routes: Seen) -> None:
         for name in ZERO:
             entry, stage = seen[name], int(name[-1])
             assert (entry["kind"], entry["distributed"], entry["stage"], entry["rank"]) == (
-                "Engine",
+                "DeepSpeedEngine",
                 "DEEPSPEED",
                 stage,
                 rank,
@@ -180,7 +180,7 @@ def test_accelerate_launch_gives_a_stock_trainer_the_same_training(
     for rank, seen in enumerate(launched):
         entry = seen["launched"]
         assert (entry["kind"], entry["distributed"], entry["stage"], entry["shards"]) == (
-            "Engine",
+            "DeepSpeedEngine",
             "DEEPSPEED",
             3,
             2,
