@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 def flat(numel: int, dtype: torch.dtype = torch.float32) -> Any:
-    made = SimpleNamespace(grad=torch.full((numel,), float("nan"), dtype=dtype))
+    made = SimpleNamespace(
+        key="layers.0|trainable|float32", grad=torch.full((numel,), float("nan"), dtype=dtype)
+    )
     return type("FlatOf", (), {"__hash__": object.__hash__, **vars(made)})()
 
 
