@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ShardedModel:
-    """The units of ``model`` on ``comm``, partitioned when this is made (collective).
+    """The units of ``model`` on ``mesh``, partitioned when this is made (collective).
 
     Parameters in no group of ``optimizer`` are kept frozen; without ``precision`` all keep their
     dtypes. Raises what :func:`hf_zero.core.materialize.partition` raises, and for an optimizer that
@@ -191,7 +191,7 @@ def _groups(
 
 
 def retire_flats(model: nn.Module, mesh: Mesh) -> None:
-    """Give the parameters of ``model`` that lie on ``comm`` back: whole ones become plain, sharded
+    """Give the parameters of ``model`` that lie on ``mesh`` back: whole ones become plain, sharded
     ones stay released until another engine takes them over.
     """
     for parameter in model.parameters():

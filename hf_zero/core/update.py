@@ -58,8 +58,9 @@ class _Task:
 class Updater:
     """Updates the units that have offloaded flats. ``take`` gives memory that a GPU can copy from.
 
-    ``comm`` has an axis of updates where parameters are whole and their state is in chunks: units
-    are then gathered as well, in the order of the model on all ranks (``update_gathers.py``).
+    ``mesh`` has a dimension of updates where parameters are whole and their state is in chunks:
+    units are then gathered as well, in the order of the model on all ranks
+    (``update_gathers.py``).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Lanes: what this rank has issued on each communicator, in order.
+"""What this rank has issued on each communicator, in order.
 
 The k-th collective of a rank meets the k-th of the others.
 """
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-RECENT = 32  # collectives of a lane that are remembered
+RECENT = 32  # collectives of a communicator that are remembered
 
 
 class PendingCollective(NamedTuple):

@@ -1,4 +1,4 @@
-"""The collectives of one mesh axis. With comm.py the only file that calls torch.distributed.
+"""The collectives of one mesh dimension.
 
 What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend
 sends for them. On gloo, point-to-point exchange is faster than its reduce_scatter and overlaps
@@ -7,11 +7,11 @@ better than its all_gather; elsewhere the backend's own collectives are used.
 [Note: mismatches]
 gloo aborts the process on a message longer than expected and takes a shorter one in silence. So
 every point-to-point message carries the number, name and size of its collective in its tag: what
-differs does not meet, both ranks wait, and the watch proves why. gloo's own collectives are agreed
-on by such messages first (:func:`meet`), but for two kinds. Sums of a few numbers all have one
-size, and a code that shows whether they are the same. The reductions of gradients have a fixed
-order; where a pass broke on some ranks, they compare numbers before the next one (resume.py); at
-stage 0 a mark in each step tells how many there were.
+differs does not meet, both ranks wait, and the watchdog proves why. gloo's own collectives are
+agreed on by such messages first (:func:`tagged_barrier`), but for two kinds. Sums of a few numbers
+all have one size, and a code that shows whether they are the same. The reductions of gradients have
+a fixed order; where a pass broke on some ranks, they compare numbers before the next one
+(recovery.py); at stage 0 a mark in each step tells how many there were.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) 
 @dataclass
 class CollectiveStats:
     """Logical collectives issued by this rank: numbers and bytes by operation, and their order
-    when ``record`` is set.
+    when ``keep_log`` is set.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -249,7 +249,7 @@ class MeshDim:
 
     @contextmanager
     def _launching(self, pending: PendingCollective) -> Iterator[None]:
-        """Around the calls that start the collective of ``wait``."""
+        """Around the calls that start the collective of ``pending``."""
         self._watchdog.check()
         try:
             yield

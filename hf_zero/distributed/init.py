@@ -45,7 +45,7 @@ def init_distributed(
     ``timeout`` in seconds is how long a silent wait lasts before it is an error, ``port`` is where
     the ranks meet if MASTER_PORT is not set, ``interface`` the network interface that gloo and NCCL
     use. Does nothing if a group exists. Raises LaunchError where the launcher's variables lack
-    something or contradict each other (``discovery.py``), ConfigError for a port that is in use.
+    something or contradict each other (``rendezvous.py``), ConfigError for a port that is in use.
     """
     if is_initialized():
         return

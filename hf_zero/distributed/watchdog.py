@@ -5,8 +5,8 @@ at the timeout.
 A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's
 wait orders a stream and returns at once, it polls an event after the wait. What waits in a
 backend's native code cannot be told to stop: gloo knows only timeouts, which close its connections.
-So, with a proof at hand, all lanes are broken off from here (``Lane.break_off``), the wait raises,
-and :meth:`Watch.explain` says why. The lanes are lost with it; so is the job.
+So, with a proof at hand, all communicators are aborted from here (``CollectiveLog.abort``), the
+wait raises, and :meth:`Watchdog.explain_failure` says why. They are lost with it; so is the job.
 """
 
 from __future__ import annotations
