@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import file_writer, plan, save_sharded, storage, tensorfile
+from hf_zero.checkpoint import file_writer, save_sharded, storage, tensorfile
+from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.manifest import VERSION
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
@@ -362,13 +363,13 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, num
 
 def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
     good(saved(tmp_path, tag="a")[1])
-    describe = plan.build_manifest
+    check = CommitTarget._check_written
 
-    def vanishing(engine, *args):
+    def vanishing(target, manifest):
         shutil.rmtree(next(tmp_path.glob(".hf-zero-saving-b.*")))
-        return describe(engine, *args)
+        return check(target, manifest)
 
-    monkeypatch.setattr(plan, "build_manifest", vanishing)
+    monkeypatch.setattr(CommitTarget, "_check_written", vanishing)
     for text in errors(saved(tmp_path, tag="b")[1]):
         assert ".hf-zero-saving-b." in text and "nobody may remove it meanwhile" in text
     monkeypatch.undo()
