@@ -152,6 +152,31 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
 
 
 @contextlib.contextmanager
+def _gathers_leave_at_once() -> Iterator[Callable[[], int]]:
+    """On rank 0 the first unit that a backward updates is gathered before the next reduction, as
+    where the update's thread is quick; on rank 1 after them all. Were rank 0 to wait for more of
+    them, the ranks would wait for each other.
+    """
+
+    def at_once(plain: Any, self: update_gathers.UpdateGathers) -> Any:
+        return self._queue[0] if self._queue and self._queue[0].updated.done() else None
+
+    def waits(plain: Any, self: update.Updater, begun: Any, updated: unit.Unit) -> None:
+        plain(self, begun, updated)
+        _, gather = self._pending[updated]
+        if gather is not None and len(self._started) == 1:
+            gather.issued.result()
+
+    if os.environ.get("RANK") == "1":
+        yield lambda: 0
+        return
+    chooses = replaced(update_gathers.UpdateGathers, "_next", at_once)
+    begins = replaced(update.Updater, "start_early", waits)
+    with chooses(), begins() as struck:
+        yield struck
+
+
+@contextlib.contextmanager
 def _no_device_set() -> Iterator[Callable[[], int]]:
     """No thread says which device is its own: neither at its start nor where it registers
     memory.
@@ -165,6 +190,7 @@ def _no_device_set() -> Iterator[Callable[[], int]]:
 COPIES = frozenset({"race", "reuse", "host"})
 ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
 HOST = "stage 2, optimizer on the host"
+HOST_AT_ONCE = "stage 2, optimizer on the host, updated in the backward"
 HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
 PIECES = "stage 2, optimizer on the host, small pieces"
 ALL = "stage 3, all on the host"
@@ -229,6 +255,7 @@ FAULTS: dict[str, Fault] = {
     "the update gathers where gradients are reduced": Fault(
         HOST, _updates_with_the_others, THREADS
     ),
+    "gathers leave as units are updated": Fault(HOST_AT_ONCE, _gathers_leave_at_once, ORDER),
     "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
 }
 

@@ -155,6 +155,36 @@ def order_of_unequal_sizes(job: Job) -> Any:
     return job.sum(job.first, 64 + job.rank)[0].isnan().item()
 
 
+def _two_threads(job: Job, first_of_all: bool) -> list[float]:
+    """The main thread sums on one communicator and another thread on the other one."""
+    pending: list[Any] = []
+
+    def issue(group: Any) -> None:
+        pending.append(job.sum(group, async_op=True))
+
+    beside = threading.Thread(target=issue, args=[job.second])
+    if first_of_all:
+        issue(job.first)
+    beside.start()
+    beside.join()
+    if not first_of_all:
+        issue(job.first)
+    for _, work in pending:
+        work.wait()
+    return [values[0].item() for values, _ in pending]
+
+
+@program
+def right_two_threads_in_one_order(job: Job) -> Any:
+    return _two_threads(job, True)
+
+
+@program
+def order_of_two_threads_on_two_communicators(job: Job) -> Any:
+    """It ends here, where two streams run at once; a device may hold but one of the two."""
+    return _two_threads(job, bool(job.rank))
+
+
 @program
 def threads_take_turns(job: Job) -> Any:
     """Though they never run at once here: nothing but a clock orders them."""

@@ -34,7 +34,7 @@ struct Shared {
 };
 
 struct Kept {
-  std::atomic<uint64_t> number;
+  std::atomic<uint64_t> number, place;
   Shared<kText> what;
 };
 
@@ -68,10 +68,11 @@ Board::~Board() { munmap(pages_, bytes_); }
 
 Board::Page& Board::page(int of) const { return pages_[of]; }
 
-void Board::issue(uint64_t number, const std::string& what) {
+void Board::issue(uint64_t number, const std::string& what, uint64_t place) {
   Kept& kept = page(rank).kept[number % kKept];
   kept.number = 0;
   kept.what.write(what);
+  kept.place = place;
   kept.number = number;
   page(rank).issued = number;
 }
@@ -97,6 +98,12 @@ std::vector<int> Board::missing(uint64_t number) const {
 std::string Board::what(int of, uint64_t number) const {
   const Kept& kept = page(of).kept[number % kKept];
   return kept.number == number ? kept.what.read() : "";
+}
+
+uint64_t Board::place(int of, uint64_t number) const {
+  const Kept& kept = page(of).kept[number % kKept];
+  uint64_t place = kept.place;
+  return kept.number == number ? place : 0;
 }
 
 std::string Board::sequence(int of, uint64_t until) const {

@@ -23,13 +23,15 @@ class Board {
 
   const int rank, ranks;
 
-  void issue(uint64_t number, const std::string& what);
+  // `place` is its place among all collectives of the process.
+  void issue(uint64_t number, const std::string& what, uint64_t place);
   void enter(uint64_t number);
   uint64_t issued(int of) const;
   uint64_t entered(int of) const;
   uint64_t wanted() const;                          // the furthest that another rank has entered
   std::vector<int> missing(uint64_t number) const;  // ranks that have not entered it
   std::string what(int of, uint64_t number) const;  // "" where it is no longer kept
+  uint64_t place(int of, uint64_t number) const;    // 0 where it is no longer kept
   std::string sequence(int of, uint64_t until) const;
 
   void put_status(const std::string& text);

@@ -10,6 +10,10 @@
 #include <stdexcept>
 #include <thread>
 
+namespace torch::autograd {
+int get_current_graph_task_id();  // its header takes seconds to compile
+}
+
 namespace late {
 namespace {
 
@@ -17,6 +21,8 @@ namespace {
 std::mutex& mutex = *new std::mutex();
 auto& ends = *new std::vector<std::weak_ptr<End>>();
 std::atomic<int> made{0};
+std::atomic<uint64_t> places{0};
+constexpr size_t kRecent = 64;
 
 // In mode lazy nothing runs before somebody waits for it; a rank elsewhere may be who waits.
 void release_for_others() {
@@ -36,10 +42,12 @@ struct Pause {  // between two looks at what another process writes
   }
 };
 
-bool is_autograd() {  // it issues while the thread that called backward waits for it
+// It issues while the thread that called backward waits for it. What autograd's thread starts
+// inherits its name, but is in no backward.
+bool is_autograd() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
-  return !strncmp(name, "pt_autograd", 11);
+  return !strncmp(name, "pt_autograd", 11) && torch::autograd::get_current_graph_task_id() != -1;
 }
 
 }  // namespace
@@ -93,8 +101,46 @@ uint64_t End::issue(const std::string& what) {
   std::lock_guard<std::mutex> lock(mutex_);
   uint64_t number = next_++;
   check_thread(number);
-  board.issue(number, what);
+  board.issue(number, what, ++places);
+  if (recent_.size() == kRecent) recent_.erase(recent_.begin());
+  // autograd's thread stands for the one that called backward, the first of the process
+  recent_.push_back({number, is_autograd() ? getpid() : syscall(SYS_gettid)});
   return number;
+}
+
+std::vector<std::pair<uint64_t, long>> End::recent() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return recent_;
+}
+
+// Communicators share the device: where two threads issue on two of them, all ranks must issue the
+// two collectives in one order. Those of one thread are ordered by its program.
+void End::check_places(uint64_t number) {
+  long me = -1;
+  for (const auto& [one, thread] : recent())
+    if (one == number) me = thread;
+  uint64_t mine = board.place(board.rank, number);
+  if (me < 0 || !mine) return;
+  for (const auto& other : all_ends()) {
+    if (other.get() == this || other->board.ranks != board.ranks || other->board.rank != board.rank)
+      continue;
+    for (const auto& [one, thread] : other->recent()) {
+      if (thread == me) continue;
+      uint64_t here = other->board.place(board.rank, one);
+      for (int of = 0; of < board.ranks; of++) {
+        uint64_t theirs = board.place(of, number), there = other->board.place(of, one);
+        if (!here || !theirs || !there || (mine < here) == (theirs < there)) continue;
+        rt().tell("order",
+                  name + ", collective #" + std::to_string(number) + ", and " + other->name + ", #" +
+                      std::to_string(one) + ", of two threads: rank " + std::to_string(board.rank) +
+                      " issues the one " + (mine < here ? "before" : "after") + " the other, rank " +
+                      std::to_string(of) + (mine < here ? " after" : " before") + " it\n  " +
+                      board.what(board.rank, number) + "\n  " + other->board.what(board.rank, one),
+                  name + other->name);
+        return;
+      }
+    }
+  }
 }
 
 void End::issued(uint64_t number, const Event& done) {
@@ -136,6 +182,7 @@ bool End::meet(uint64_t number, int stream) {
   while (!aborted_ && !board.given_up() && !board.missing(number).empty()) pause();
   rt().doing(stream, {});
   if (board.given_up()) throw std::runtime_error(board.why());
+  if (!aborted_) check_places(number);
   return !aborted_ && check_order(number);
 }
 

@@ -50,7 +50,11 @@ class End {
   std::string last_site_;
   std::set<long> left_;  // threads after which another one has issued
 
+  std::vector<std::pair<uint64_t, long>> recent_;  // the last collectives and who issued them
+
   void check_thread(uint64_t number);
+  void check_places(uint64_t number);
+  std::vector<std::pair<uint64_t, long>> recent();
   bool check_order(uint64_t number);
 };
 
