@@ -155,7 +155,7 @@ def initialize_as(
         require_batch_size=training_data is not None,
         training=made is not None,
     )
-    loader = _loader(training_data, collate_fn, settings)
+    loader = data_loader(training_data, collate_fn, settings)
     _preflight(model, settings, made)
     release_holders(model)
     engine = engine_class(model, settings, ActivationPatches(settings), made)
@@ -343,7 +343,7 @@ def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer 
     return given
 
 
-def _loader(
+def data_loader(
     data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig
 ) -> DataLoader[Any] | None:
     if data is None:

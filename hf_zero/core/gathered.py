@@ -235,11 +235,13 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss
     scale removed (collective).
 
-    None before the first backward of a step.
+    None before the first backward of a step, and for a frozen parameter.
     """
-    if owner_of(parameter) is None:
+    flat = owner_of(parameter)
+    if flat is None:
         return parameter.grad
-    flat = _trains(parameter, "safe_get_full_grad")
+    if not flat.has_master:
+        return None
     engine = _engine_of(flat)
     engine.reduce_gradients()
     if not flat.reduced or flat.grad is None:

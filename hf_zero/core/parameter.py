@@ -273,10 +273,23 @@ class UpdatingParameter(OwnedParameter):
         return OwnedParameter._bare(self)  # its class is another one now
 
 
+class _Status:
+    """A status that a class has, also where a parameter was given another one before the class."""
+
+    def __init__(self, status: ZeroParamStatus):
+        self._status = status
+
+    def __get__(self, parameter: Any, kind: type) -> ZeroParamStatus:
+        return self._status
+
+    def __set__(self, parameter: Any, value: Any) -> None:
+        raise AttributeError("ds_status says where the values of a parameter are: it is read only")
+
+
 class _Stage3Facts:
     """What other libraries ask a stage 3 parameter, in DeepSpeed's names."""
 
-    ds_status = ZeroParamStatus.AVAILABLE
+    ds_status = _Status(ZeroParamStatus.AVAILABLE)
 
     @property
     def ds_id(self) -> int:
@@ -379,7 +392,7 @@ class ReleasedTensor(torch.Tensor):
 class ReleasedParameter(_Stage3Facts, OwnedParameter):
     """A stage 3 parameter whose values are sharded: metadata only."""
 
-    ds_status = ZeroParamStatus.NOT_AVAILABLE
+    ds_status = _Status(ZeroParamStatus.NOT_AVAILABLE)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -21,7 +21,7 @@ import hf_zero
 from hf_zero.core.engine import Engine
 from hf_zero.distributed import init, process_group
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.initialize import _loader
+from hf_zero.initialize import data_loader
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, adamw
@@ -391,7 +391,7 @@ def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, orders = [], []
     for rank in range(4):
         monkeypatch.setattr(process_group, "get_rank", lambda rank=rank: rank)
-        loader = _loader(list(range(24)), None, config)
+        loader = data_loader(list(range(24)), None, config)
         assert loader is not None
         shares.append([int(value) for batch in loader for value in batch])
         loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
@@ -403,7 +403,7 @@ def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_follows_the_seed() -> None:
     def order(**more: Any) -> list[int]:
         config = hf_zero.ZeroConfig.from_dict(config_of(1, **more)).resolve(1)
-        loader = _loader(list(range(24)), None, config)
+        loader = data_loader(list(range(24)), None, config)
         assert loader is not None
         return [int(value) for batch in loader for value in batch]
 

@@ -1,11 +1,24 @@
-"""``deepspeed.comm.init_distributed``."""
+"""``deepspeed.comm``: torch.distributed's collectives under DeepSpeed's names and arguments, and
+the process group that hf-zero joins.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
-from hf_zero.distributed import init
+import torch
+
+from hf_zero.distributed import init, process_group, world_group
+from hf_zero.integrations.deepspeed.comm_log import LOGGED
+from hf_zero.integrations.deepspeed.comm_log import configure as configure
+
+dist = process_group.dist
+DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT") or 30))
 
 
 def init_distributed(
@@ -21,9 +34,168 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
-    the launcher's variables, without mpi4py.
+    the launcher's variables, without mpi4py. Without a timeout DEEPSPEED_TIMEOUT, in minutes, is
+    it.
     """
+    if timeout is None and os.environ.get("DEEPSPEED_TIMEOUT"):
+        timeout = default_pg_timeout
     if dist_init_required is not False:
         init.init_distributed(
             dist_backend, timeout, init_method, rank, world_size, distributed_port
         )
+
+
+def _collective(name: str, **renamed: str) -> Callable[..., Any]:
+    """torch.distributed's function ``name``, with DeepSpeed's further arguments: ``prof`` and
+    ``log_name``, by which a call is logged, and ``debug``. ``renamed``: arguments by torch's names.
+    """
+    function = getattr(dist, name)
+
+    @wraps(function)
+    def call(
+        *args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any
+    ) -> Any:
+        kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
+        if not LOGGED.wants(log_name or name, prof):
+            return function(*args, **kwargs)
+        return LOGGED.timed(log_name or name, function, args, kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = __name__
+    return call
+
+
+def _first_of(*names: str) -> str:
+    """The first of ``names`` that this torch has: some were renamed."""
+    return next(name for name in names if hasattr(dist, name))
+
+
+all_gather = _collective("all_gather")
+all_gather_into_tensor = _collective(_first_of("all_gather_single", "all_gather_into_tensor"))
+all_gather_object = _collective("all_gather_object")
+all_reduce = _collective("all_reduce")
+all_to_all = _collective("all_to_all")
+all_to_all_single = _collective("all_to_all_single", tensor="input")
+batch_isend_irecv = _collective("batch_isend_irecv")
+broadcast = _collective("broadcast")
+broadcast_object_list = _collective("broadcast_object_list")
+gather = _collective("gather")
+irecv = _collective("irecv")
+isend = _collective("isend")
+monitored_barrier = _collective("monitored_barrier")
+recv = _collective("recv")
+reduce = _collective("reduce")
+reduce_scatter = _collective("reduce_scatter")
+reduce_scatter_tensor = _collective(
+    _first_of("reduce_scatter_single", "reduce_scatter_tensor"),
+    output_tensor="output",
+    tensor="input",
+)
+scatter = _collective("scatter")
+send = _collective("send")
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> Any:
+    """As :func:`all_reduce`; DeepSpeed has kernels of its own for it in inference."""
+    return all_reduce(tensor, op=op, group=group, **options)
+
+
+class Several:
+    """The collectives of a list of tensors as one to wait for."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Several | None:
+    """Reduce each tensor over all ranks, in place. ``async_op``: returns what waits for all."""
+    works = Several([all_reduce(each, op, group, async_op=True, **options) for each in tensors])
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Several | None:
+    """Gather each of ``input_tensors`` from all ranks into one of ``output_tensors``."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = Several([all_gather_into_tensor(out, own, group, async_op=True) for out, own in pairs])
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: Any = None,
+) -> Any:
+    """Returns when all ranks have come; of all ranks, it names those that do not."""
+    if group is None and not async_op:
+        world_group.barrier()
+        return None
+    return dist.barrier(group, async_op=async_op)
+
+
+def is_available() -> bool:
+    return bool(dist.is_available())
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return int(dist.get_global_rank(group or get_world_group(), group_rank))
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return list(dist.get_process_group_ranks(group or get_world_group()))
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """A group of these ranks (collective: all ranks call it)."""
+    return dist.new_group(ranks, **options)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A torch DeviceMesh over all ranks (collective)."""
+    kind = process_group.default_device().type
+    return dist.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = (
+    has_all_gather_into_tensor
+)

@@ -2,19 +2,142 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
 from hf_zero.core.engine import Engine
+from hf_zero.core.gathered import GatheredParameters
+from hf_zero.device import kinds
+from hf_zero.distributed.process_group import backend_for
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.initialize import data_loader, initialize_as
 from hf_zero.initialize import initialize as _initialize
-from hf_zero.initialize import initialize_as
+from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
+from hf_zero.integrations.deepspeed.engine_getters import methods
+from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
+from hf_zero.logs import logger
 
 _SIGNATURE = inspect.signature(_initialize)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _ScaledLoss(torch.autograd.Function):
+    """A loss times the fp16 scale, whose backward leaves that out: the engine puts it in where a
+    plain backward reaches the outputs of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
 
 
 class DeepSpeedEngine(Engine):
     """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
+
+    monitor = DisabledMonitor()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._states_away = StatesAway()
+        self.collate_fn: Any = None
+
+    # ---- forward, backward, step ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._states_away.refuse("a forward")
+        return super().forward(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """As :meth:`hf_zero.Engine.backward`; returns the loss divided by the accumulation steps,
+        or with ``scale_wrt_gas=False`` the loss as it is.
+        """
+        self._states_away.refuse("a backward")
+        super().backward(loss, retain_graph, scale_wrt_gas)
+        steps = self.gradient_accumulation_steps()
+        return loss / steps if scale_wrt_gas and steps != 1 else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As :meth:`hf_zero.Engine.step`. ``lr_kwargs`` go to the scheduler's step."""
+        self._states_away.refuse("a step")
+        scheduler = self.lr_scheduler
+        if not lr_kwargs or scheduler is None:
+            super().step()
+            return
+        self.lr_scheduler = None
+        try:
+            super().step()
+        finally:
+            self.lr_scheduler = scheduler
+        if self.was_step_applied():
+            scheduler.step(**lr_kwargs)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for a ``backward()`` of its own, which leaves the same
+        gradients as :meth:`backward`. Raises PartitionError without an optimizer, or for what is no
+        scalar with a graph.
+        """
+        if self.optimizer is None:
+            raise PartitionError("scale() needs an optimizer; pass one to deepspeed.initialize")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise PartitionError(
+                "scale() needs a scalar loss with a graph; call backward(gradient) of other outputs"
+            )
+        scaled: torch.Tensor = _ScaledLoss.apply(loss, self.loss_scale())
+        return scaled
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what backwards have left unreduced (collective); ``bucket_size`` is the unit's."""
+        self.reduce_gradients()
+
+    # ---- batches ----
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of micro-batches for a step, from the next window on. Raises
+        ConfigError if it is no whole number, and PartitionError inside a window.
+        """
+        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise ConfigError(
+                f"a train batch of {train_batch_size} samples is no multiple of the "
+                f"{micro} that all ranks' micro-batches have; choose one"
+            )
+        if self.window_is_open:
+            raise PartitionError(
+                "set_train_batch_size() inside an accumulation window would weigh its "
+                "micro-batches differently; call it after the step that ends the window"
+            )
+        self._set_batches(self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another number of samples from now on: the loop brings them,
+        the number of micro-batches of a step stays.
+        """
+        self._set_batches(micro_batch_size, self.gradient_accumulation_steps())
+
+    def _set_batches(self, micro: int, steps: int) -> None:
+        self.accumulation.steps = steps
+        config = self.config.override(self._batches(micro, steps), "set by the script")
+        self.config = config.resolve(self.world_size)
+
+    def _batches(self, micro: int, steps: int) -> dict[str, int]:
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * self.world_size,
+        }
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
@@ -24,23 +147,207 @@ class DeepSpeedEngine(Engine):
             self.gradient_accumulation_steps(),
         )
 
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0.0: never."""
-        return float(self.config.gradient_clipping or 0.0)
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader that gives each rank its share of ``dataset`` in micro-batches, shuffled for
+        the route "train" alone. Raises ConfigError for what is no Dataset.
+        """
+        micro = batch_size or self.train_micro_batch_size_per_gpu()
+        collate = collate_fn or self.collate_fn
+        if data_sampler is None and route == "train":
+            config = self.config.override(self._batches(micro, 1), "set by the script")
+            loader = data_loader(dataset, collate, config.resolve(self.world_size))
+            assert loader is not None
+            return loader
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")
+        sampler = data_sampler or torch.utils.data.DistributedSampler(
+            dataset, self.world_size, self.global_rank, shuffle=False
+        )
+        return DataLoader(
+            dataset,
+            batch_size=micro,
+            sampler=sampler,
+            collate_fn=collate,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and not kinds.is_host(self.device),
+            drop_last=bool(self.config.dataloader_drop_last),
+        )
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, Dataset) and not isinstance(obj, IterableDataset)
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, IterableDataset)
+
+    # ---- state ----
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The whole model's state dict (collective at stage 3)."""
+        given: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[torch.Tensor] | None = None,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Load ``checkpoint["module"]``, a whole state dict, into the model (collective), or have
+        ``custom_load_fn(src=state_dict, dst=module)`` do it on rank 0's whole parameters.
+        """
+        state = checkpoint["module"]
+        if custom_load_fn is not None:
+            chosen = self.module.parameters() if z3_params_to_fetch is None else z3_params_to_fetch
+            with GatheredParameters(list(chosen), modifier_rank=0):
+                custom_load_fn(src=state, dst=self.module)
+            return
+        answer = self.load_state_dict(state, strict=strict and allowed_missing_keys is None)
+        if strict and allowed_missing_keys is not None:
+            missing = set(answer.missing_keys) - set(allowed_missing_keys)
+            if missing or answer.unexpected_keys:
+                raise ConfigError(
+                    f"the state dict lacks {sorted(missing)} and has {answer.unexpected_keys} that "
+                    "the model has not; load another one, or allow these keys"
+                )
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """The former name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state from the device to host memory until :meth:`reload_states`.
+
+        ``include``: which, as :class:`OffloadStateTypeEnum` or its values; None: all. Training,
+        saving and access to parameters need it back. Does nothing where the device is the host.
+        Raises ConfigError for another device than the CPU.
+        """
+        wanted = checked(include, device)
+        if not kinds.is_host(self.device):
+            self._states_away.send(self, wanted, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` has moved."""
+        self._states_away.bring(self.device, non_blocking)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+        self._states_away.refuse("a save")
+        return super().save_checkpoint(*args, **kwargs)
+
+    def empty_partition_cache(self) -> None:
+        """Give memory of the device back that nothing uses; parameters are released between
+        forwards by themselves.
+        """
+        gc.collect()
+        if not kinds.is_host(self.device):
+            kinds.module_of(self.device).empty_cache()
+
+    # ---- what it says about itself ----
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks' forwards are compiled."""
+        return bool(self.config.compile.blocks) or self._compiled
+
+    _compiled = False
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """As :meth:`hf_zero.Engine.compile`. Raises NotBuiltError for a schedule of DeepCompile's
+        passes, and for compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            refuse("engine.compile(schedule=..., compiled_autograd_enabled=True)", "leave both out")
+        super().compile(backend, compile_kwargs, **options)
+        self._compiled = True
 
     def get_mom(self) -> list[Any]:
         """Each group's momentum or betas, whichever its optimizer has; None for neither."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("betas", group.get("momentum")) for group in groups]
 
+    def get_type(self) -> list[Any]:
+        """Each group's ``type``, where the script has set one; None elsewhere."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("type") for group in groups]
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0.0: never."""
+        return float(self.config.gradient_clipping or 0.0)
+
     def dynamic_loss_scale(self) -> bool:
         return bool(self.scaler.dynamic)
+
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale that dynamic scaling starts with."""
+        return 2.0**self.config.fp16.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+        """The settings of dynamic scaling; None where it is off."""
+        fp16 = self.config.fp16
+        settings = {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        }
+        return settings if self.dynamic_loss_scale() else None
 
     def fp16_enabled(self) -> bool:
         return self.config.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
         return self.config.precision == "bf16"
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the model and of summed gradients."""
+        summed = self.config.gradient_accumulation_dtype
+        return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return DTYPES[self.config.communication_data_type or self.config.precision]
+
+    def postscale_gradients(self) -> bool:
+        return not self.config.prescale_gradients
 
     def zero_optimization(self) -> bool:
         return bool(self.stage > 0)
@@ -54,8 +361,59 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_partition_weights(self) -> bool:
         return bool(self.stage == 3)
 
+    is_first_weights_partition_group = zero_optimization_partition_weights
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state lives in host memory."""
+        return self.config.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer state lives in files."""
+        return self.config.offload_optimizer.device == "nvme"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the update runs on the host."""
+        return bool(self.config.offload_optimizer.on)
+
+    def zero_partial_offload(self) -> float | str:
+        """The part of the optimizer's state that is offloaded; "auto": what does not fit."""
+        return self.config.offload_optimizer.ratio
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return bool(self.config.zero.gather_16bit_weights_on_model_save)
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer; None without one."""
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def scheduler_name(self) -> str | None:
+        """The scheduler that the configuration names; None if it names none."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def get_data_parallel_rank(self) -> int:
+        return int(self.global_rank)
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks that data is divided among."""
+        return int(self.world_size)
+
+    mp_world_size = 1
+    pipeline_parallelism = False
+
+    @property
+    def dist_backend(self) -> str:
+        return backend_for(self.device)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Empty: forward and backward are spans of a profile, not timers."""
+        return {}
+
+    def log_level(self) -> int:
+        return logger.getEffectiveLevel()
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -64,9 +422,15 @@ class DeepSpeedEngine(Engine):
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
 
+for _name, _method in methods().items():
+    setattr(DeepSpeedEngine, _name, _method)
+
+
 @wraps(_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """As :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
-    return initialize_as(DeepSpeedEngine, *given.args)
+    answer = initialize_as(DeepSpeedEngine, *given.args)
+    answer[0].collate_fn = given.arguments["collate_fn"]
+    return answer

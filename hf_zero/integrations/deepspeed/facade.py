@@ -18,14 +18,14 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.integrations.deepspeed.version import VERSION as VERSION
+
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
     from hf_zero.integrations.deepspeed.rows import Module
 
 NAME = "deepspeed"
-VERSION = "0.19.8+hfzero"
-"""The release of DeepSpeed whose interface the facade follows; the local part says whose it is."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 ORIGIN = os.path.join(FOLDER, "api.py")
@@ -128,4 +128,5 @@ def _attribute(module: ModuleType, row: Module, name: str) -> Any:
     if row.others and not name.startswith("__"):
         home, _, attribute = row.others.partition(":")
         return getattr(getattr(import_module(home), attribute), name)
-    raise AttributeError(f"module {row.path!r} has no attribute {name!r}")
+    why = "" if name.startswith("__") else row.why_not(name)
+    raise AttributeError(f"module {row.path!r} has no attribute {name!r}{why and f': {why}'}")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
 import logging
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
 from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
 from hf_zero.logs import logger
 
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+LEVELS["critical"] = logging.CRITICAL
 GIB = 1 << 30
 
 
@@ -59,3 +66,64 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         machine.percent,
     )
     device.reset_peak_memory_stats()
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Log a warning that was not logged before."""
+    logger.warning(message)
+
+
+@functools.cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(
+    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
+) -> None:
+    """As :func:`log_dist`, of a message that was not logged before."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+# under these names scripts call them on the logger
+logger.warning_once = warning_once  # type: ignore[attr-defined]
+logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
+
+
+def print_json_dist(
+    message: dict[str, Any], ranks: Sequence[int] | None = None, path: str = ""
+) -> None:
+    """Write ``message`` and the rank to the file ``path``, on the given ranks."""
+    if _logs_here(ranks):
+        with open(path, "w") as file:
+            json.dump({**message, "rank": process_group.get_rank()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """Raises ConfigError for what is no level."""
+    level = LEVELS.get(log_level_str.lower())
+    if level is None:
+        raise ConfigError(f"{log_level_str!r} is no level of logging; write one of {[*LEVELS]}")
+    return level
+
+
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
+    """Set the level of hf-zero's logger, or of ``custom_logger``, and of its handlers."""
+    level, chosen = get_log_level_from_string(log_level_str), custom_logger or logger
+    chosen.setLevel(level)
+    for handler in chosen.handlers:
+        handler.setLevel(level)
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether messages of this level are logged now."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)

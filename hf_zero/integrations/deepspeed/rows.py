@@ -51,27 +51,46 @@ class NotBuilt:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A name of DeepSpeed's that there is not, and why; asking for it is an AttributeError."""
+
+    name: str
+    reason: str
+
+
+Row = Provided | NotBuilt | LeftOut
+
+
+@dataclass(frozen=True)
 class Module:
     """A module of the facade."""
 
     path: str
     about: str
     names: dict[str, Provided | NotBuilt]
+    left_out: dict[str, str]
     others: str
     """``module:attribute`` of the module that has every name which is not in ``names``."""
     command: str
     """``module:function`` that ``python -m`` calls."""
 
+    def why_not(self, name: str) -> str:
+        """Why ``name`` is left out; "" if it is in no row. ``*`` stands for every other name."""
+        return self.left_out.get(name) or self.left_out.get("*", "")
+
 
 def module(
     path: str,
     about: str,
-    *rows: Iterable[Provided | NotBuilt],
+    *rows: Iterable[Row],
     others: str = "",
     command: str = "",
 ) -> Module:
     """A row of the table; ``rows`` are results of the functions below."""
-    return Module(path, about, {row.name: row for part in rows for row in part}, others, command)
+    found = [row for part in rows for row in part]
+    left_out = {row.name: row.reason for row in found if isinstance(row, LeftOut)}
+    there = {row.name: row for row in found if not isinstance(row, LeftOut)}
+    return Module(path, about, there, left_out, others, command)
 
 
 def names(home: str, *wanted: str) -> list[Provided]:
@@ -84,8 +103,26 @@ def names(home: str, *wanted: str) -> list[Provided]:
 
 
 def functions_not_built(instead: str, *wanted: str) -> list[NotBuilt]:
-    return [NotBuilt(name, instead, is_class=False) for name in wanted]
+    """Names that raise NotBuiltError when they are called; ``wanted`` may hold several each."""
+    return [NotBuilt(name, instead, is_class=False) for name in _split(wanted)]
 
 
 def classes_not_built(instead: str, *wanted: str, base: str = "") -> list[NotBuilt]:
-    return [NotBuilt(name, instead, is_class=True, base=base) for name in wanted]
+    """Classes that raise NotBuiltError when they are constructed or asked for a method."""
+    return [NotBuilt(name, instead, is_class=True, base=base) for name in _split(wanted)]
+
+
+def left_out(reason: str, *wanted: str) -> list[LeftOut]:
+    """Names that there are not; ``*``: all others of the module."""
+    return [LeftOut(name, reason) for name in _split(wanted)]
+
+
+def _split(wanted: Iterable[str]) -> list[str]:
+    return [name for each in wanted for name in each.split()]
+
+
+def lazily(home: str, attribute: str) -> Any:
+    """An attribute of a module that stands above the facade in the layers, or costs much to
+    import: imported when it is asked for.
+    """
+    return getattr(import_module(home), attribute)

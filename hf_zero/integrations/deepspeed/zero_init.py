@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_zero.config import ZeroConfig
+from hf_zero.core.parameter import ZeroParamStatus
 from hf_zero.distributed import init, process_group
 from hf_zero.holding import hold
 from hf_zero.integrations.deepspeed.zero3_context import (
@@ -29,6 +32,22 @@ from hf_zero.loading import Building, make_pending, make_real
 # that a single process draws. Put off, each parameter's numbers come from a generator of its own,
 # alike for any number of ranks.
 WHOLE_BYTES = 256 << 20
+
+
+_numbers = count()
+
+
+def give_facts(parameter: Any) -> None:
+    """Let a parameter that is whole on its one rank answer what sharded ones answer: ``ds_id``,
+    ``ds_status``, ``ds_shape`` and ``ds_numel``.
+    """
+    if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "ds_id"):
+        parameter.__dict__.update(
+            ds_id=next(_numbers),
+            ds_status=ZeroParamStatus.AVAILABLE,
+            ds_shape=parameter.shape,
+            ds_numel=parameter.numel(),
+        )
 
 
 def hold_roots(building: Building, config: ZeroConfig) -> None:
@@ -47,7 +66,7 @@ class Init:
     GatheredParameters) and called before ``initialize`` takes them over. ``module``, a model that
     is here already, is sharded at once. Parameters keep the dtype that the code asks for. Without
     ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage
-    3.
+    3. On one rank parameters stay whole, and have the facts of :func:`give_facts`.
     """
 
     def __init__(
@@ -81,6 +100,9 @@ class Init:
             )
             if module is not None and self._shards():
                 hold(module, self._config)
+            elif module is not None and self._config.stage == 3:
+                for parameter in module.parameters():
+                    give_facts(parameter)
 
     def _shards(self) -> bool:
         init.init_from_config(self._config)
@@ -93,6 +115,11 @@ class Init:
             self._building = self._stack.enter_context(
                 Building(WHOLE_BYTES, lambda: current_loading.get() is not None)
             )
+        elif self.enabled and self._config.stage == 3 and process_group.get_world_size() == 1:
+            hook = register_module_parameter_registration_hook(
+                lambda module, name, parameter: give_facts(parameter)
+            )
+            self._stack.callback(hook.remove)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -37,8 +37,9 @@ def test_the_device_is_the_one_of_the_engine() -> None:
     assert accelerator.get_accelerator() is accelerator.get_accelerator()
 
 
-def test_the_cpu_under_the_names_of_deepspeed() -> None:
-    cpu = accelerator.Device("cpu")
+def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    cpu = accelerator.DeepSpeedAccelerator("cpu")
     assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == (
         "cpu",
         "cpu",
@@ -50,7 +51,18 @@ def test_the_cpu_under_the_names_of_deepspeed() -> None:
     cpu.empty_cache()
     cpu.synchronize()
     cpu.reset_peak_memory_stats()
-    assert cpu.device_count() == 1
+    assert cpu.device_count() == 3
+    monkeypatch.delenv("LOCAL_SIZE")
+    assert cpu.device_count() >= 1
+    assert cpu.is_synchronized_device() and cpu.use_host_timers() and not cpu.is_triton_supported()
+    assert cpu.memory_cached() == cpu.memory_allocated() and cpu.Event is None
+    assert cpu.LongTensor([1, 2]).dtype == torch.long and cpu.random() is torch.random
+    assert cpu.default_generator(0) is torch.default_generator and cpu.pin_empty(
+        2, dtype=torch.half
+    ).shape == (2,)
+    cpu.range_push("a")
+    cpu.range_pop()
+    assert cpu.lazy_call(lambda: 7) == 7
     assert cpu.supported_dtypes() == [torch.float, torch.half, torch.bfloat16]
     tensor = torch.ones(2)
     assert cpu.on_accelerator(tensor) and cpu.pin_memory(tensor) is tensor
@@ -64,7 +76,7 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    gpu = accelerator.Device("cuda")
+    gpu = accelerator.DeepSpeedAccelerator("cuda")
     assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == (
         "cuda",
         "cuda:1",

@@ -1,0 +1,127 @@
+"""This rank's part of a parameter's master weights, gradient and optimizer state, and gradients of
+several parameters at once.
+
+A part is 1-D: the elements of the parameter that this rank keeps, which differ in number from rank
+to rank and may be none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hf_zero.core.gathered import (
+    _engine_of,
+    _state,
+    _trains,
+    safe_get_full_grad,
+    safe_set_full_grad,
+)
+from hf_zero.core.parameter import name_of, owner_of
+from hf_zero.errors import PartitionError
+
+
+def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:
+    _, start, stop = _trains(parameter, what).own_range(name_of(parameter))
+    return own[start:stop]
+
+
+def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    part = _part(parameter, own, what)
+    if value.numel() != part.numel():
+        raise PartitionError(
+            f"{what}: {value.numel()} values for the {part.numel()} elements of "
+            f"{name_of(parameter)} that this rank keeps; pass as many as safe_get_local_* returns"
+        )
+    part.copy_(value.reshape(-1))
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's fp32 master weights of ``parameter``: a copy. Raises PartitionError for a frozen
+    one.
+    """
+    flat = _trains(parameter, "safe_get_local_fp32_param")
+    flat.unit.take_user_writes()
+    assert flat.master is not None
+    return _part(parameter, flat.master, "safe_get_local_fp32_param").clone()
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's master weights of ``parameter`` and the working weights from them
+    (collective).
+    """
+    flat = _trains(parameter, "safe_set_local_fp32_param")
+    flat.unit.take_user_writes()
+    engine, master = _engine_of(flat), flat.master
+    assert master is not None
+    with engine.schedule.writing():
+        _put(parameter, master, value, "safe_set_local_fp32_param")
+        flat.store_master(master)
+    engine.refresh_params([flat])
+
+
+@torch.no_grad()
+def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the averaged gradient of ``parameter``, loss scale removed: a copy; None
+    before the first backward of a step (collective: what is unreduced is reduced).
+    """
+    flat = _trains(parameter, "safe_get_local_grad")
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    if not flat.reduced or flat.grad is None:
+        return None
+    return _part(parameter, flat.grad.float(), "safe_get_local_grad") / engine.scaler.scale
+
+
+@torch.no_grad()
+def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient that the next step will use (collective)."""
+    flat = _trains(parameter, "safe_set_local_grad")
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    if not flat.reduced or flat.grad is None:
+        raise PartitionError(
+            f"safe_set_local_grad: parameter {name_of(parameter)} has no gradient yet, and the "
+            "next backward would overwrite one; call it between backward and step"
+        )
+    _put(parameter, flat.grad, value * engine.scaler.scale, "safe_set_local_grad")
+    flat.squares = None
+    flat.use(name_of(parameter))
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``."""
+    flat = _trains(parameter, "safe_get_local_optimizer_state")
+    held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
+    return _part(parameter, held, "safe_get_local_optimizer_state").clone()
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Overwrite this rank's part of the optimizer state ``name`` of ``parameter``."""
+    flat = _trains(parameter, "safe_set_local_optimizer_state")
+    held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
+    _put(parameter, held, value, "safe_set_local_optimizer_state")
+    _engine_of(flat).bound.load_tensor(flat, name, held)
+
+
+@torch.no_grad()
+def safe_update_full_grad_vectorized(
+    parameters: Iterable[torch.Tensor],
+    update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update(gradient, parameter)``,
+    which every rank calls on the whole averaged gradient (collective).
+    """
+    for parameter in parameters:
+        if owner_of(parameter) is None:
+            if parameter.grad is not None:
+                parameter.grad.copy_(update(parameter.grad, parameter))
+            continue
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update(gradient, parameter))

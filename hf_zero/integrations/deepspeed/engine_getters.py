@@ -1,0 +1,203 @@
+"""What DeepSpeed's engine says about its configuration, as a table; and its methods that are not
+built, or have nothing to stand for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_zero.integrations.deepspeed.placeholders import function
+
+ZERO = "zero_optimization"
+
+GETTERS: dict[str, tuple[str, Any]] = {
+    "aio_config": ("aio", {}),
+    "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", "Warn"),
+    "dataloader_drop_last": ("dataloader_drop_last", False),
+    "dump_state": ("dump_state", False),
+    "fp16_auto_cast": ("fp16.auto_cast", False),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "memory_breakdown": ("memory_breakdown", False),
+    "optimizer_params": ("optimizer.params", None),
+    "scheduler_params": ("scheduler.params", None),
+    "steps_per_print": ("steps_per_print", None),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "zero_allgather_bucket_size": (f"{ZERO}.allgather_bucket_size", 500_000_000),
+    "zero_allgather_partitions": (f"{ZERO}.allgather_partitions", True),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_contiguous_gradients": (f"{ZERO}.contiguous_gradients", True),
+    "zero_elastic_checkpoint": (f"{ZERO}.elastic_checkpoint", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", False),
+    "zero_hpz_partition_size": (f"{ZERO}.zero_hpz_partition_size", 1),
+    "zero_ignore_unused_parameters": (f"{ZERO}.ignore_unused_parameters", True),
+    "zero_legacy_stage1": (f"{ZERO}.legacy_stage1", False),
+    "zero_load_from_fp32_weights": (f"{ZERO}.load_from_fp32_weights", True),
+    "zero_max_live_parameters": (f"{ZERO}.stage3_max_live_parameters", None),
+    "zero_max_reuse_distance": (f"{ZERO}.stage3_max_reuse_distance", 1_000_000_000),
+    "zero_model_persistence_threshold": (f"{ZERO}.stage3_model_persistence_threshold", None),
+    "zero_module_granularity_threshold": (f"{ZERO}.stage3_module_granularity_threshold", 0),
+    "zero_multi_rank_bucket_allreduce": (f"{ZERO}.use_multi_rank_bucket_allreduce", True),
+    "zero_offload_optimizer": (f"{ZERO}.offload_optimizer", None),
+    "zero_offload_param": (f"{ZERO}.offload_param", None),
+    "zero_overlap_comm": (f"{ZERO}.overlap_comm", True),
+    "zero_param_persistence_threshold": (f"{ZERO}.stage3_param_persistence_threshold", None),
+    "zero_prefetch_bucket_size": (f"{ZERO}.stage3_prefetch_bucket_size", 50_000_000),
+    "zero_quantized_gradients": (f"{ZERO}.zero_quantized_gradients", False),
+    "zero_quantized_nontrainable_weights": (
+        f"{ZERO}.zero_quantized_nontrainable_weights",
+        False,
+    ),
+    "zero_quantized_weights": (f"{ZERO}.zero_quantized_weights", False),
+    "zero_reduce_bucket_size": (f"{ZERO}.reduce_bucket_size", 500_000_000),
+    "zero_reduce_scatter": (f"{ZERO}.reduce_scatter", True),
+    "zero_round_robin_gradients": (f"{ZERO}.round_robin_gradients", False),
+    "zero_sub_group_size": (f"{ZERO}.sub_group_size", 1_000_000_000),
+}
+"""Methods that return what the configuration says under a key: (its path, what it is if nobody
+wrote it)."""
+
+CONSTANTS: dict[str, Any] = {
+    "autotuning_enabled": False,
+    "curriculum_learning_enabled": False,
+    "data_efficiency_enabled": False,
+    "data_sampling_enabled": False,
+    "flops_profiler_enabled": False,
+    "get_model_parallel_rank": 0,
+    "get_tensor_parallel_rank": 0,
+    "is_deepcompile_active": False,
+    "is_deepcompile_enabled": False,
+    "is_sanity_checks_enabled": True,
+    "managed_gradient_accumulation": True,
+    "optimizer_legacy_fusion": False,
+    "random_ltd_enabled": False,
+    "super_offload": False,
+    "swap_tensor_config": None,
+    "torch_autocast_enabled": False,
+    "zero_allgather_sequential": False,
+    "zero_compute_grad_norm": True,
+    "zero_log_trace_cache_warnings": False,
+    "autotp_size": 0,
+    "bf16_master_weights_and_gradients": False,
+    "bf16_optimizer_states": False,
+    "fp16_master_weights_and_gradients": False,
+    "checkpoint_serialization_enabled": True,
+    "checkpoint_writer_enabled": False,
+}
+"""Methods that ask for what this version has not, or always has."""
+
+_CURRICULUM = "sort or cut the data in its Dataset"
+NOT_BUILT = {
+    "coalesce_grad_reduction": "set gradient_accumulation_steps: a window is reduced once",
+    "curriculum_learning_config": _CURRICULUM,
+    "data_efficiency_config": _CURRICULUM,
+    "data_sampling_config": _CURRICULUM,
+    "get_deepcompile_backend": "write compile: blocks in the configuration",
+    "get_sequence_parallel_group": "set sp_size to 1",
+    "random_ltd_config": "train on whole sequences",
+    "random_ltd_initialize": "train on whole sequences",
+    "register_compile_pass": "write compile: blocks in the configuration",
+    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+    "set_data_post_process_func": _CURRICULUM,
+    "sparse_allreduce": "sparse gradients are reduced as dense ones",
+    "tensor_parallel_config": "remove tensor_parallel from the configuration",
+    "torch_autocast_dtype": "write bf16 or fp16 in the configuration",
+    "torch_autocast_lower_precision_safe_modules": "write bf16 or fp16 in the configuration",
+    "zenflow_config": "offload the optimizer: its update overlaps the next forward",
+}
+"""Methods that ask for what is not built, and what to do instead."""
+
+_BUCKETS = "the engine reduces units by itself; allreduce_gradients() reduces what is unreduced"
+_SETTINGS = "settings of a tool that is not built; its *_enabled() is False"
+LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "all_gather_scalar",
+            "allreduce_and_copy",
+            "allreduce_bucket",
+            "allreduce_no_retain",
+            "buffered_allreduce_fallback",
+            "sparse_all_gather",
+            "sparse_allreduce_bucket",
+            "sparse_allreduce_no_retain",
+        ),
+        _BUCKETS,
+    ),
+    **dict.fromkeys(
+        (
+            "autotuning_end_profile_step",
+            "autotuning_metric",
+            "autotuning_metric_path",
+            "autotuning_model_info_path",
+            "autotuning_profile_model_info",
+            "autotuning_start_profile_step",
+            "flops_profiler_detailed",
+            "flops_profiler_module_depth",
+            "flops_profiler_output_file",
+            "flops_profiler_profile_step",
+            "flops_profiler_recompute_fwd_factor",
+            "flops_profiler_top_modules",
+        ),
+        _SETTINGS,
+    ),
+    **dict.fromkeys(
+        (
+            "compile_autosp",
+            "compile_autotp",
+            "compile_zero_optimization_stage",
+            "get_autosp_backend",
+            "get_autotp_backend",
+            "get_compile_time",
+            "get_deepspeed_compile_backend",
+            "uses_parallelization_pass_only",
+        ),
+        "part of DeepCompile, which is not built; is_deepcompile_enabled() is False",
+    ),
+    "clip_fp32_gradients": "step() clips, by the norm over all ranks",
+    "collect_python_gc": "Python's own collector is left alone",
+    "cpuadam_cores_perc": "part of SuperOffload, which is not built; super_offload() is False",
+    "get_optimizer_configuration": "the optimizer is configured in hf_zero.optim.build",
+    "load_moe_state_dict": "experts are parameters like others: load_checkpoint loads them",
+    "print_forward_breakdown": "MoE layers of DeepSpeed's are not built",
+    "zero_parameter_alignment": "alignment is the layout's own",
+    "zero_save_muon_momentum_buffer_in_memory": "Muon is not built",
+}
+"""Public methods of DeepSpeed's engine that there are not, and why."""
+
+
+def getter(path: str, default: Any) -> Callable[[Any], Any]:
+    """A method that returns the configuration's value under ``path``."""
+
+    def get(self: Any) -> Any:
+        value: Any = self.config.to_dict("default")
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    get.__doc__ = f"``{path}`` of the configuration; {default!r} if nobody wrote it."
+    return get
+
+
+def constant(value: Any) -> Callable[[Any], Any]:
+    """A method that returns ``value``."""
+
+    def get(self: Any) -> Any:
+        return value
+
+    get.__doc__ = f"{value!r} in this version."
+    return get
+
+
+def methods() -> dict[str, Callable[..., Any]]:
+    """All of the above by name, as methods of the engine's class."""
+    made = {name: getter(path, default) for name, (path, default) in GETTERS.items()}
+    made |= {name: constant(value) for name, value in CONSTANTS.items()}
+    made |= {
+        name: function(f"deepspeed.DeepSpeedEngine.{name}", instead)
+        for name, instead in NOT_BUILT.items()
+    }
+    for name, method in made.items():
+        method.__name__, method.__qualname__ = name, f"DeepSpeedEngine.{name}"
+    return made

@@ -1,0 +1,86 @@
+"""``convert_zero_checkpoint_to_fp32_state_dict`` as DeepSpeed's signature promises it: a pickle by
+default, and callable on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
+
+INDEX = "model.safetensors.index.json"
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole model in fp32 to ``output_dir``: ``pytorch_model.bin``, or with
+    ``safe_serialization`` ``model.safetensors``; several files and an index beyond
+    ``max_shard_size`` (None: never).
+
+    Of several processes that call it at once one writes, and the others return when it has.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _one_writer(folder) as writes:
+        if not writes:
+            return
+        size = "1PB" if max_shard_size is None else max_shard_size
+        if safe_serialization:
+            _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters)
+            return
+        between = folder / f".fp32.{os.getpid()}"
+        try:
+            _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters)
+            _as_pickles(between, folder)
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
+
+
+@contextmanager
+def _one_writer(folder: Path) -> Iterator[bool]:
+    """Whether this process is the one that writes into ``folder``; the others come in when it is
+    done.
+    """
+    descriptor = os.open(folder / ".fp32.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield not any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _as_pickles(source: Path, folder: Path) -> None:
+    """The safetensors files of ``source``, one after another, as files of torch.save."""
+    for file in sorted(source.glob("*.safetensors")):
+        name = _pickle_name(file.name)
+        torch.save(load_file(file), folder / f".{name}")
+        os.replace(folder / f".{name}", folder / name)
+    if (source / INDEX).is_file():
+        index = json.loads((source / INDEX).read_text())
+        places = index["weight_map"].items()
+        index["weight_map"] = {key: _pickle_name(name) for key, name in places}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _pickle_name(name: str) -> str:
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")

@@ -1,0 +1,16 @@
+"""``deepspeed.zero.unwrap_model_for_generation``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_zero.core.gathered import summon_full_params
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """``model`` with all parameters whole inside: generating gathers nothing (collective)."""
+    with summon_full_params(model):
+        yield model

@@ -1,0 +1,89 @@
+"""``deepspeed.runtime.fp16.loss_scaler``: loss scales for loops of one's own, over the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_zero.core.precision import LossScaler as _LossScaler
+
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
+
+class LossScalerBase:
+    """A loss scale: multiply the loss by it, divide the gradients, and say whether they
+    overflowed.
+    """
+
+    def __init__(self, scaler: _LossScaler) -> None:
+        self._scaler = scaler
+
+    @property
+    def dynamic(self) -> bool:
+        return self._scaler.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale
+
+    cur_scale = loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def update_scale(self, overflow: bool) -> None:
+        """After a step, or after one that was skipped because of ``overflow``."""
+        self._scaler.update(overflow)
+
+
+class LossScaler(LossScalerBase):
+    """A constant."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(_LossScaler(scale))
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A scale that halves after ``delayed_shift`` overflows and doubles after ``scale_window``
+    steps without one.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_window: int = 1000,
+        min_scale: float = 1.0,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        super().__init__(
+            _LossScaler(
+                init_scale, True, scale_window, delayed_shift, min_scale, consecutive_hysteresis
+            )
+        )
+
+
+def CreateLossScaler(
+    dtype: torch.dtype,
+    static_loss_scale: float,
+    dynamic_scaling: bool,
+    dynamic_loss_args: Mapping[str, Any] | None,
+) -> LossScalerBase:
+    """Of fp16 the dynamic or the constant scale; of any other dtype 1."""
+    if dtype == torch.half and dynamic_scaling:
+        return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
+    return LossScaler(static_loss_scale if dtype == torch.half else 1.0)

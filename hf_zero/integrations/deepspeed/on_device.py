@@ -1,0 +1,48 @@
+"""``deepspeed.OnDevice``: a model made on a device, in a dtype."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# what makes a tensor without being given another one
+CONSTRUCTORS = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+)
+
+
+class _InDtype(TorchFunctionMode):
+    """Constructors give floating-point tensors of ``dtype`` where the code asks for no other."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in CONSTRUCTORS and made.is_floating_point():
+            return made.to(self._dtype)
+        return made
+
+
+class OnDevice:
+    """Context in which modules and tensors are made on ``device``, floating-point ones in
+    ``dtype``; on "meta" they have no memory.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.enter_context(torch.device(self.device))
+            self._stack.enter_context(_InDtype(self.dtype))
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()

@@ -1,0 +1,183 @@
+"""``deepspeed.runtime.utils``: small helpers that scripts import."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import nn
+
+from hf_zero.core.parameter import OwnedParameter
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.deepspeed.accelerator import get_accelerator
+from hf_zero.integrations.deepspeed.placeholders import refuse
+
+T = TypeVar("T")
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None
+) -> torch.Tensor:
+    """torch's, for parameters that no engine owns; the engine clips by ``gradient_clipping``.
+
+    Raises NotBuiltError for an engine's, whose gradients are sharded.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(parameter, OwnedParameter) for parameter in given):
+        refuse(
+            "clip_grad_norm_ of parameters that an engine owns",
+            "write gradient_clipping into the configuration: engine.step() clips by the norm over "
+            "all ranks",
+        )
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> float:
+    """The norm of the gradients that are there; -1 where it is not finite."""
+    gradients = [p.grad.float() for p in parameters if p.grad is not None]
+    return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: Any = None) -> float:
+    """The norm of the values; -1 where it is not finite."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in given], norm_type))
+
+
+def _finite(norm: torch.Tensor) -> float:
+    return float(norm) if torch.isfinite(norm) else -1.0
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The 2-norm of a vector whose parts have these 2-norms."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether an element is not finite, as a tensor on its device."""
+    return torch.logical_not(torch.isfinite(x.float())).any()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder that the file ``filename`` is to lie in."""
+    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
+    """``item`` with the tensors of its lists, tuples and dicts on ``device``; of those for which
+    ``criterion_func`` holds, where it is given.
+    """
+    if isinstance(item, torch.Tensor):
+        wanted = criterion_func is None or criterion_func(item)
+        return item.to(device) if wanted else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """As :func:`move_to_device`; the tensors that are moved are copies, cut from the graph."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device) if criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """Sums of the first 1, 2, … of ``weights``."""
+    sums: list[int] = []
+    for weight in weights:
+        sums.append(weight + (sums[-1] if sums else 0))
+    return sums
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where the parts of ``num_items`` begin, and the end: sizes differ by one at most, the first
+    parts are the larger ones.
+    """
+    size, rest = divmod(num_items, num_parts)
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
+    """Where the parts of a list begin, and its end, so that the heaviest part is as light as it
+    can be.
+    """
+    sums = [0, *prefix_sum_inc(weights)]
+    low, high = max(weights, default=0), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if len(_packed(sums, middle)) - 1 <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _packed(sums, low)
+    return parts + [len(weights)] * (num_parts + 1 - len(parts))
+
+
+def _packed(sums: Sequence[int], most: int) -> list[int]:
+    """Parts that hold as much as they may, ``most``, one after another."""
+    parts = [0]
+    for item in range(1, len(sums)):
+        if sums[item] - sums[parts[-1]] > most:
+            parts.append(item - 1)
+    return [*parts, len(sums) - 1]
+
+
+def get_only_unique_item(items: Iterable[T]) -> T:
+    """The item that all of ``items`` are. Raises ConfigError if they differ, or there is none."""
+    found = set(items)
+    if len(found) != 1:
+        raise ConfigError(f"expected one value, got {sorted(map(str, found))}; pass equal ones")
+    return found.pop()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """``base(args, key=value)`` as text."""
+    parts = [*map(str, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(parts)})"
+
+
+def empty_cache() -> None:
+    """Give unused memory of the device back."""
+    get_accelerator().empty_cache()
+
+
+def noop_decorator(func: T) -> T:
+    return func
+
+
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
+    """Whether torch's version, as major.minor, lies between the two, both included.
+
+    Raises ConfigError where neither is given.
+    """
+    if min_version is None and max_version is None:
+        raise ConfigError("required_torch_version needs min_version or max_version; pass one")
+    have = _pair(torch.__version__)
+    return (min_version is None or have >= _pair(str(min_version))) and (
+        max_version is None or have <= _pair(str(max_version))
+    )
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,1 @@
+"""The rows of ``api.py``, by what they are about."""

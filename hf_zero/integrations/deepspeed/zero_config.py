@@ -1,0 +1,173 @@
+"""``deepspeed.runtime.config`` and ``deepspeed.runtime.zero.config``: configurations under
+DeepSpeed's names, read by :class:`hf_zero.ZeroConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import process_group
+
+ZERO = "zero_optimization"
+
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAMW_OPTIMIZER = "adamw"
+ADAM_OPTIMIZER = "adam"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where something is offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+class _Section:
+    """Keys of a section as attributes: those that were written, and the defaults of others."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for spelled in (name, f"stage3_{name}", f"zero_{name}"):
+            if spelled in self._values:
+                value = self._values[spelled]
+                return _Section(value) if isinstance(value, Mapping) else value
+        raise AttributeError(f"the section has no key {name!r}; it has {sorted(self._values)}")
+
+    def model_dump(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    dict = model_dump
+
+
+class DeepSpeedZeroConfig(_Section):
+    """The section ``zero_optimization``: its keys are keyword arguments and attributes.
+
+    Raises ConfigError for keys and values that cannot be.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        config = ZeroConfig.from_dict({ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True)
+        section = config.to_dict("default")[ZERO]
+        super().__init__({**section, "stage": ZeroStageEnum(config.stage)})
+
+
+class DeepSpeedZeroOffloadParamConfig(_Section):
+    """The section ``offload_param``."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(_offload("offload_param", values))
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(_Section):
+    """The section ``offload_optimizer``."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(_offload("offload_optimizer", values))
+
+
+def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    given = {ZERO: {"stage": 3, name: _plain(values)}}
+    config = ZeroConfig.from_dict(given, allow_auto=True).to_dict("default")
+    section: dict[str, Any] = config[ZERO][name]
+    return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with sections as dicts and enums as their values."""
+    if isinstance(value, _Section):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.value if isinstance(value, Enum) else value
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section of a whole configuration."""
+    return DeepSpeedZeroConfig(**param_dict.get(ZERO, {}))
+
+
+class DeepSpeedConfig:
+    """A configuration (dict, path or JSON text) resolved for the ranks that there are: batch sizes
+    agree, and keys are attributes, in DeepSpeed's names for them too.
+
+    Raises ConfigError for keys and values that cannot be.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        ranks = process_group.get_world_size()
+        self.zero_config_native = ZeroConfig.coerce(config).resolve(ranks)
+        values = self.zero_config_native.to_dict("default")
+        self.world_size = ranks
+        self._values: dict[str, Any] = dict(values)
+        self._named = {
+            "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
+            "zero_enabled": self.zero_config_native.stage > 0,
+            "zero_optimization_stage": self.zero_config_native.stage,
+            "float16_enabled": self.zero_config_native.precision == "fp16",
+            "fp16_enabled": self.zero_config_native.precision == "fp16",
+            "bfloat16_enabled": self.zero_config_native.precision == "bf16",
+            "loss_scale": self.zero_config_native.fp16.loss_scale,
+            "optimizer_name": _type(self.zero_config_native.optimizer),
+            "optimizer_params": _params(self.zero_config_native.optimizer),
+            "scheduler_name": getattr(self.zero_config_native.scheduler, "type", None),
+            "scheduler_params": _params(self.zero_config_native.scheduler),
+            "train_batch_size": self.zero_config_native.train_batch_size,
+            "train_micro_batch_size_per_gpu": (
+                self.zero_config_native.train_micro_batch_size_per_gpu
+            ),
+            "gradient_accumulation_steps": self.zero_config_native.gradient_accumulation_steps,
+            "gradient_clipping": self.zero_config_native.gradient_clipping,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for values in (self._named, self._values):
+            if name in values:
+                return values[name]
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+    def print(self, name: str = "DeepSpeedConfig") -> None:
+        print(f"{name}:\n{self.zero_config_native.describe()}")
+
+
+def _type(section: Any) -> str | None:
+    return None if section is None else str(section.type).lower()
+
+
+def _params(section: Any) -> dict[str, Any] | None:
+    return None if section is None else dict(section.params)
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """What gradients are clipped to by this configuration; 0.0: never."""
+    return float(param_dict.get("gradient_clipping") or 0.0)

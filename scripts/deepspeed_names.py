@@ -1,0 +1,131 @@
+#!/usr/bin/env python
+"""Account for DeepSpeed's public names.
+
+``python scripts/deepspeed_names.py FOLDER`` reads the source of an installed DeepSpeed
+(``.../site-packages/deepspeed``), imports nothing of it, and writes
+``hf_zero/integrations/deepspeed/NAMES.md``. It fails, naming them, while names are unaccounted for.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch.distributed as dist  # noqa: E402
+
+from hf_zero.integrations.deepspeed.api import API  # noqa: E402
+from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine  # noqa: E402
+from hf_zero.integrations.deepspeed.engine_getters import LEFT_OUT, NOT_BUILT  # noqa: E402
+from hf_zero.integrations.deepspeed.facade import _submodules  # noqa: E402
+from hf_zero.integrations.deepspeed.rows import NotBuilt  # noqa: E402
+
+OUT = ROOT / "hf_zero" / "integrations" / "deepspeed" / "NAMES.md"
+HEAD = """# DeepSpeed's public names, and what becomes of each
+
+Made by `scripts/deepspeed_names.py` from the source of DeepSpeed {version}: the functions, classes
+and variables that a module defines without a leading underscore, what a package passes on from its
+modules, and the public methods and properties of the engine. *There*: it works, and `tables/` says
+where it comes from. *Not built*: it imports, and raises NotBuiltError with this remedy when it is
+used. *Left out*: it is not there, for this reason.
+"""
+ENGINE = "DeepSpeedEngine"
+
+
+def source_of(folder: Path, module: str) -> Path | None:
+    place = folder.joinpath(*module.split(".")[1:])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return file if file.is_file() else None
+
+
+def public_names(folder: Path, module: str) -> Iterator[str]:
+    file = source_of(folder, module)
+    if file is None:
+        return
+    package = file.name == "__init__.py"
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.ImportFrom) and package and _own(node):
+            base = module if node.level < 2 else module.rpartition(".")[0]
+            home = f"{base}.{node.module}" if node.level else str(node.module)
+            for alias in node.names:
+                if alias.name == "*":
+                    yield from public_names(folder, home)
+                else:
+                    yield alias.asname or alias.name
+
+
+def _own(node: ast.ImportFrom) -> bool:
+    return bool(node.level) or (node.module or "").startswith("deepspeed")
+
+
+def engine_names(folder: Path) -> Iterator[str]:
+    tree = ast.parse((folder / "runtime" / "engine.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == ENGINE:
+            yield from (item.name for item in node.body if isinstance(item, ast.FunctionDef))
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def by_reason(title: str, reasons: dict[str, str]) -> Iterator[str]:
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name, reason in reasons.items():
+        grouped[reason].append(name)
+    for reason, names in grouped.items():
+        yield f"- {title}: {listed(names)}: {reason}"
+
+
+def section(
+    title: str, there: Iterable[str], not_built: dict[str, str], left: dict[str, str]
+) -> str:
+    lines = [f"## {title}", ""]
+    if there := list(there):
+        lines.append(f"- There: {listed(there)}")
+    lines += [*by_reason("Not built", not_built), *by_reason("Left out", left), ""]
+    return "\n".join(lines)
+
+
+def table(folder: Path) -> tuple[str, list[str]]:
+    version = (folder / "git_version_info_installed.py").read_text().split("'")[1]
+    parts, unaccounted = [HEAD.format(version=version)], []
+    for path, row in sorted(API.items()):
+        names = {name for name in public_names(folder, path) if not name.startswith("_")}
+        left = {name: why for name, why in row.left_out.items() if name != "*"}
+        rest = names - {*row.names, *left, *_submodules(path)}
+        from_torch = {name for name in rest if row.others and hasattr(dist, name)}
+        left |= {name: row.why_not(name) for name in sorted(rest - from_torch)}
+        unaccounted += [f"{path}.{name}" for name, why in left.items() if not why]
+        built = {name for name, item in row.names.items() if not isinstance(item, NotBuilt)}
+        remedies = {n: i.instead for n, i in row.names.items() if isinstance(i, NotBuilt)}
+        if row.names or left:
+            parts.append(section(path, built | from_torch, remedies, left))
+    methods = {name for name in engine_names(folder) if not name.startswith("_")}
+    there = {name for name in methods if hasattr(DeepSpeedEngine, name)} - set(NOT_BUILT)
+    unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*NOT_BUILT, *LEFT_OUT}]
+    parts.append(section(f"Methods and properties of {ENGINE}", there, NOT_BUILT, LEFT_OUT))
+    return "\n".join(parts), unaccounted
+
+
+def main() -> int:
+    text, unaccounted = table(Path(sys.argv[1]))
+    for name in unaccounted:
+        print(f"unaccounted for: {name}", file=sys.stderr)
+    OUT.write_text(text)
+    return bool(unaccounted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

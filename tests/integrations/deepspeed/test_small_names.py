@@ -1,0 +1,441 @@
+"""Names of the facade that stand alone: what each does, beside torch's own and plain arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.estimate import estimate
+from hf_zero.integrations.deepspeed import accelerator, comm_log, runtime_utils, schedule_arguments
+from hf_zero.integrations.deepspeed.leaf_modules import mark_configured
+
+# -- accelerator and operators ---------------------------------------------------------------------
+
+
+def test_another_accelerator_may_be_set() -> None:
+    class Mine(deepspeed.accelerator.DeepSpeedAccelerator):
+        def device_name(self, device_index: Any = None) -> str:
+            return "mine"
+
+    before = deepspeed.get_accelerator()
+    mine = Mine()
+    deepspeed.accelerator.set_accelerator(mine)
+    try:
+        assert accelerator.get_accelerator() is mine
+        assert not deepspeed.accelerator.is_current_accelerator_supported()
+    finally:
+        deepspeed.accelerator.set_accelerator(None)
+    assert accelerator.get_accelerator() is before
+    assert deepspeed.accelerator.is_current_accelerator_supported()
+    assert isinstance(deepspeed.accelerator.cpu_accelerator.CPU_Accelerator(), type(before))
+
+
+def test_backends_of_torch_compile() -> None:
+    cpu = accelerator.DeepSpeedAccelerator("cpu")
+    cpu.set_compile_backend("eager")
+    assert cpu.get_compile_backend() == "eager"
+    with pytest.raises(ValueError, match="no backend 'none_such'"):
+        cpu.set_compile_backend("none_such")
+
+
+def test_visible_devices_are_those_of_the_kind() -> None:
+    environment: dict[str, str] = {}
+    accelerator.DeepSpeedAccelerator("cuda").set_visible_devices_envs(environment, [2, 3])
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_operators_answer_whether_they_are_here() -> None:
+    ops = deepspeed.ops.__compatible_ops__
+    adam = deepspeed.ops.op_builder.CPUAdamBuilder
+    assert ops[adam.NAME] and adam().is_compatible() and hasattr(adam().load(), "CPUAdam")
+    assert deepspeed.ops.aio.AsyncIOBuilder is deepspeed.ops.op_builder.AsyncIOBuilder
+    inference = deepspeed.ops.op_builder.InferenceBuilder
+    assert not ops[inference.NAME] and not inference().is_compatible()
+    with pytest.raises(NotBuiltError, match="transformer_inference is not built"):
+        inference().load()
+    made = accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
+    assert made.is_compatible() and made.name == "fused_adam"
+    assert not accelerator.get_accelerator().create_op_builder("NoneSuch").is_compatible()
+
+
+# -- hosts -----------------------------------------------------------------------------------------
+
+
+def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
+    runner = deepspeed.launcher.runner
+    file = tmp_path / "hosts"
+    file.write_text("# a comment\nworker-0 slots=2\n\nworker-1 slots=4\n")
+    pool = runner.fetch_hostfile(file)
+    assert list(pool.items()) == [("worker-0", 2), ("worker-1", 4)]
+    assert runner.fetch_hostfile(tmp_path / "none") is None and "no hostfile" in heard[-1]
+    hosts = {"worker-0": [0, 1], "worker-1": [0, 1, 2, 3]}
+    assert runner.parse_resource_filter(hosts) is hosts
+    assert runner.parse_inclusion_exclusion(pool, "worker-1:0,2", "") == {"worker-1": [0, 2]}
+    assert runner.parse_resource_filter(hosts, exclude_str="worker-1:3@worker-0") == {
+        "worker-1": [0, 1, 2]
+    }
+    for arguments in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
+        with pytest.raises(ValueError, match="--include"):
+            runner.parse_resource_filter(hosts, *arguments)
+    encoded = runner.encode_world_info(hosts)
+    assert json.loads(base64.urlsafe_b64decode(encoded)) == hosts
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [*itertools.product((1, 2, 3), (1, 4))])
+def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
+    layer, x = nn.Linear(7, 5), torch.randn(3, 7)
+    tiled = deepspeed.zero.TiledLinear(
+        7, 5, in_splits=splits[0], out_splits=splits[1], init_linear=layer
+    )
+    torch.testing.assert_close(tiled(x), layer(x))
+    assert sum(p.numel() for p in tiled.parameters()) == 40
+    apart = deepspeed.zero.TiledLinear(
+        7, 5, False, *splits, input_is_already_split=splits[0] > 1, combine_out_splits=False
+    )
+    parts = torch.split(x, [p.shape[1] for p in [t.weight for t in apart.linears[0]]], dim=-1)
+    assert len(apart(parts if splits[0] > 1 else x)) == splits[1]
+
+
+def test_tiles_that_cannot_be_are_named() -> None:
+    with pytest.raises(ConfigError, match="in_splits is 8; write 1 to 7"):
+        deepspeed.zero.TiledLinear(7, 5, in_splits=8)
+    with pytest.raises(ConfigError, match="out_features is 5 here and 6 in the other"):
+        deepspeed.zero.TiledLinear(7, 5, init_linear=nn.Linear(7, 6))
+
+
+def test_tiles_that_return_their_bias() -> None:
+    class Apart(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return nn.functional.linear(x, self.weight), self.bias
+
+    layer, x = nn.Linear(6, 4), torch.randn(2, 6)
+    tiled = deepspeed.runtime.zero.tiling.TiledLinearReturnBias(
+        6, 4, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=layer
+    )
+    output, bias = tiled(x)
+    torch.testing.assert_close(output + bias, layer(x))
+
+
+def test_models_on_a_device_in_a_dtype() -> None:
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        made = nn.Linear(4, 4)
+        kept = torch.zeros(2, dtype=torch.long)
+    assert made.weight.is_meta and made.weight.dtype == torch.bfloat16 and kept.dtype == torch.long
+    with deepspeed.OnDevice(dtype=torch.half, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+    assert not torch.zeros(1).is_meta
+
+
+def test_parameters_made_on_one_rank_have_the_facts(plain_process: None) -> None:
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        layer = nn.Linear(3, 2)
+    other = nn.Linear(3, 2)
+    assert not hasattr(other.weight, "ds_id")
+    deepspeed.zero.Init(module=other)
+    made: list[Any] = [*layer.parameters(), *other.parameters()]
+    ids = {p.ds_id for p in made}
+    assert len(ids) == 4
+    weight: Any = layer.weight
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_status.name) == (6, (2, 3), "AVAILABLE")
+    engine = deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+        config={"zero_optimization": {"stage": 3}},
+    )[0]
+    assert weight.ds_status is type(weight).ds_status
+    with pytest.raises(AttributeError, match="read only"):
+        weight.ds_status = None
+    engine.destroy()
+
+
+class Experts(nn.Module):
+    pass
+
+
+def test_leaves_by_name_suffix_and_configuration(heard: list[str]) -> None:
+    utils = deepspeed.utils
+    model: Any = nn.Sequential(nn.Sequential(Experts(), nn.ReLU()), Experts())
+    full = f"{Experts.__module__}.Experts"
+    assert utils.set_z3_leaf_modules(model, [full]) == [model[0][0], model[1]]
+    utils.unset_z3_leaf_modules(model, [Experts])
+    assert utils.set_z3_leaf_modules_by_name(model, ["0.1"]) == ([model[0][1]], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False) == (
+        [model[0], model[0][0]],
+        [],
+    )
+    assert utils.get_z3_leaf_modules(model) == [model[0][1]]
+    with pytest.raises(ValueError, match=r"no module named \['7'\]"):
+        utils.set_z3_leaf_modules_by_name(model, ["7"])
+    assert utils.set_z3_leaf_modules_by_name(model, ["7"], raise_if_not_found=False) == ([], ["7"])
+    utils.set_z3_leaf_module(model[0][1], False)
+    section = {"classes": [full], "name_suffixes": [".1"], "names": ["9"]}
+    assert mark_configured(model, section) == [model[0][0], model[1], model[0][1]]
+    assert "names ['9'], which the model does not have" in heard[-1]
+    assert mark_configured(model, None) == []
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    stage3, stage2 = deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2
+    host, device, largest = stage3.estimate_zero3_model_states_mem_needs(
+        4_000_000, 1_000_000, 2, 1, cpu_offload=False, additional_buffer_factor=1.0
+    )
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(4))
+    row = estimate(model, 2, stage=3).at(3)
+    assert (device, host, largest) == (row.tiers.device, 2 * row.tiers.ram, 4_000_000)
+    offloaded = stage3.estimate_zero3_model_states_mem_needs(4_000_000, 1_000_000, 2)
+    assert offloaded[1] < device and offloaded[0] > 16 * 4_000_000
+    assert stage2.estimate_zero2_model_states_mem_needs(4_000_000, 2)[0] > 0
+    stage3.estimate_zero3_model_states_mem_needs_all_live(model, 2)
+    stage2.estimate_zero2_model_states_mem_needs_all_live(model, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "offload_param=cpu, offload_optimizer=cpu" in line]) == 2
+    assert len([line for line in lines if line.endswith("| offload_optimizer=none")]) == 1
+
+
+# -- helpers ---------------------------------------------------------------------------------------
+
+
+def test_clipping_of_parameters_that_no_engine_owns() -> None:
+    clip = deepspeed.runtime.utils.clip_grad_norm_
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert clip([parameter], 2.0) == 6.0
+    torch.testing.assert_close(parameter.grad.norm(), torch.tensor(2.0))
+    model = nn.Linear(2, 2)
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"zero_optimization": {"stage": 1}},
+    )[0]
+    with pytest.raises(NotBuiltError, match="write gradient_clipping"):
+        clip(model.parameters(), 1.0)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_partitions_are_the_best_there_are(parts: int) -> None:
+    weights = [3, 1, 4, 1, 5, 9, 2, 6]
+    bounds = runtime_utils.partition_balanced(weights, parts)
+    assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(weights)
+    heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
+    best = min(
+        max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
+        for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
+    )
+    assert heaviest == best
+    uniform = runtime_utils.partition_uniform(8, parts)
+    sizes = [b - a for a, b in itertools.pairwise(uniform)]
+    assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
+
+
+def test_small_helpers(tmp_path: Path) -> None:
+    u = deepspeed.runtime.utils
+    x = torch.ones(2)
+    moved = u.move_to_device({"a": [x, (x, 3)]}, "meta")
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
+    assert u.move_to_device([x], "meta", lambda t: False)[0] is x
+    copied = u.copy_to_device([x], "cpu", lambda t: True)[0]
+    assert copied is not x and torch.equal(copied, x)
+    assert (
+        u.get_global_norm([3.0, 4.0]) == 5.0
+        and u.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
+    )
+    assert u.has_inf_or_nan(torch.tensor([1.0, float("nan")])) and not u.has_inf_or_nan(x)
+    assert u.call_to_str("f", 1, a="b") == "f(1, a='b')" and u.noop_decorator(x) is x
+    assert u.get_only_unique_item([2, 2]) == 2 and u.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+    with pytest.raises(ConfigError, match="expected one value"):
+        u.get_only_unique_item([1, 2])
+    u.ensure_directory_exists(tmp_path / "new" / "file")
+    assert (tmp_path / "new").is_dir()
+    u.set_random_seed(3)
+    first = torch.rand(1)
+    u.set_random_seed(3)
+    assert torch.equal(first, torch.rand(1))
+    version = deepspeed.utils.torch.required_torch_version
+    assert version(min_version=2.0) and not version(max_version=1.13)
+    with pytest.raises(ConfigError, match="needs min_version"):
+        version()
+    model = nn.Sequential(nn.Sequential(nn.ReLU()))
+    deepspeed.utils.recursive_setattr(model, "0.0", nn.Tanh())
+    assert type(deepspeed.utils.recursive_getattr(model, "0.0")) is nn.Tanh
+    assert deepspeed.utils.instrument_w_nvtx(lambda a: a + 1)(2) == 3
+
+
+def test_loss_scales_move_like_those_of_the_engine() -> None:
+    scalers = deepspeed.runtime.fp16.loss_scaler
+    scaler = scalers.CreateLossScaler(
+        torch.half, 0, True, {scalers.INITIAL_LOSS_SCALE: 16.0, scalers.SCALE_WINDOW: 2}
+    )
+    assert scaler.dynamic and scaler.loss_scale == 16.0
+    seen = []
+    for overflow in (True, False, False):
+        scaler.update_scale(overflow)
+        seen.append(scaler.cur_scale)
+    assert seen == [8.0, 8.0, 16.0]
+    x = torch.ones(1, requires_grad=True)
+    scaler.backward(x.sum())
+    assert x.grad is not None and x.grad.item() == 16.0
+    assert scalers.CreateLossScaler(torch.float32, 8.0, True, None).loss_scale == 1.0
+    assert scalers.LossScaler(8.0).scale_gradient(None, (x,), None)[0].item() == 8.0
+
+
+def test_timers() -> None:
+    timers = deepspeed.utils.timer.SynchronizedWallClockTimer()
+    timers("a").start()
+    timers("a").stop()
+    with pytest.raises(ConfigError, match="a is not running"):
+        timers("a").stop()
+    timers("a").start()
+    with pytest.raises(ConfigError, match="a is running"):
+        timers("a").start()
+    assert timers("a").elapsed(reset=False) > 0 and timers("a").started_
+    timers("a").stop()
+    assert timers.get_mean(["a", "b"]).keys() == {"a"} and list(timers.get_timers()) == ["a"]
+    assert "mem_allocated" in timers.memory_usage()
+    assert deepspeed.utils.timer.trim_mean([1, 2, 3, 100], 0.25) == 2.5
+    with pytest.raises(ConfigError, match="trim_percent"):
+        deepspeed.utils.timer.trim_mean([1], 0.5)
+    speed = deepspeed.utils.timer.ThroughputTimer(batch_size=4, start_step=1)
+    for _ in range(3):
+        speed.start()
+        speed.stop(global_step=True)
+    assert speed.avg_samples_per_sec() > 0 and speed.global_step_count == 3
+    assert deepspeed.utils.timer.NoopTimer()("x").elapsed() == 0.0
+
+
+def test_schedules_from_arguments() -> None:
+    schedules = deepspeed.runtime.lr_schedules
+    parser = schedules.add_tuning_arguments(argparse.ArgumentParser())
+    for name in schedules.VALID_LR_SCHEDULES:
+        args = parser.parse_args(["--lr_schedule", name, "--cycle_min_lr", "0.5"])
+        config, wrong = schedules.get_config_from_args(args)
+        assert (
+            wrong is None
+            and config["type"] == name
+            and set(config["params"]) == set(schedule_arguments.OF[name])
+        )
+    assert schedules.get_lr_from_config(
+        {"type": schedules.WARMUP_LR, "params": {schedules.WARMUP_MAX_LR: 0.3}}
+    ) == (0.3, "")
+    assert schedules.get_lr_from_config({"type": "Odd", "params": {}})[0] is None
+    assert schedules.get_config_from_args(parser.parse_args([]))[0] is None
+    groups = [{"lr": 1.0}, {"lr": torch.tensor(1.0)}]
+    assert schedules.update_lr(groups, [2.0, 3.0]) == [2.0, 3.0]
+
+
+def test_configurations_as_objects() -> None:
+    zero = deepspeed.runtime.zero.config
+    section = zero.DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7)
+    assert section.stage == zero.ZeroStageEnum.weights and section.prefetch_bucket_size == 7
+    with pytest.raises(AttributeError, match="no key 'none_such'"):
+        _ = section.none_such
+    with pytest.raises(ConfigError, match="stge"):
+        zero.DeepSpeedZeroConfig(stge=3)
+    offload = deepspeed.runtime.zero.offload_config
+    sub = offload.DeepSpeedZeroOffloadOptimizerConfig(device=offload.OffloadDeviceEnum.cpu)
+    assert sub.device == offload.OffloadDeviceEnum.cpu and sub.model_dump()["device"] == "cpu"
+    assert (
+        zero.DeepSpeedZeroConfig(stage=2, offload_optimizer=sub).offload_optimizer.device == "cpu"
+    )
+    config = deepspeed.DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        }
+    )
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
+    assert config.zero_enabled and config.bfloat16_enabled and not config.fp16_enabled
+    assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
+    assert config.zero_config.stage == 2 and config.scheduler_name is None
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    comm = deepspeed.comm
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    try:
+        x, y = torch.ones(4), torch.ones(3)
+        comm.all_reduce_coalesced([x, y])
+        comm.all_gather_coalesced([torch.empty(4)], [x], async_op=True).wait()
+        out = torch.empty(4)
+        comm.reduce_scatter_fn(out, x)
+        comm.allgather_fn(out, x)
+        comm.inference_all_reduce(x)
+        assert torch.equal(out, x) and not comm.has_comm_data()
+        comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"])
+        comm.broadcast(x, src=0)
+        comm.all_reduce(x)
+        comm.all_reduce(x, prof=True, log_name="mine")
+        assert comm.get_logged_comm_ops() == ["broadcast", "mine"]
+        assert comm.get_comm_operation_count() == 2
+        answer = comm.log_summary(show_straggler=True, return_dict=True)
+        assert answer["summary"]["mine"][16]["count"] == 1
+        assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
+        assert "mine: 0.0 KiB x 1" in capsys.readouterr().out
+        comm.reset_log()
+        assert not comm.has_comm_data()
+        assert comm.get_all_ranks_from_group() == [0] and comm.get_global_rank() == 0
+        assert comm.new_group([0]) is not None and comm.is_available()
+        mesh = comm.initialize_mesh_device((1, 1), ("data", "model"))
+        assert mesh.mesh_dim_names == ("data", "model")
+        groups = deepspeed.utils.groups
+        assert groups.get_data_parallel_group() is comm.get_world_group()
+        assert groups._get_data_parallel_group_ranks() == [0]
+        assert groups._get_sequence_parallel_world_size() == 1
+        assert groups.get_model_parallel_rank() == 0
+        groups.initialize()
+        with pytest.raises(NotBuiltError, match="ep_size=2"):
+            groups.initialize(ep_size=2)
+        comm.monitored_barrier(timeout=None)
+        comm.barrier(async_op=True).wait()
+    finally:
+        comm_log.LOGGED.enabled, comm_log.LOGGED.all = False, True
+        comm.destroy_process_group()
+
+
+def test_logging_by_level(
+    caplog: pytest.LogCaptureFixture, heard: list[str], tmp_path: Path
+) -> None:
+    log = deepspeed.utils.logging
+    before = log.get_current_level()
+    try:
+        log.set_log_level_from_string("warning")
+        assert log.get_current_level() == 30 and log.should_log_le("error")
+        assert not log.should_log_le("info")
+        log.logger.warning_once("said once")
+        log.logger.warning_once("said once")
+        log.log_dist_once("also once", ranks=[0], level=40)
+        log.log_dist_once("also once", ranks=[0], level=40)
+        assert [sum(what in line for line in heard) for what in ("said once", "also once")] == [
+            1,
+            1,
+        ]
+        with pytest.raises(ConfigError, match="'loud' is no level"):
+            log.get_log_level_from_string("loud")
+    finally:
+        for each in (log.logger, *log.logger.handlers):
+            each.setLevel(before)
+    log.print_json_dist({"a": 1}, ranks=[0], path=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1, "rank": 0}
