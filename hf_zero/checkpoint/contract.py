@@ -13,6 +13,26 @@ import torch
 from hf_zero.core.layout import FlatLayout
 
 
+class OptimizerShard(Protocol):
+    """Master weights and optimizer state of a flat, over ``owned``."""
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """float32, or float64 for parameters that are; None for a frozen flat."""
+
+    @property
+    def states(self) -> Any:
+        """The :class:`hf_zero.storage.states.States` where they live if they are offloaded, else
+        None.
+        """
+
+    def wait_for_update(self) -> None:
+        """Return when no update is under way."""
+
+    def store_master(self, values: torch.Tensor) -> None:
+        """Overwrite the master weights; ``master`` may be a copy of them."""
+
+
 class Flat(Protocol):
     """A run of parameters, of which this rank owns the elements ``owned``."""
 
@@ -31,23 +51,10 @@ class Flat(Protocol):
     @property
     def owned(self) -> tuple[int, int]: ...
     @property
-    def master(self) -> torch.Tensor | None:
-        """Master weights over ``owned``: float32, or float64 for parameters that are; None for a
-        frozen flat.
-        """
-
+    def optimizer_shard(self) -> OptimizerShard: ...
     @property
     def shard(self) -> torch.Tensor | None:
         """The values in the compute dtype over ``owned``; None where only the master is held."""
-
-    @property
-    def states(self) -> Any:
-        """The :class:`hf_zero.storage.states.States` where master and optimizer state live that are
-        offloaded, else None.
-        """
-
-    def wait_for_update(self) -> None:
-        """Return when no update of this flat is under way."""
 
     @property
     def writes(self) -> bool:
@@ -55,9 +62,6 @@ class Flat(Protocol):
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, casting to the compute dtype."""
-
-    def store_master(self, values: torch.Tensor) -> None:
-        """Overwrite the master weights; ``master`` may be a copy of them."""
 
 
 class Bound(Protocol):

@@ -33,7 +33,7 @@ def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
     """The tensor that holds the values of ``flat`` on this rank, and the name it is stored
     under.
     """
-    master = flat.master
+    master = flat.optimizer_shard.master
     if master is not None:
         return MASTER, master
     if flat.shard is None:
@@ -59,12 +59,13 @@ class LazyTensor:
 
 def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, LazyTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
-    if flat.states is not None and bound is not None:
-        flat.wait_for_update()
-        states, numel = flat.states, flat.owned[1] - flat.owned[0]
+    kept = flat.optimizer_shard
+    if kept.states is not None and bound is not None:
+        kept.wait_for_update()
+        states, numel = kept.states, flat.owned[1] - flat.owned[0]
         return {
             name: LazyTensor(states.dtype(name), numel, partial(states.fetch, name))
-            for name in bound.names(flat)
+            for name in bound.names(kept)
         }
     if not flat.trainable:
         return {
@@ -77,7 +78,7 @@ def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, LazyTensor]:
     if bound is not None:
         held |= {
             key: LazyTensor.here(tensor)
-            for key, tensor in bound.tensors(flat).items()
+            for key, tensor in bound.tensors(kept).items()
             if key != MASTER
         }
     return held

@@ -244,11 +244,11 @@ class _Load:
         if self.optimizer:
             self._forget_unsaved()
         for flat, found in self.runs:
-            kept = flat.master
+            kept = flat.optimizer_shard.master
             if kept is not None:
                 master = kept.detach()
                 self._fill(master, found)
-                flat.store_master(master)
+                flat.optimizer_shard.store_master(master)
             else:
                 values = weights_of(flat)[1].detach().clone()
                 self._fill(values, found)
@@ -304,7 +304,11 @@ class _Load:
 
     def _load_states(self, flat: Flat, found: list[CopyRange]) -> None:
         bound = self.engine.bound
-        live = {name: tensor for name, tensor in bound.tensors(flat).items() if name != "master"}
+        live = {
+            name: tensor
+            for name, tensor in bound.tensors(flat.optimizer_shard).items()
+            if name != "master"
+        }
         saved = {
             name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)
         }
@@ -316,7 +320,7 @@ class _Load:
             elif sum(run.length for run in chosen) < sum(run.length for run in found):
                 out.zero_()
             self._fill(out, chosen, name)
-            bound.load_tensor(flat, name, out)
+            bound.load_tensor(flat.optimizer_shard, name, out)
 
     def _load_groups(self) -> None:
         saved, bound = self.manifest.optimizer, self.engine.bound

@@ -10,8 +10,9 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.accumulation import AccumulationWindow, Counters
-from hf_zero.core.flat import Flat
-from hf_zero.core.grads import GradientReducer
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradient_intake import MicroBatch
+from hf_zero.core.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.core.guards import Attached, refuse_switched
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.losses import Losses
@@ -43,18 +44,20 @@ class Backward:
             model.units,
             model.mesh,
             model.policy,
-            Scaling.over(
-                model.mesh.world,
-                config.precision,
-                config.prescale_gradients,
-                config.gradient_predivide_factor,
-                wire,
+            ReductionOptions(
+                Scaling.over(
+                    model.mesh.world,
+                    config.precision,
+                    config.prescale_gradients,
+                    config.gradient_predivide_factor,
+                    wire,
+                ),
+                DTYPES[wire] if wire else None,
+                config.kernels,
+                model.packed_elements,
             ),
             update.usage,
-            DTYPES[wire] if wire else None,
-            update.homeward,
-            config.kernels,
-            model.packed_elements,
+            update.gradient_offload,
         )
         self._model = model
         self._update = update
@@ -117,22 +120,23 @@ class Backward:
         """A backward reaches the model: say what its gradients are multiples of, and whether they
         are reduced and used.
         """
-        update, window, reducer = self._update, self._window, self.reducer
+        update, window = self._update, self._window
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
             self._sanity.on_backward(window.syncs and window.boundary is not False)
-        reducer.weight, reducer.unscale = self.losses.begin(1.0 / window.steps)
-        reducer.reduces = window.syncs and window.ends
+        weight, unscale = self.losses.begin(1.0 / window.steps)
+        reduces = window.syncs and window.ends
         early = (
-            reducer.reduces
+            reduces
             and self._model.placement.updates_in_backward
             and not (update.max_norm or self.losses.may_overflow)
         )
         early = early and not update.failed_writes()
-        reducer.on_landed = (
+        on_reduced = (
             (lambda unit: update.update_early(unit, self._counters.global_steps)) if early else None
         )
+        self.reducer.start(MicroBatch(weight, unscale, reduces, on_reduced))
 
     def take_in_unannounced(self) -> None:
         """Take in gradients that no hook has announced, and forget a backward that an exception has
@@ -144,16 +148,16 @@ class Backward:
     def reduce(self) -> None:
         """Reduce what backwards have left unreduced (collective)."""
         self.take_in_unannounced()
-        self.reducer.reduce_windows()
+        self.reducer.reduce_accumulated()
 
-    def write(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
+    def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Make ``value`` the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
         if updater is not None and flat.unit in updater.updated_early:
             refuse_half_done(updater, f"writing {name}.grad")
-        self.reducer.arrive()
-        flat.wait_for_update()
-        flat.write_gradient(name, value, scale * self.reducer.unreduced, scale)
+        self.reducer.wait()
+        flat.optimizer_shard.wait_for_update()
+        flat.gradient.write(name, value, scale * self.reducer.unreduced, scale)
 
     def refuse_unusable(self) -> None:
         """Raise PartitionError where the gradients that are here cannot be used in a step."""
@@ -171,9 +175,9 @@ class Backward:
 
     def reduce_for_step(self) -> None:
         """Reduce what is left of the window (collective); PartitionError without any gradient."""
-        self.reducer.reduce_windows()
+        self.reducer.reduce_accumulated()
         trainable = self._model.trainable
-        if trainable and not any(flat.reduced for flat in trainable):
+        if trainable and not any(flat.gradient.has_reduced for flat in trainable):
             raise PartitionError(
                 "step() has no gradient: there was no backward since the last step or zero_grad(), "
                 "or its loss does not depend on a "

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.layout import Slot
 from hf_zero.core.unit import Unit
 
 
-def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
+def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:
     unit.wait_for_update()
     if unit.sharded:
         engine.schedule.pin(unit)
@@ -39,7 +39,9 @@ def consolidated(
         yield slot.name, _copy(whole, None if flat.raw else dtype)
 
 
-def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot, torch.Tensor]]:
+def _wholes(
+    engine: Any, dtype: torch.dtype | None
+) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:
     """Every parameter whole on its device, one unit at a time; of the master weights where
     ``dtype`` is float32.
     """
@@ -48,7 +50,7 @@ def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot
         masters = {
             flat: _whole_master(flat)
             for flat in unit.flats
-            if dtype == torch.float32 and flat.has_own_master
+            if dtype == torch.float32 and flat.optimizer_shard.has_own_master
         }
         for flat, slot, view in _gathered(engine, unit):
             master = masters.get(flat)
@@ -59,9 +61,9 @@ def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[tuple[Flat, Slot
             )
 
 
-def _whole_master(flat: Flat) -> torch.Tensor:
+def _whole_master(flat: FlatBuffer) -> torch.Tensor:
     """The fp32 master weights of all ranks: [padded]."""
-    master = flat.master
+    master = flat.optimizer_shard.master
     assert master is not None
     if flat.layout.shards == 1:
         return master

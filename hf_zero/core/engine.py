@@ -19,7 +19,7 @@ from hf_zero.core import saving
 from hf_zero.core.accumulation import AccumulationWindow, Counters
 from hf_zero.core.backward import Backward
 from hf_zero.core.consolidate import consolidated, whole_state_dict
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.guards import Override, refuse_foreign_step
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.patches import Patches
@@ -108,8 +108,7 @@ class Engine(nn.Module):
         sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
         self.sharded_model = sharded
         installed.callback(sharded.retire)
-        for flat in sharded.flats:
-            flat.engine = weakref.ref(self)
+        sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
         scaler = LossScaler.from_config(config)
@@ -195,7 +194,7 @@ class Engine(nn.Module):
     def reduce_gradients(self) -> None:
         """Reduce what backwards have left unreduced (collective); a step does this by itself."""
         self.backward_pass.reduce()
-        self.backward_pass.reducer.arrive()
+        self.backward_pass.reducer.wait()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -206,7 +205,7 @@ class Engine(nn.Module):
         return self.optimizer_step.gradient_norm()
 
     @torch.no_grad()
-    def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None:
+    def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """What ``parameter.grad = value`` does between a backward and the step: every rank passes
         the whole averaged gradient, or None.
 
@@ -240,7 +239,7 @@ class Engine(nn.Module):
         self.optimizer_step.take_user_writes()
 
     @torch.no_grad()
-    def refresh_params(self, flats: Sequence[Flat] | None = None) -> None:
+    def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
         """Bring parameters up to date with the masters (collective): cast into shards; gather
         where they are whole.
         """

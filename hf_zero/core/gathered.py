@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import PartitionError
 
 
-def _engine_of(flat: Flat) -> Any:
+def _engine_of(flat: FlatBuffer) -> Any:
     engine = None if flat.retired else flat.engine()
     if engine is None:
         raise PartitionError(
@@ -155,7 +155,7 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
             gathered.keep()
 
 
-def _owned(parameter: torch.Tensor, what: str) -> Flat:
+def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
     flat = owner_of(parameter)
     if flat is None:
         raise PartitionError(
@@ -165,9 +165,9 @@ def _owned(parameter: torch.Tensor, what: str) -> Flat:
     return flat
 
 
-def _trains(parameter: torch.Tensor, what: str) -> Flat:
+def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
     flat = _owned(parameter, what)
-    if not flat.has_master:
+    if not flat.optimizer_shard.has_master:
         raise PartitionError(
             f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
             "state; unfreeze it before initialize"
@@ -175,27 +175,31 @@ def _trains(parameter: torch.Tensor, what: str) -> Flat:
     return flat
 
 
-def _whole(flat: Flat, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _whole(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in
     the parameter's shape.
     """
     whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
-    first, start, stop = flat.own_range(name_of(parameter))
+    first, start, stop = flat.spec.own_range(name_of(parameter))
     whole[first : first + stop - start] = own[start:stop]
     if flat.layout.shards > 1:
         flat.axis.all_reduce(whole, f"whole {name_of(parameter)}").wait()
     return whole.view(parameter.shape)
 
 
-def _write(
-    flat: Flat, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
-) -> None:
+def _check_shape(parameter: torch.Tensor, value: torch.Tensor, what: str) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
         raise PartitionError(
             f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of "
             f"shape {tuple(parameter.shape)}; pass the whole tensor"
         )
-    first, start, stop = flat.own_range(name_of(parameter))
+
+
+def _write(
+    flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+) -> None:
+    _check_shape(parameter, value, what)
+    first, start, stop = flat.spec.own_range(name_of(parameter))
     own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
 
 
@@ -208,7 +212,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     if flat is None:
         return parameter.detach().float()
     flat.unit.take_user_writes()
-    master = flat.master
+    master = flat.optimizer_shard.master
     return None if master is None else _whole(flat, parameter, master)
 
 
@@ -222,11 +226,11 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         return
     flat = _trains(parameter, "safe_set_full_fp32_param")
     flat.unit.take_user_writes()
-    engine, master = _engine_of(flat), flat.master
+    engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
     with engine.schedule.writing():
         _write(flat, parameter, master, value, "safe_set_full_fp32_param")
-        flat.store_master(master)
+        flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])
 
 
@@ -244,9 +248,9 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return None
     engine = _engine_of(flat)
     engine.reduce_gradients()
-    if not flat.reduced or flat.grad is None:
+    if not flat.gradient.has_reduced or flat.gradient.shard is None:
         return None
-    return _whole(flat, parameter, flat.grad.float()) / engine.scaler.scale
+    return _whole(flat, parameter, flat.gradient.shard.float()) / engine.scaler.scale
 
 
 @torch.no_grad()
@@ -255,19 +259,18 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     flat = _trains(parameter, "safe_set_full_grad")
     engine = _engine_of(flat)
     engine.reduce_gradients()
-    if not flat.reduced or flat.grad is None:
+    if not flat.gradient.has_reduced or flat.gradient.shard is None:
         raise PartitionError(
             f"safe_set_full_grad: parameter {name_of(parameter)} has no gradient yet, and the next "
             "backward would overwrite one; call it between "
             "backward and step"
         )
-    _write(flat, parameter, flat.grad, value * engine.scaler.scale, "safe_set_full_grad")
-    flat.squares = None
-    flat.use(name_of(parameter))
+    _check_shape(parameter, value, "safe_set_full_grad")
+    flat.gradient.write_own(name_of(parameter), value * engine.scaler.scale)
 
 
-def _state(flat: Flat, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
-    tensors = _engine_of(flat).bound.tensors(flat)
+def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
+    tensors = _engine_of(flat).bound.tensors(flat.optimizer_shard)
     if name not in tensors:
         raise PartitionError(
             f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "
@@ -291,7 +294,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     flat = _trains(parameter, "safe_set_full_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
     _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
-    _engine_of(flat).bound.load_tensor(flat, name, held)
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
 
 
 def is_owned(parameters: Iterable[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.unit import Unit
@@ -269,12 +269,12 @@ class ModuleGuards:
         return module
 
 
-def refuse_switched(flats: Sequence[Flat]) -> None:
+def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
     """Raise if a parameter goes into a backward with another requires_grad than the one it was
     laid out with.
     """
     for flat in flats:
-        for name in sorted(flat.switched):
+        for name in sorted(flat.handles.switched):
             now = flat.parameters[name].requires_grad
             raise PartitionError(
                 f"requires_grad of {name} is {now} in this backward and was {not now} at "

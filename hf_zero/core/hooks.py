@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from hf_zero import spans
-from hf_zero.core.grads import GradientReducer
+from hf_zero.core.gradient_reducer import GradientReducer
 from hf_zero.core.guards import Attached
 from hf_zero.core.outstanding import Outstanding
 from hf_zero.core.parameter import any_raw_grad

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.precision import LossScaler
 from hf_zero.core.tree import map_tensors, tensors_in, transformed
 from hf_zero.errors import PartitionError
@@ -104,7 +104,7 @@ class Losses:
         rank: int,
         scaler: LossScaler,
         fp16: bool,
-        training: Sequence[Flat],
+        training: Sequence[FlatBuffer],
         in_backward: Callable[[], bool],
         watch: Callable[[], None],
     ):
@@ -243,5 +243,5 @@ class Losses:
         if self.scaler.scale != scale:
             return  # it has fallen since
         self._overflow_reported = True
-        if not any(flat.holds_gradient for flat in self._training):
+        if not any(flat.gradient.holds_gradient for flat in self._training):
             self.forget()  # else later: gradients here are stored with the scale as it is

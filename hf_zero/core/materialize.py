@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hf_zero.core import attributes
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.core.flat_spec import FlatSpec
 from hf_zero.core.layout import ALIGNMENT, FlatLayout
 from hf_zero.core.parameter import name_of, owner_of, source_of
 from hf_zero.core.policy import Policy
@@ -58,14 +59,15 @@ def partition(
     DiskSpaceError on that one; the model is then as it was.
     """
     _check_alike(specs, group_of, mesh)
+    engine_flats = EngineFlats(mesh)
     units = [
-        _plan_unit(index, spec, model, group_of, policy, mesh, precision)
+        _plan_unit(index, spec, model, group_of, policy, engine_flats, precision)
         for index, spec in enumerate(specs)
     ]
-    flats = [flat for unit in units for flat in unit.flats]
-    for number, flat in enumerate(flats):
-        flat.number, flat.engine_flats, flat.mesh = number, flats, mesh
-    chunks = {flat: Chunk(flat.key, _owned(flat), flat.dtype, flat.trainable) for flat in flats}
+    flats = engine_flats.flats
+    chunks = {
+        flat: Chunk(flat.key, flat.spec.owned_numel, flat.dtype, flat.trainable) for flat in flats
+    }
     away = placement.offloaded(list(chunks.values()))
     pieces_of = {
         flat: pieces(flat.layout, flat.owned, group_of, placement.piece)
@@ -84,21 +86,23 @@ def partition(
     training = [flat for flat in flats if flat.trainable]
     masters = _arena(
         [
-            (_owned(flat), torch.float32)
+            (flat.spec.owned_numel, torch.float32)
             for flat in training
             if flat.key not in away and _needs_master(flat)
         ],
         device,
     )
     sums = {flat: accumulate or chunks[flat].wide for flat in training}
+    upcasts: set[FlatBuffer] = set()  # kept in 16 bits as long as nothing is added
     for flat in training:
         if accumulate is None and (flat.key in away or (narrow and not policy.shards_gradients)):
             sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
-            flat.widens = sums[flat].itemsize == 2
+            if sums[flat].itemsize == 2:
+                upcasts.add(flat)
     on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]
     grads = _arena(
         [
-            (_owned(flat) if policy.shards_gradients else flat.layout.padded, sums[flat])
+            (flat.spec.owned_numel if policy.shards_gradients else flat.layout.padded, sums[flat])
             for flat in on_device
         ],
         device,
@@ -122,18 +126,18 @@ def partition(
             flat.store_shard(own)
             if flat.trainable:
                 buffer = next(grads) if flat in on_device else None
-                flat.window = None if policy.shards_gradients else buffer
-                if flat.key in away:
-                    flat.states = placement.states(chunks[flat], pieces_of[flat])
-                    flat.store_master(own)
-                    flat.grad = placement.take_pinned(_owned(flat), sums[flat])
+                shard, whole_grad = (buffer, None) if policy.shards_gradients else (None, buffer)
+                offloads = flat.key in away
+                if offloads:
+                    states = placement.states(chunks[flat], pieces_of[flat])
+                    flat.optimizer_shard.offload(states)
+                    flat.optimizer_shard.store_master(own)
+                    shard = placement.take_pinned(flat.spec.owned_numel, sums[flat])
                 else:
-                    flat.master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
-                    flat.grad = (
-                        buffer
-                        if policy.shards_gradients or buffer is None
-                        else buffer[flat.owned[0] : flat.owned[1]]
+                    flat.optimizer_shard.keep_master(
+                        next(masters).copy_(own) if _needs_master(flat) else flat.shard
                     )
+                flat.gradient.allocate(shard, whole_grad, flat in upcasts, offloads)
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
@@ -149,33 +153,32 @@ def partition(
     return units
 
 
-def ways_back(flats: Sequence[Flat], device: torch.device) -> dict[str, Callable[[], None]]:
+def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Callable[[], None]]:
     """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where
     they lie next to each other.
     """
     masters = _arena(
-        [(_owned(flat), torch.float32) for flat in flats if _needs_master(flat)], device
+        [(flat.spec.owned_numel, torch.float32) for flat in flats if _needs_master(flat)], device
     )
-    alone = [flat for flat in flats if flat.window is None]
+    alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = _arena(
-        [(_owned(flat), torch.float32 if _needs_master(flat) else flat.dtype) for flat in alone],
+        [
+            (flat.spec.owned_numel, torch.float32 if _needs_master(flat) else flat.dtype)
+            for flat in alone
+        ],
         device,
     )
     return {
         flat.key: partial(
-            flat.bring_states_back,
+            flat.move_states_to_device,
             next(masters) if _needs_master(flat) else None,
-            next(grads) if flat.window is None else None,
+            next(grads) if flat.gradient.accumulated_grad is None else None,
         )
         for flat in flats
     }
 
 
-def _owned(flat: Flat) -> int:
-    return flat.owned[1] - flat.owned[0]
-
-
-def _needs_master(flat: Flat) -> bool:
+def _needs_master(flat: FlatBuffer) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -258,7 +261,7 @@ def _plan_unit(
     model: nn.Module,
     group_of: Mapping[str, int],
     policy: Policy,
-    mesh: Mesh,
+    engine_flats: EngineFlats,
     precision: str | None,
 ) -> Unit:
     kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
@@ -275,7 +278,7 @@ def _plan_unit(
         )
         kind = (name in group_of, dtype, is_raw(parameter))
         kinds.setdefault(kind, {})[name] = parameter
-    flats = []
+    flats, mesh = [], engine_flats.mesh
     for (trainable, dtype, raw), parameters in kinds.items():
         shards = mesh.shard.size if trainable else policy.parameter_shards(mesh.shard.size)
         layout = FlatLayout.build(
@@ -284,20 +287,18 @@ def _plan_unit(
         writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
         state = "trainable" if trainable else "frozen"
         key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
-        flats.append(
-            Flat(
-                0,
-                key,
-                layout,
-                parameters,
-                trainable,
-                dtype,
-                raw,
-                policy.shards_parameters,
-                mesh.shard,
-                writes,
-            )
+        spec_of_flat = FlatSpec(
+            number=len(engine_flats.flats),
+            key=key,
+            layout=layout,
+            dtype=dtype,
+            trainable=trainable,
+            raw=raw,
+            sharded=policy.shards_parameters,
+            writes=writes,
+            owned=layout.rank_range(mesh.shard.rank if shards > 1 else 0),
         )
+        flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
     return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)
 
 
@@ -323,8 +324,8 @@ class _Former:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[Flat]] = {}  # all flats of each engine that left some
-        self._flat: Flat | None = None
+        self._seen: dict[int, EngineFlats] = {}  # of each engine that left some
+        self._flat: FlatBuffer | None = None
         self._whole = torch.empty(0)
         self._error: Exception | None = None
 
@@ -348,14 +349,14 @@ class _Former:
         """
         self._flat, self._whole = None, torch.empty(0)
         self.drop_spent()
-        for flats in self._seen.values():
-            if not any(_owns(flat) for flat in flats):
-                flats[0].mesh.close()
+        for former in self._seen.values():
+            if not any(_owns(flat) for flat in former.flats):
+                former.mesh.close()
 
     def drop_spent(self) -> None:
         """Free the shards of which every parameter has been taken over."""
-        for flats in self._seen.values():
-            for flat in flats:
+        for former in self._seen.values():
+            for flat in former.flats:
                 if not _owns(flat):
                     flat.drop()
 
@@ -373,7 +374,7 @@ class _Former:
 
 
 @torch.no_grad()
-def _fill(flat: Flat, full: torch.Tensor, mesh: Mesh, former: _Former) -> torch.Tensor:
+def _fill(flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: _Former) -> torch.Tensor:
     """Rank 0's values into ``full``; returned in the precision they came in, for the master
     weights: [padded].
     """
@@ -394,7 +395,7 @@ def _fill(flat: Flat, full: torch.Tensor, mesh: Mesh, former: _Former) -> torch.
     return values
 
 
-def _owns(flat: Flat) -> bool:
+def _owns(flat: FlatBuffer) -> bool:
     return any(owner_of(parameter) is flat for parameter, _ in flat.items)
 
 
@@ -415,12 +416,12 @@ class _Staging:
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
 
-def _is_pending(flat: Flat) -> bool:
+def _is_pending(flat: FlatBuffer) -> bool:
     return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
 
 
 @torch.no_grad()
-def _read_own(flat: Flat, mesh: Mesh, former: _Former, staging: _Staging) -> torch.Tensor:
+def _read_own(flat: FlatBuffer, mesh: Mesh, former: _Former, staging: _Staging) -> torch.Tensor:
     """This rank's elements, each rank reading its own where they can be read in part: [owned],
     in the precision they came in.
     """
@@ -428,10 +429,10 @@ def _read_own(flat: Flat, mesh: Mesh, former: _Former, staging: _Staging) -> tor
     values = (
         flat.shard_to_fill()
         if given <= {flat.dtype}
-        else torch.zeros(_owned(flat), dtype=torch.float32, device=flat.full.device)
+        else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
     )
     for parameter, slot in flat.items:
-        first, start, stop = flat.own_range(slot.name)
+        first, start, stop = flat.spec.own_range(slot.name)
         source = source_of(parameter)
         if source is not None and source.sliceable:
             target = values[start:stop]

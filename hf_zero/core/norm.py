@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.gradient_buffer import GradientBuffer
 from hf_zero.device import pinned
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_norm import RUNS, squared_norms
@@ -15,28 +15,29 @@ from hf_zero.ops.flat_norm import RUNS, squared_norms
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
-def squared_norm(flats: Sequence[Flat], device: torch.device, kernels: Any = "off") -> torch.Tensor:
-    """Sum of squares of this rank's part of the gradients of ``flats`` (0-dim, float64); not finite
-    on overflow.
+def squared_norm(
+    gradients: Sequence[GradientBuffer], device: torch.device, kernels: Any = "off"
+) -> torch.Tensor:
+    """Sum of squares of this rank's part of ``gradients`` (0-dim, float64); not finite on overflow.
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
-    # Flat by flat, so that the sum is the same bits wherever some of them are.
-    here = [flat for flat in flats if flat.grad is not None and flat.squares is None]
+    # One by one, so that the sum is the same bits wherever some of them are.
+    here = [each for each in gradients if each.shard is not None and each.grad_sq_norm is None]
     taken = dict(
-        zip(here, sums_of_squares([flat.grad for flat in here if flat.grad is not None], kernels))
+        zip(here, sums_of_squares([each.shard for each in here if each.shard is not None], kernels))
     )
-    # in host memory: they cross together, and nobody waits
-    here = [flat for flat in here if taken[flat].device != device]
+    # those in host memory cross together, and the host does not wait
+    here = [each for each in here if taken[each].device != device]
     if here:
-        crossed = pinned.for_copy(torch.stack([taken[flat] for flat in here]), device).to(
+        crossed = pinned.for_copy(torch.stack([taken[each] for each in here]), device).to(
             device, non_blocking=True
         )
         taken.update(zip(here, crossed.unbind()))
     sums = [
-        flat.squares if flat.squares is not None else taken[flat]
-        for flat in flats
-        if flat.grad is not None
+        each.grad_sq_norm if each.grad_sq_norm is not None else taken[each]
+        for each in gradients
+        if each.shard is not None
     ]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
 

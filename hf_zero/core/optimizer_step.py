@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.homeward import Homeward
+from hf_zero.core.gradient_offload import GradientOffload
 from hf_zero.core.materialize import ways_back
 from hf_zero.core.norm import squared_norm
 from hf_zero.core.precision import LossScaler
@@ -45,17 +45,17 @@ class OptimizerStep:
         mesh, placement = model.mesh, model.placement
         self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
         self.updater: Updater | None = None
-        self.homeward: Homeward | None = None  # where gradients leave a GPU
+        self.gradient_offload: GradientOffload | None = None  # where gradients leave a GPU
         if placement.offloads_optimizer and self.bound is not None:
             if not kinds.is_host(mesh.device):
-                self.homeward = Homeward(mesh.device, placement.take_pinned)
+                self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
             self.updater = Updater(
                 model.units,
                 mesh,
                 mesh.device,
                 placement.piece,
                 placement.take_pinned,
-                self.homeward,
+                self.gradient_offload,
             )
             model.schedule.on_use = self.updater.used
         self.usage = Usage(model.trainable, mesh, mesh.device)
@@ -99,14 +99,15 @@ class OptimizerStep:
         """The norm of the reduced gradient, before clipping, loss scale removed; 0.0 without one
         (collective).
         """
-        if not any(flat.reduced for flat in self._model.trainable):
+        if not any(flat.gradient.has_reduced for flat in self._model.trainable):
             return 0.0
         total = self._squares()
         self._model.mesh.shard.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self._scaler.scale
 
     def _squares(self) -> torch.Tensor:
-        return squared_norm(self._model.trainable, self._model.mesh.device, self._kernels)
+        gradients = [flat.gradient for flat in self._model.trainable]
+        return squared_norm(gradients, self._model.mesh.device, self._kernels)
 
     def update(self, steps: int, may_overflow: bool) -> bool:
         """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
@@ -135,7 +136,7 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        stale = [flat for flat in model.flats if flat.states is None]
+        stale = [flat for flat in model.flats if not flat.optimizer_shard.offloaded]
         model.refresh(stale, model.flats, frozenset(written))
         return False
 
@@ -168,7 +169,9 @@ class OptimizerStep:
         here = [
             flat
             for flat in self._model.trainable
-            if flat.states is None and flat.has_own_master and not flat.is_away
+            if flat.optimizer_shard.has_own_master
+            and not flat.optimizer_shard.offloaded
+            and not flat.is_away
         ]
         return {flat.key: flat.shard_to_fill() for flat in here}
 
@@ -181,11 +184,13 @@ class OptimizerStep:
         model.placement.measured()
         self.updater.finish()
         chunks = [
-            Chunk(flat.key, flat.owned[1] - flat.owned[0], flat.dtype, True)
+            Chunk(flat.key, flat.spec.owned_numel, flat.dtype, True)
             for flat in self._model.trainable
-            if flat.states is not None
+            if flat.optimizer_shard.offloaded
         ]
-        names = {name for flat in model.trainable for name in self.bound.tensors(flat)} - {MASTER}
+        names = {
+            name for flat in model.trainable for name in self.bound.tensors(flat.optimizer_shard)
+        } - {MASTER}
         room = min(
             model.mesh.all_gather_object(
                 room_beside_a_step(model.mesh.device), "room on the device"

@@ -161,7 +161,9 @@ class OwnedParameter(nn.Parameter):
         """
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
-        held = flat is not None and flat.holds_gradient and not torch.compiler.is_compiling()
+        held = (
+            flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
+        )
         # What is on the parameter between backwards is what none has announced: a part of its
         # gradient.
         if held and (value is None or torch._C._current_graph_task_id() == -1):
@@ -182,7 +184,7 @@ class OwnedParameter(nn.Parameter):
         set_raw_grad(self, value)  # checks its shape, dtype and device
         if (
             flat is not None
-            and flat.holds_gradient
+            and flat.gradient.holds_gradient
             and torch._C._current_graph_task_id() == -1
             and not torch.compiler.is_compiling()
         ):
@@ -231,7 +233,7 @@ class OwnedParameter(nn.Parameter):
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
-            self.__dict__["_hf_zero_flat"].switched ^= {name_of(self)}
+            self.__dict__["_hf_zero_flat"].handles.switch(name_of(self))
         return self
 
     def _bare(self) -> nn.Parameter:
@@ -265,11 +267,11 @@ class UpdatingParameter(OwnedParameter):
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
-                    parameter.__dict__["_hf_zero_flat"].wait_for_update()
+                    parameter.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
         return super().__torch_function__(func, types, args, kwargs or {})
 
     def _bare(self) -> nn.Parameter:
-        self.__dict__["_hf_zero_flat"].wait_for_update()
+        self.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
         return OwnedParameter._bare(self)  # its class is another one now
 
 

@@ -362,7 +362,7 @@ class Schedule:
         for unit in self._plan[self._cursor : self._cursor + self._reads_ahead]:
             if unit.state is State.RELEASED:
                 for flat in unit.sharded:
-                    flat.announce()
+                    flat.prefetch()
         if not self._ahead_bytes:
             return
         waiting = sum(unit.nbytes for unit in self._ahead)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.flat import Flat, packs
+from hf_zero.core.flat_buffer import FlatBuffer, packs
 from hf_zero.core.guards import ModuleGuards
 from hf_zero.core.layout import Slot
 from hf_zero.core.materialize import check_parameters, partition
@@ -78,7 +79,7 @@ class ShardedModel:
             numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
             optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
         )
-        self.flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
+        self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
@@ -88,6 +89,11 @@ class ShardedModel:
             placement.reads_ahead,
         )
         self.guards = ModuleGuards(model, self.units, self.schedule)
+
+    def attach(self, engine: Callable[[], Any]) -> None:
+        """``engine``, a weak reference, is the engine of these parameters."""
+        for flat in self.flats[:1]:
+            flat.engine_flats.attach(engine)
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:
@@ -103,7 +109,10 @@ class ShardedModel:
             self.schedule.unpin(unit)
 
     def refresh(
-        self, stale: Sequence[Flat], chosen: Sequence[Flat], written: frozenset[str] = frozenset()
+        self,
+        stale: Sequence[FlatBuffer],
+        chosen: Sequence[FlatBuffer],
+        written: frozenset[str] = frozenset(),
     ) -> None:
         """Cast the masters of ``stale`` into their shards, and gather these flats where they are
         whole, and units of ``chosen`` that are pinned (collective).
@@ -112,7 +121,7 @@ class ShardedModel:
         """
         with self.schedule.writing(), span("update", "shards in compute dtype"):
             for flat in stale:
-                master = flat.master
+                master = flat.optimizer_shard.master
                 if master is not None and flat.key not in written:
                     flat.store_shard(master)
         handles = []
@@ -151,13 +160,12 @@ class ShardedModel:
 
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
         """``optimizer`` over this rank's segments, with its state where the placement says."""
+        shards = [flat.optimizer_shard for flat in self.trainable]
         if not self.placement.offloads_optimizer:
-            return BoundOptimizer(
-                optimizer, self.trainable, self.group_of, self.parameters, config.kernels
-            )
+            return BoundOptimizer(optimizer, shards, self.group_of, self.parameters, config.kernels)
         return OffloadedOptimizer(
             optimizer,
-            self.trainable,
+            shards,
             self.group_of,
             self.parameters,
             self.placement.moments,

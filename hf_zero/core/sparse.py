@@ -9,14 +9,14 @@ import weakref
 
 import torch
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import log_rank0
 
 _warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # of engines
 
 
-def dense(flat: Flat, place: int, grad: torch.Tensor) -> torch.Tensor:
+def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
     """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
     tensor.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.storage.states import MASTER
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -36,7 +36,7 @@ def bytes_by_tier(engine: Any) -> dict[str, int]:
     return tiers
 
 
-def _held(flats: Sequence[Flat], bound: Any) -> Counter[tuple[str, str]]:
+def _held(flats: Sequence[FlatBuffer], bound: Any) -> Counter[tuple[str, str]]:
     """Bytes by kind and tier. ``bound`` is the bound optimizer, or None."""
     found: Counter[tuple[str, str]] = Counter()
     counted: set[int] = set()
@@ -54,17 +54,19 @@ def _held(flats: Sequence[Flat], bound: Any) -> Counter[tuple[str, str]]:
             add("parameters", "device", flat.shard if flat.sharded else flat.full)
         if not flat.trainable:
             continue
-        add("gradients", "device", flat.window)
-        if flat.states is not None:
-            add("gradients", "ram", flat.grad)
-            for tier, nbytes in flat.states.nbytes().items():
+        add("gradients", "device", flat.gradient.accumulated_grad)
+        if flat.optimizer_shard.states is not None:
+            add("gradients", "ram", flat.gradient.shard)
+            for tier, nbytes in flat.optimizer_shard.states.nbytes().items():
                 found["optimizer", tier] += nbytes
             continue
-        if flat.window is None:
-            add("gradients", "device", flat.grad)
-        if flat.has_own_master:
-            add("optimizer", "device", flat.master)
-        for name, tensor in bound.tensors(flat).items() if bound is not None else ():
+        if flat.gradient.accumulated_grad is None:
+            add("gradients", "device", flat.gradient.shard)
+        if flat.optimizer_shard.has_own_master:
+            add("optimizer", "device", flat.optimizer_shard.master)
+        for name, tensor in (
+            bound.tensors(flat.optimizer_shard).items() if bound is not None else ()
+        ):
             if name != MASTER:
                 add("optimizer", "device", tensor)
     return found

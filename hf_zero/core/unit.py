@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.parameter import (
     LiveParameter,
     OwnedParameter,
@@ -100,7 +100,7 @@ class Unit:
     """
 
     def __init__(
-        self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[Flat]
+        self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[FlatBuffer]
     ):
         self.index = index
         self.name = name
@@ -108,6 +108,7 @@ class Unit:
         self.flats = list(flats)
         self.sharded = [flat for flat in flats if flat.sharded]
         self.trainable = [flat for flat in flats if flat.trainable]
+        self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
         self.state = State.GATHERED
         # calls whose backward is to come: decides the reduction
         self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
@@ -139,7 +140,7 @@ class Unit:
         # the shards are here, and their gather is on its way
         self._brought: streams.Event | None = None
         for flat in self.flats:
-            flat.unit = self
+            flat.join(self)
 
     def __repr__(self) -> str:
         return f"Unit({self.label}, {self.state.value})"
@@ -163,16 +164,17 @@ class Unit:
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
 
     @property
-    def offloaded(self) -> list[Flat]:
+    def offloaded(self) -> list[FlatBuffer]:
         """The flats whose states are offloaded."""
-        return [flat for flat in self.trainable if flat.states is not None]
+        return [flat for flat in self.trainable if flat.optimizer_shard.offloaded]
 
     def wait_for_update(self) -> None:
         """Return when no update of this unit is under way: its parameters are those of the last
         step.
         """
-        for flat in self.trainable:
-            flat.wait_for_update()
+        for shard in self._optimizer_shards:
+            if shard.finish_update is not None:
+                shard.finish_update()
 
     def runs_here(self) -> None:
         """A forward that has a graph begins, in the current stream."""
@@ -305,7 +307,7 @@ class Unit:
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
-                    flat.point_at_full(WatchedParameter if self._own else LiveParameter)
+                    flat.handles.point_at_full(WatchedParameter if self._own else LiveParameter)
             self.state = State.GATHERED
 
     def take_user_writes(self) -> None:
@@ -366,7 +368,8 @@ class Unit:
         ):
             for flat in self.sharded:
                 left = (keep_views or self._shared) and flat.references
-                flat.point_at_nothing()
+                flat.user_writes.drop_aliases()
+                flat.handles.point_at_nothing()
                 if left:
                     flat.leave_storage()
                 flat.full.untyped_storage().resize_(0)

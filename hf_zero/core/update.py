@@ -4,10 +4,11 @@ next forward needs them.
 [Note: exact and without staleness]
 ``engine.step`` returns while units are still being updated. What needs a unit waits for its update:
 a forward as it comes to the unit (``schedule.ensure_gathered``), a gather, a reduction into its
-gradient, and anything that reads its parameters, masters or moments (:meth:`Flat.wait_for_update`;
-whole parameters are :class:`UpdatingParameter` in between). The optimizer's groups were copied when
-the step began, so that a scheduler may set the next learning rate at once. Where the optimizer
-itself has to step, it does so before ``engine.step`` returns.
+gradient, and anything that reads its parameters, masters or moments
+(:meth:`OptimizerShard.wait_for_update`; whole parameters are :class:`UpdatingParameter` in
+between). The optimizer's groups were copied when the step began, so that a scheduler may set the
+next learning rate at once. Where the optimizer itself has to step, it does so before
+``engine.step`` returns.
 """
 
 from __future__ import annotations
@@ -23,15 +24,9 @@ from itertools import count
 
 import torch
 
-from hf_zero.core.flat import Flat
-from hf_zero.core.homeward import Homeward
-from hf_zero.core.parameter import (
-    OwnedParameter,
-    UpdatingParameter,
-    become,
-    given_class,
-    owned_class,
-)
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradient_offload import GradientOffload
+from hf_zero.core.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.core.unit import Unit
 from hf_zero.core.update_gathers import Gather, UpdateGathers
 from hf_zero.device import kinds, streams
@@ -70,7 +65,7 @@ class Updater:
         device: torch.device,
         piece: int,
         take: Take,
-        homeward: Homeward | None = None,
+        offload: GradientOffload | None = None,
     ):
         self._all = list(units)
         self._watchdog = mesh.watchdog
@@ -83,7 +78,7 @@ class Updater:
         self._device = device
         self._piece = piece
         self._take = take
-        self._homeward = homeward
+        self._offload = offload
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # in the order of the forward under way
         self._worker: ThreadPoolExecutor | None = None
@@ -162,7 +157,7 @@ class Updater:
                 self._stream = streams.new_stream(self._device)
         for unit in units:
             for flat in unit.offloaded:
-                update.announce(flat)
+                update.announce(flat.optimizer_shard)
         if update.touches_optimizer:
             for unit in units:
                 done: Future[streams.Event | None] = Future()
@@ -206,9 +201,9 @@ class Updater:
 
     def _landings(self, unit: Unit) -> list[streams.Event]:
         """What tells that the gradients of ``unit`` are in host memory."""
-        if self._homeward is None:
+        if self._offload is None:
             return []
-        found = [self._homeward.event(flat) for flat in unit.offloaded]
+        found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in found if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -216,10 +211,10 @@ class Updater:
         model's first unit, as a rule.
         """
         if (
-            self._homeward is None
+            self._offload is None
             or self._gathers is not None
             or len(units) < 2
-            or self._homeward.last not in units[0].trainable
+            or self._offload.last not in [flat.gradient for flat in units[0].trainable]
         ):
             return units
         return [units[1], units[0], *units[2:]]
@@ -282,11 +277,13 @@ class Updater:
             event.synchronize()
         with span("update", unit.label):
             for flat in unit.offloaded:
-                update.run(flat, partial(self._place, flat), partial(self._placed, flat))
-                flat.updated()
+                update.run(
+                    flat.optimizer_shard, partial(self._place, flat), partial(self._placed, flat)
+                )
+                flat.end_host_writes()
         return streams.record_event(self._stream) if self._stream is not None else None
 
-    def _place(self, flat: Flat, start: int, stop: int) -> torch.Tensor | None:
+    def _place(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
         own = flat.part_in_host_memory(start, stop)
         if own is not None:
             return own
@@ -301,7 +298,7 @@ class Updater:
         self._staged.append((memory, None))
         return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
 
-    def _placed(self, flat: Flat, start: int, stop: int, values: torch.Tensor | None) -> None:
+    def _placed(self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None) -> None:
         if (
             values is None
             or self._stream is None
@@ -316,21 +313,14 @@ class Updater:
 
 def _mark(unit: Unit, finish: Callable[[], None], future: Future[streams.Event | None]) -> None:
     for flat in unit.offloaded:
-        flat.updating, flat.update = finish, future
+        flat.optimizer_shard.begin_update(finish, future)
         if not flat.sharded:
-            _turn(flat, OwnedParameter, UpdatingParameter)
+            flat.handles.turn(OwnedParameter, UpdatingParameter)
 
 
 def _unmark(unit: Unit, copied: streams.Event | None = None) -> None:
     for flat in unit.trainable:
-        if flat.updating is not None:
-            flat.copied = copied  # first: a thread beside this one reads the one or the other
-            flat.updating = flat.update = None
+        if flat.optimizer_shard.finish_update is not None:
+            flat.optimizer_shard.end_update(copied)
             if not flat.sharded:
-                _turn(flat, UpdatingParameter, OwnedParameter)
-
-
-def _turn(flat: Flat, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
-    for parameter, _ in flat.items:
-        if type(parameter) is owned_class(before, given_class(parameter)):
-            become(parameter, after)
+                flat.handles.turn(UpdatingParameter, OwnedParameter)

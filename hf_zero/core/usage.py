@@ -17,7 +17,7 @@ from operator import mul
 
 import torch
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.unit import Unit
 from hf_zero.device import pinned
 from hf_zero.distributed.collectives import Handle
@@ -29,7 +29,7 @@ EXACT = 1 << 53  # integers up to here are exact in fp64
 class Usage:
     """The parameters of ``flats``, which train, by their places in the message."""
 
-    def __init__(self, flats: Sequence[Flat], mesh: Mesh, device: torch.device):
+    def __init__(self, flats: Sequence[FlatBuffer], mesh: Mesh, device: torch.device):
         self._flats = list(flats)
         self._mesh = mesh
         self._device = device
@@ -38,12 +38,12 @@ class Usage:
         while self._powers[-1] * self._base**2 <= EXACT:
             self._powers.append(self._powers[-1] * self._base)
         # of a rank that has used everything
-        self._all = self._message(self._flats, [flat.every for flat in self._flats])
+        self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         for axis in (mesh.shard, mesh.replicate):
             axis.allow_small_sums(1 + self._all.numel())
 
-    def _message(self, flats: Sequence[Flat], used: Sequence[int]) -> torch.Tensor:
+    def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """[words] fp64: a digit for each parameter, 1 where the bit of it in ``used`` is set."""
         digits = [
             bits >> place & 1
@@ -68,7 +68,7 @@ class Usage:
         words = (
             self._all
             if complete
-            else self._message(self._flats, [flat.used for flat in self._flats])
+            else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if shard.size > 1:
             both = torch.cat([squares.view(1), words])
@@ -91,7 +91,7 @@ class Usage:
         :meth:`receive` follows (collective).
         """
         axis = self._mesh.shard if self._mesh.shard.size > 1 else self._mesh.replicate
-        words = self._message(unit.trainable, [flat.used for flat in unit.trainable])
+        words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
         if unit in self._units:
             self._units[unit][1].wait()
         self._units[unit] = (
@@ -115,14 +115,14 @@ class Usage:
             handle.wait()
         self._units.clear()
 
-    def _read(self, flats: Sequence[Flat], total: torch.Tensor) -> None:
+    def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         words = [int(word) for word in total.tolist()]
         counts = iter([word // power % self._base for word in words for power in self._powers])
         for flat in flats:
-            flat.unused = frozenset(
-                slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0
+            flat.gradient.set_unused(
+                frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
             )
 
 
-def _complete(flats: Sequence[Flat]) -> bool:
-    return all(flat.used == flat.every for flat in flats)
+def _complete(flats: Sequence[FlatBuffer]) -> bool:
+    return all(flat.gradient.used == flat.gradient.all_used for flat in flats)

@@ -22,7 +22,7 @@ def destroy_and_restore(engine: Engine) -> None:
     for name, parameter in engine.module.named_parameters():
         flat = owner_of(parameter)
         dtype = getattr(torch, engine.param_dtypes[name])
-        if flat.has_master:
+        if flat.optimizer_shard.has_master:
             values = safe_get_full_fp32_param(parameter)
             assert values is not None  # of a parameter that trains
         elif flat.sharded:

@@ -209,7 +209,9 @@ def told_by(engine: Any) -> dict[str, Any]:
     """Bytes that our engine says it holds, and what it moves to and from files in a step."""
     disk = {"optimizer": 0, "parameters": 0}
     for flat in engine.flats:
-        disk["optimizer"] += flat.states.nbytes()["disk"] if flat.states is not None else 0
+        disk["optimizer"] += (
+            flat.optimizer_shard.states.nbytes()["disk"] if flat.optimizer_shard.offloaded else 0
+        )
         disk["parameters"] += flat._storage.nbytes()["disk"] if flat.is_away else 0
     whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.held()
     return {

@@ -3,8 +3,8 @@
 
 The engine runs on the CPU over a scaled-down model, with streams and events that only write down
 what it does with them, so that it takes the paths it takes on a GPU: gradients cross on the stream
-of ``Homeward``, new parameters are staged by ``Updater`` or copied by the storages, and whoever
-waits for whom is the engine's own doing. What is recorded is, for the training thread and for the
+of ``GradientOffload``, new parameters are staged by ``Updater`` or copied by the storages, and the
+waits are the engine's own. What is recorded is, for the training thread and for the
 thread that updates, the list of :class:`Op` in program order; sizes are those of the real model.
 """
 
@@ -199,6 +199,10 @@ class Recorder:
     def __init__(self, engine: Any, sizes: Mapping[str, int], flops: Mapping[str, float]):
         self.schedule = Schedule()
         self._engine = engine
+        # by what else of a flat buffer the engine passes around
+        self._flat_of = {
+            part: flat for flat in engine.flats for part in (flat.gradient, flat.optimizer_shard)
+        }
         self._sizes = sizes
         self._flops = flops
         self._numbers = 0
@@ -273,8 +277,8 @@ class Recorder:
     def recording(self) -> Iterator[Schedule]:
         """Steps in the block are recorded; :meth:`mark` after each."""
         from hf_zero.core import update as updates
-        from hf_zero.core.flat import Flat
-        from hf_zero.core.homeward import Homeward
+        from hf_zero.core.flat_buffer import FlatBuffer
+        from hf_zero.core.gradient_offload import GradientOffload
         from hf_zero.device import streams
         from hf_zero.optim.piecewise import Update
 
@@ -292,16 +296,21 @@ class Recorder:
             replace(streams, "current_stream", lambda device=None: self._current())
             replace(streams, "record_event", lambda stream: stream.record_event())
             replace(streams, "shard_stream", lambda device: beside)
-            replace(Flat, "part_in_host_memory", _where_a_gpu_would(Flat.part_in_host_memory))
-            replace(Flat, "bring_shard", self._bring(Flat.bring_shard))
-            replace(Flat, "store_part", self._store(Flat.store_part))
+            replace(
+                FlatBuffer,
+                "part_in_host_memory",
+                _where_a_gpu_would(FlatBuffer.part_in_host_memory),
+            )
+            replace(FlatBuffer, "bring_shard", self._bring(FlatBuffer.bring_shard))
+            replace(FlatBuffer, "store_part", self._store(FlatBuffer.store_part))
             replace(Update, "_apply", self._apply(Update._apply))
             replace(engine.bound, "step", self._step(engine.bound.step))
             if engine.updater is not None:
-                homeward = Homeward(gpu, engine.sharded_model.placement.take_pinned)
-                replace(homeward, "send", self._send(homeward.send))
-                replace(engine.backward_pass.reducer, "_homeward", homeward)
-                replace(engine.updater, "_homeward", homeward)
+                offload = GradientOffload(gpu, engine.sharded_model.placement.take_pinned)
+                replace(offload, "send", self._send(offload.send))
+                reducer = engine.backward_pass.reducer
+                for each in (reducer, reducer._intake, reducer._reductions, engine.updater):
+                    replace(each, "_offload", offload)
                 replace(engine.updater, "_device", gpu)
                 replace(engine.updater, "_worker", _Worker(self))
                 replace(updates, "Future", lambda: _Promise(self))
@@ -325,7 +334,7 @@ class Recorder:
         def bring_shard(flat: Any) -> Any:
             if not flat.is_away:
                 return bring(flat)
-            flat.wait_for_update()
+            flat.optimizer_shard.wait_for_update()
             with self._moving("h2d", flat):
                 return bring(flat)
 
@@ -333,7 +342,7 @@ class Recorder:
 
     def _store(self, store: Any) -> Any:
         def store_part(flat: Any, start: int, values: torch.Tensor) -> None:
-            if flat.states is None or flat.is_away:
+            if not flat.optimizer_shard.offloaded or flat.is_away:
                 store(flat, start, values)
                 return
             with self._moving("h2d", flat):
@@ -342,14 +351,17 @@ class Recorder:
         return store_part
 
     def _send(self, send: Any) -> Any:
-        def sent(flat: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
+        def sent(
+            gradient: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0
+        ) -> None:
+            flat = self._flat_of[gradient]
             # Gradients have been taken into one buffer, copied and normed: five passes over the
             # memory of the GPU.
             self._kernel(
                 f"gradient of {flat.unit.label}", size=5 * values.nbytes * self._factor(flat)
             )
             with self._moving("d2h", flat):
-                send(flat, values, accumulate, scale)
+                send(gradient, values, accumulate, scale)
 
         return sent
 
@@ -363,7 +375,7 @@ class Recorder:
             grad: torch.Tensor,
             out: torch.Tensor | None,
         ) -> None:
-            flat, numel = segment.parts[0].flat, segment.stop - segment.start
+            flat, numel = self._flat_of[segment.parts[0].flat], segment.stop - segment.start
             kept = sum(
                 array.nbytes if isinstance(array, Blocks) else array.numel() * array.element_size()
                 for array in held.values()
@@ -394,7 +406,7 @@ class Recorder:
             here = sum(
                 self._sizes[flat.unit.name]
                 for flat in self._engine.sharded_model.trainable
-                if flat.states is None
+                if not flat.optimizer_shard.offloaded
             )
             if here:
                 # Norm 4, Adam 28 and the cast 6 bytes an element; fp32 gradients are kept.
@@ -410,7 +422,7 @@ class Recorder:
 
         for flat in self._engine.flats:
             factor = self._factor(flat)
-            if isinstance(flat.states, StatesInFiles):
+            if isinstance(flat.optimizer_shard.states, StatesInFiles):
 
                 def real_of(
                     states: Any, name: str, factor: float = factor
@@ -430,12 +442,14 @@ class Recorder:
 
                     return real
 
-                regions = flat.states._regions
+                regions = flat.optimizer_shard.states._regions
                 proxies = {
-                    name: _Region(self, region, flat.unit.label, real_of(flat.states, name))
+                    name: _Region(
+                        self, region, flat.unit.label, real_of(flat.optimizer_shard.states, name)
+                    )
                     for name, region in regions.items()
                 }
-                replace(flat.states, "_regions", proxies)
+                replace(flat.optimizer_shard.states, "_regions", proxies)
             if isinstance(flat._storage, StorageInFiles):
                 whole = flat.layout.numel * factor * flat.dtype.itemsize
                 replace(

@@ -127,7 +127,7 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
         engine.step()
 
     def masters() -> list[torch.Tensor]:
-        return [flat.master.detach().clone() for flat in engine.flats]
+        return [flat.optimizer_shard.master.detach().clone() for flat in engine.flats]
 
     step()
     clock = Clock()

@@ -62,6 +62,10 @@ class Flat:
     states: Any = None
     unused: frozenset[str] = frozenset()
 
+    @property
+    def optimizer_shard(self) -> Flat:
+        return self
+
     def wait_for_update(self) -> None:
         """Nothing updates it."""
 

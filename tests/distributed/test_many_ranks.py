@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.flat import Flat
+from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.materialize import partition
 from hf_zero.core.policy import POLICIES
@@ -79,9 +79,14 @@ def test_bytes_of_a_rank(
             flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats
         ),
         "gradients": sum(
-            (flat.grad if flat.window is None else flat.window).nbytes for flat in flats
+            (
+                flat.gradient.shard
+                if flat.gradient.accumulated_grad is None
+                else flat.gradient.accumulated_grad
+            ).nbytes
+            for flat in flats
         ),
-        "optimizer": sum(flat.master.nbytes for flat in flats),
+        "optimizer": sum(flat.optimizer_shard.master.nbytes for flat in flats),
     }
     for kind, size in found.items():
         assert size / numel == pytest.approx(want[kind], rel=0.01), kind
@@ -127,13 +132,16 @@ def test_frozen_parameters_are_sharded_at_stage_3_alone(
     join(64, rank)
     for stage, shards in ((2, 1), (3, 64)):
         units, _ = cut_up(seven_billion, stage, 1, frozen=True)
-        flats: list[Flat] = [flat for unit in units for flat in unit.flats]
+        flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         assert {flat.layout.shards for flat in flats} == {shards}
         assert {flat.writes for flat in flats} == {stage == 3 or rank == 0}, (
             "what all ranks hold whole, one of them saves"
         )
         assert all(
-            flat.master is None and flat.grad is None and not flat.trainable for flat in flats
+            flat.optimizer_shard.master is None
+            and flat.gradient.shard is None
+            and not flat.trainable
+            for flat in flats
         )
         numel = sum(p.numel() for p in seven_billion.parameters())
         assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(

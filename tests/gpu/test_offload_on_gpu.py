@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core.flat import Flat
-from hf_zero.core.homeward import Homeward
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradient_offload import GradientOffload
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.errors import ConfigError
@@ -161,11 +161,15 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
     if kind == "gradients":
         monkeypatch.setattr(
-            Homeward, "send", sleeping(Homeward.send, lambda homeward: homeward._stream)
+            GradientOffload, "send", sleeping(GradientOffload.send, lambda offload: offload._stream)
         )
     elif kind == "parameters":
-        monkeypatch.setattr(Flat, "store_part", sleeping(Flat.store_part, lambda flat: None))
-        monkeypatch.setattr(Flat, "bring_shard", sleeping(Flat.bring_shard, lambda flat: None))
+        monkeypatch.setattr(
+            FlatBuffer, "store_part", sleeping(FlatBuffer.store_part, lambda flat: None)
+        )
+        monkeypatch.setattr(
+            FlatBuffer, "bring_shard", sleeping(FlatBuffer.bring_shard, lambda flat: None)
+        )
     elif kind == "compute":
         monkeypatch.setattr(Stack, "body", sleeping(Stack.body, lambda model: None))
     elif kind == "host":

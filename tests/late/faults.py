@@ -22,7 +22,7 @@ from tests.late import device, training
 
 import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
-from hf_zero.core import homeward, schedule, unit, update, update_gathers  # isort: skip
+from hf_zero.core import gradient_offload, schedule, unit, update, update_gathers  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
@@ -108,7 +108,7 @@ def _nothing(plain: Any, *args: Any) -> None:
 
 
 def _on_another_stream(
-    plain: Any, self: homeward.Homeward, flat: Any, values: torch.Tensor, *rest: Any
+    plain: Any, self: gradient_offload.GradientOffload, flat: Any, values: torch.Tensor, *rest: Any
 ) -> None:
     """The gradient is read on a stream of its own that has waited for nothing."""
     other = streams.new_stream(values.device)
@@ -211,16 +211,16 @@ FAULTS: dict[str, Fault] = {
         "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES
     ),
     "a gradient is copied before it is complete": Fault(
-        HOST, left_out("wait", "homeward.py send"), COPIES
+        HOST, left_out("wait", "gradient_offload.py send"), COPIES
     ),
     "a gradient is read on another stream": Fault(
-        HOST, replaced(homeward.Homeward, "send", _on_another_stream), COPIES
+        HOST, replaced(gradient_offload.GradientOffload, "send", _on_another_stream), COPIES
     ),
     "a gradient is given back before it is copied": Fault(
-        HOST, replaced(homeward, "_Crossing", _not_kept), COPIES
+        HOST, replaced(gradient_offload, "GradientCopy", _not_kept), COPIES
     ),
     "the host adds a gradient before it has come": Fault(
-        HOST, left_out("synchronize", "homeward.py _land"), COPIES
+        HOST, left_out("synchronize", "gradient_offload.py _finish_oldest"), COPIES
     ),
     "the host updates before gradients have come": Fault(
         HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES

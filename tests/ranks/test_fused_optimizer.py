@@ -183,7 +183,7 @@ def test_what_is_offloaded_is_not_in_the_launch(launches):
             engine.step()
         return (
             full_weights(engine),
-            sum(flat.states is not None for flat in engine.flats),
+            sum(flat.optimizer_shard.offloaded for flat in engine.flats),
             len(engine.flats),
         )
 
@@ -204,7 +204,7 @@ def windows_of(rank, models, section):
     for step in range(2):
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
         engine.step()
-    windows = [flat.window for flat in engine.flats]
+    windows = [flat.gradient.accumulated_grad for flat in engine.flats]
     found = {window.dtype for window in windows}, sum(window.nbytes for window in windows)
     weights = full_weights(engine)
     engine.destroy()
@@ -252,12 +252,12 @@ def added_up(rank, models, section, announced):
     for step in range(2):
         with engine.no_sync() if announced else nullcontext():
             engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
-        dtype = engine.flats[0].window.dtype
+        dtype = engine.flats[0].gradient.accumulated_grad.dtype
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 1, rank)).loss)
         engine.step()
         storages = [
-            len(storages_of(getattr(flat, each) for flat in engine.flats))
-            for each in ("window", "grad")
+            len(storages_of(getattr(flat.gradient, each) for flat in engine.flats))
+            for each in ("accumulated_grad", "shard")
         ]
         found.append((dtype, *storages, len(engine.bound._fused._launches)))
     weights = full_weights(engine)
@@ -325,21 +325,28 @@ def test_the_memory_that_widening_takes(filled):
         engine = start(model, adamw(model), config_of(0, Plan(ranks=1, precision="bf16")))
         flats = engine.flats
         for flat in flats:
-            flat.window.normal_()
-            flat.filled = filled and flat is not flats[0]
-        values = [flat.window.float() for flat in flats]
-        narrow = sum(flat.window.nbytes for flat in flats)
-        with Living([flat.window for flat in flats]) as living:
-            flats[-1].widen_gradient()
+            flat.gradient.accumulated_grad.normal_()
+            if filled and flat is not flats[0]:
+                flat.gradient.mark_accumulated()
+            else:
+                flat.gradient.clear()
+        values = [flat.gradient.accumulated_grad.float() for flat in flats]
+        narrow = sum(flat.gradient.accumulated_grad.nbytes for flat in flats)
+        with Living([flat.gradient.accumulated_grad for flat in flats]) as living:
+            flats[-1].gradient.upcast()
             first = living.now
             for flat in flats:
-                flat.widen_gradient()
+                flat.gradient.upcast()
         assert (
             len(flats) > 2
             and first == living.now == 2 * narrow
             and living.peak == (3 if filled else 2) * narrow
         )
-        assert len(storages_of(flat.grad for flat in flats)) == 1
-        return all(torch.equal(flat.window, value) for flat, value in zip(flats, values) if filled)
+        assert len(storages_of(flat.gradient.shard for flat in flats)) == 1
+        return all(
+            torch.equal(flat.gradient.accumulated_grad, value)
+            for flat, value in zip(flats, values)
+            if filled
+        )
 
     assert run_ranks(1, run, ARCHITECTURES["gpt2"].build()) == [True]

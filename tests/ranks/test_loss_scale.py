@@ -101,7 +101,7 @@ def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(stage, overflowin
 
         def everything():
             shards = [
-                {name: t.clone() for name, t in engine.bound.tensors(flat).items()}
+                {name: t.clone() for name, t in engine.bound.tensors(flat.optimizer_shard).items()}
                 for flat in engine.flats
                 if flat.trainable
             ]

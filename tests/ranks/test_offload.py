@@ -212,11 +212,16 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
         class Seen(OnEngine):
             def step(self):
                 super().step()
-                back = [flat for flat in self.engine.flats if flat.states is None]
+                back = [flat for flat in self.engine.flats if not flat.optimizer_shard.offloaded]
                 homes.append([flat in back for flat in self.engine.flats])
                 allocations.append(
                     [
-                        len({getattr(flat, each).untyped_storage()._cdata for flat in back})
+                        len(
+                            {
+                                getattr(flat.optimizer_shard, each).untyped_storage()._cdata
+                                for flat in back
+                            }
+                        )
                         for each in ("master", "grad")
                     ]
                 )

@@ -201,7 +201,10 @@ def test_moments_in_8_bits(tmp_path):
             net.backward(job.loss(net, At(number, 0, 0)))
             engine.step()
             return {
-                flat.key: {name: t.clone() for name, t in engine.bound.tensors(flat).items()}
+                flat.key: {
+                    name: t.clone()
+                    for name, t in engine.bound.tensors(flat.optimizer_shard).items()
+                }
                 for flat in engine.flats
             }
 

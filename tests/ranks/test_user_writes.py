@@ -357,12 +357,12 @@ def test_a_frozen_parameter_may_still_be_cast() -> None:
 def test_a_step_looks_closer_only_where_something_was_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hf_zero.core.flat import Flat
+    from hf_zero.core.flat_buffer import FlatBuffer
 
     looked: list[str] = []
-    take = Flat._take_written
+    take = FlatBuffer._take_written
     monkeypatch.setattr(
-        Flat, "_take_written", lambda self, name: (looked.append(name), take(self, name))
+        FlatBuffer, "_take_written", lambda self, name: (looked.append(name), take(self, name))
     )
     model = stack()
     engine = start(model, plain_sgd(model), config_of(2, Plan(precision="bf16")))

@@ -29,7 +29,9 @@ class Crossings(TorchDispatchMode):
 
 
 def flat(grad: torch.Tensor, squares: torch.Tensor | None = None) -> Any:
-    return type("FlatOf", (), {"__hash__": object.__hash__, "grad": grad, "squares": squares})()
+    return type(
+        "FlatOf", (), {"__hash__": object.__hash__, "shard": grad, "grad_sq_norm": squares}
+    )()
 
 
 def test_sums_taken_in_host_memory_cross_to_the_device_together() -> None:
@@ -44,6 +46,6 @@ def test_sums_taken_in_host_memory_cross_to_the_device_together() -> None:
 def test_the_sum_is_that_of_all_flats_in_their_order() -> None:
     grads = [torch.randn(1000) for _ in range(4)]
     flats = [flat(grad) for grad in grads]
-    flats[2].squares = grads[2].double().square().sum()
+    flats[2].grad_sq_norm = grads[2].double().square().sum()
     total = squared_norm(flats, torch.device("cpu"))
     assert torch.isclose(total, torch.cat(grads).double().square().sum(), rtol=1e-6)

@@ -19,7 +19,7 @@ CIRCLES = {
     ("hf_zero.checkpoint.async_save", "hf_zero.checkpoint.save_sharded"),
     ("hf_zero.checkpoint.foreign", "hf_zero.checkpoint.reader"),
     ("hf_zero.checkpoint.foreign.deepspeed", "hf_zero.checkpoint.foreign.universal"),
-    ("hf_zero.core.flat", "hf_zero.core.unit"),
+    ("hf_zero.core.flat_buffer", "hf_zero.core.unit"),
     ("hf_zero.errors", "hf_zero.uncaught"),
     ("hf_zero.ops.blocks", "hf_zero.ops.reference"),
     ("hf_zero.ops.sparse_attention.layouts", "hf_zero.ops.sparse_attention.registry"),

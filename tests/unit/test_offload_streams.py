@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.flat import Flat
-from hf_zero.core.homeward import UNDER_WAY
+from hf_zero.core.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.core.flat_spec import FlatSpec
+from hf_zero.core.gradient_offload import UNDER_WAY
+from hf_zero.core.layout import FlatLayout
 from hf_zero.core.update import _unmark
 from tests.helpers.training import trainable
 
@@ -65,16 +67,17 @@ def of(result: Any, resource: str, label: str) -> list[Any]:
 def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     """The wait of the stream that computes is not one for the thread that serves the others."""
     waited: list[str] = []
-    flat = object.__new__(Flat)
-    flat.update = flat.copied = flat._storage = None
-    flat.full, flat.owned, flat.sharded, flat.parameters = torch.arange(4.0), (2, 4), True, {}
+    layout = FlatLayout.build([], 1)
+    spec = FlatSpec(0, "", layout, torch.float32, True, False, True, True, (2, 4))
+    flat = FlatBuffer(spec, {}, EngineFlats(SimpleNamespace()))
+    flat.use_full(torch.arange(4.0))
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited
-    flat.updating, flat.update = (lambda: None), Future()
+    flat.optimizer_shard.begin_update(lambda: None, Future())
     _unmark(
         SimpleNamespace(trainable=[flat]),
         SimpleNamespace(synchronize=lambda: waited.append("copied")),
     )
-    assert flat.update is None
+    assert flat.optimizer_shard.finish_update is None
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and waited == ["copied"]
 
 

@@ -47,4 +47,6 @@ def test_imports_from_the_package_are_there(folder: str) -> None:
 
 def test_what_is_gone_is_seen() -> None:
     assert len(missing("from hf_zero.core import nowhere\nimport hf_zero.nothing")) == 2
-    assert missing("from hf_zero.core.layout import Slot\nfrom hf_zero.core import flat") == []
+    assert (
+        missing("from hf_zero.core.layout import Slot\nfrom hf_zero.core import flat_buffer") == []
+    )

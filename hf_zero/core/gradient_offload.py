@@ -1,4 +1,4 @@
-"""Gradients on their way from a GPU to the host memory that offloaded ones are kept in."""
+"""Copies of gradients from a GPU to the host memory that offloaded ones are kept in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.core.flat import Flat
+from hf_zero.core.gradient_buffer import GradientBuffer
 from hf_zero.device import streams
 from hf_zero.ops import host
 from hf_zero.spans import span
@@ -19,16 +19,18 @@ UNDER_WAY = 4
 
 
 @dataclass(eq=False)
-class _Crossing:
-    flat: Flat
+class GradientCopy:
+    """One gradient on its way."""
+
+    gradient: GradientBuffer
     values: torch.Tensor  # on the GPU; kept until they have been copied
-    arrived: streams.Event
+    copied: streams.Event
     staged: torch.Tensor | None
     adds: bool  # what was staged is added; else it is cast into the place of what was there
     scale: float  # by which it is multiplied there
 
 
-class Homeward:
+class GradientOffload:
     """Copies on a stream of their own, beside the backward.
 
     ``take`` gives memory that a GPU can copy to.
@@ -38,47 +40,49 @@ class Homeward:
         self._device = device
         self._take = take
         self._stream: streams.Stream | None = None
-        self._crossings: list[_Crossing] = []
-        self.last: Flat | None = None  # that was sent
-        self._events: dict[Flat, streams.Event] = {}  # of each flat's last crossing
+        self._copies: list[GradientCopy] = []
+        self.last: GradientBuffer | None = None  # that was sent
+        self._events: dict[GradientBuffer, streams.Event] = {}  # of each one's last copy
         self._staging: list[torch.Tensor] = []
 
-    def send(self, flat: Flat, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
-        """``flat.grad = scale * values``, or ``+=``; :meth:`arrive` tells when.
+    def send(
+        self, gradient: GradientBuffer, values: torch.Tensor, accumulate: bool, scale: float = 1.0
+    ) -> None:
+        """``gradient.shard = scale * values``, or ``+=``; done when :meth:`wait` returns.
 
         ``scale`` is 1 where the dtypes are one and nothing is added.
         """
         if self._stream is None:
             self._stream = streams.new_stream(self._device)
-        assert flat.grad is not None
-        target, staged = flat.grad, None
-        if accumulate or flat.grad.dtype != values.dtype:
-            staged = self._stage(values.nbytes)
+        assert gradient.shard is not None
+        target, staged = gradient.shard, None
+        if accumulate or gradient.shard.dtype != values.dtype:
+            staged = self._acquire(values.nbytes)
             target = staged[: values.nbytes].view(values.dtype)
-        while len(self._crossings) >= UNDER_WAY:
-            self._land()
+        while len(self._copies) >= UNDER_WAY:
+            self._finish_oldest()
         self._stream.wait_stream(streams.current_stream(self._device))
-        with streams.on_stream(self._stream), span("copy_to_host", flat.key, values.nbytes):
+        with streams.on_stream(self._stream), span("copy_to_host", gradient.key, values.nbytes):
             target.copy_(values, non_blocking=True)
-            self.last, self._events[flat] = flat, streams.record_event(self._stream)
-            self._crossings.append(
-                _Crossing(flat, values, self._events[flat], staged, accumulate, scale)
+            self.last, self._events[gradient] = gradient, streams.record_event(self._stream)
+            self._copies.append(
+                GradientCopy(gradient, values, self._events[gradient], staged, accumulate, scale)
             )
 
     @property
     def is_adding(self) -> bool:
         """Whether something is on its way that the host has to add or to cast."""
-        return any(crossing.staged is not None for crossing in self._crossings)
+        return any(copy.staged is not None for copy in self._copies)
 
-    def event(self, flat: Flat) -> streams.Event | None:
-        """What tells that the gradient of ``flat`` has been copied, if nothing has to be added
-        to it.
+    def event(self, gradient: GradientBuffer) -> streams.Event | None:
+        """The end of the last copy of ``gradient``; nothing if none was sent. What the host has to
+        add may follow.
         """
-        return self._events.get(flat)
+        return self._events.get(gradient)
 
-    def _stage(self, nbytes: int) -> torch.Tensor:
-        while sum(crossing.staged is not None for crossing in self._crossings) >= STAGED:
-            self._land()
+    def _acquire(self, nbytes: int) -> torch.Tensor:
+        while sum(copy.staged is not None for copy in self._copies) >= STAGED:
+            self._finish_oldest()
         fitting = next(
             (place for place, memory in enumerate(self._staging) if memory.numel() >= nbytes), None
         )
@@ -88,30 +92,30 @@ class Homeward:
             self._staging.pop()  # a larger one takes its place
         return self._take(nbytes, torch.uint8)
 
-    def _land(self) -> None:
-        crossing = self._crossings.pop(0)
-        crossing.arrived.synchronize()
-        if crossing.staged is not None:
-            assert crossing.flat.grad is not None
-            values = crossing.staged[: crossing.values.nbytes].view(crossing.values.dtype)
-            _put(crossing.flat.grad, values, crossing.adds, crossing.scale)
-            self._staging.append(crossing.staged)
+    def _finish_oldest(self) -> None:
+        copy = self._copies.pop(0)
+        copy.copied.synchronize()
+        if copy.staged is not None:
+            assert copy.gradient.shard is not None
+            values = copy.staged[: copy.values.nbytes].view(copy.values.dtype)
+            _put(copy.gradient.shard, values, copy.adds, copy.scale)
+            self._staging.append(copy.staged)
 
-    def add_up(self) -> None:
+    def finish_sums(self) -> None:
         """Return when the host has added what it has to; copies may go on."""
         if self.is_adding:
-            self.arrive()
+            self.wait()
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Return when all that was sent is there."""
-        while self._crossings:
-            self._land()
+        while self._copies:
+            self._finish_oldest()
 
     def close(self) -> None:
         """Let go of everything: no gradient that was sent is wanted any more."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._crossings, self._staging, self._events, self.last = [], [], {}, None
+        self._copies, self._staging, self._events, self.last = [], [], {}, None
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.homeward import STAGED, UNDER_WAY, Homeward
+from hf_zero.core.gradient_offload import STAGED, UNDER_WAY, GradientOffload
 from hf_zero.ops import host
 from tests.helpers.accelerators import play_streams
 
@@ -21,36 +21,36 @@ CPU = torch.device("cpu")
 
 def flat(numel: int, dtype: torch.dtype = torch.float32) -> Any:
     made = SimpleNamespace(
-        key="layers.0|trainable|float32", grad=torch.full((numel,), float("nan"), dtype=dtype)
+        key="layers.0|trainable|float32", shard=torch.full((numel,), float("nan"), dtype=dtype)
     )
     return type("FlatOf", (), {"__hash__": object.__hash__, **vars(made)})()
 
 
 @pytest.fixture
-def homeward(monkeypatch: pytest.MonkeyPatch) -> Homeward:
+def offload(monkeypatch: pytest.MonkeyPatch) -> GradientOffload:
     play_streams(monkeypatch)
-    return Homeward(CPU, lambda numel, dtype: torch.empty(numel, dtype=dtype))
+    return GradientOffload(CPU, lambda numel, dtype: torch.empty(numel, dtype=dtype))
 
 
-def test_buffers_of_different_sizes_take_turns(homeward: Homeward) -> None:
+def test_buffers_of_different_sizes_take_turns(offload: GradientOffload) -> None:
     flats = [flat(numel) for numel in (600, 400, 200, 700, 100, 300, 500, 800, 250, 350)]
-    expected = [torch.zeros(each.grad.numel()) for each in flats]
+    expected = [torch.zeros(each.shard.numel()) for each in flats]
     for each in flats:
-        each.grad.zero_()
+        each.shard.zero_()
     for step in range(3):
         for index, each in enumerate(flats):
-            values = torch.arange(each.grad.numel(), dtype=torch.bfloat16) % 7 + step + index
+            values = torch.arange(each.shard.numel(), dtype=torch.bfloat16) % 7 + step + index
             expected[index] += values.float()
-            homeward.send(each, values, accumulate=True)
-    homeward.arrive()
+            offload.send(each, values, accumulate=True)
+    offload.wait()
     for each, sums in zip(flats, expected):
-        assert torch.equal(each.grad, sums)
-    assert len(homeward._staging) <= STAGED
+        assert torch.equal(each.shard, sums)
+    assert len(offload._staging) <= STAGED
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
 def test_another_dtype_is_cast_into_place(
-    homeward: Homeward, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    offload: GradientOffload, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     for name in ("accumulate", "cast"):
@@ -60,39 +60,39 @@ def test_another_dtype_is_cast_into_place(
         )
     here = flat(1000)  # what it holds is NaN: nothing may be added to it
     monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: pytest.fail("zeroed, to be added to"))
-    homeward.send(here, torch.arange(1000).to(wire), accumulate=False)
-    assert homeward.is_adding
-    homeward.arrive()
-    assert torch.equal(here.grad, torch.arange(1000).to(wire).float()) and calls == ["cast"]
-    homeward.send(here, torch.ones(1000, dtype=wire), accumulate=True, scale=0.25)
-    homeward.arrive()
-    assert torch.equal(here.grad, torch.arange(1000).to(wire).float() + 0.25) and calls == [
+    offload.send(here, torch.arange(1000).to(wire), accumulate=False)
+    assert offload.is_adding
+    offload.wait()
+    assert torch.equal(here.shard, torch.arange(1000).to(wire).float()) and calls == ["cast"]
+    offload.send(here, torch.ones(1000, dtype=wire), accumulate=True, scale=0.25)
+    offload.wait()
+    assert torch.equal(here.shard, torch.arange(1000).to(wire).float() + 0.25) and calls == [
         "cast",
         "accumulate",
     ]
 
 
-def test_64_bits_are_added_and_cast(homeward: Homeward) -> None:
+def test_64_bits_are_added_and_cast(offload: GradientOffload) -> None:
     here = flat(10, torch.float64)
-    homeward.send(here, torch.full((10,), 4.0), accumulate=False, scale=0.5)
-    homeward.send(here, torch.full((10,), 1e-12, dtype=torch.float64), accumulate=True)
-    homeward.arrive()
-    assert torch.equal(here.grad, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
+    offload.send(here, torch.full((10,), 4.0), accumulate=False, scale=0.5)
+    offload.send(here, torch.full((10,), 1e-12, dtype=torch.float64), accumulate=True)
+    offload.wait()
+    assert torch.equal(here.shard, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
 
 
 def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(
-    homeward: Homeward,
+    offload: GradientOffload,
 ) -> None:
     flats, kept = [flat(64) for _ in range(UNDER_WAY)], []
     for each in flats:
         values = torch.ones(64)
         kept.append(weakref.ref(values))
-        homeward.send(each, values, accumulate=False)
+        offload.send(each, values, accumulate=False)
         del values
     assert all(reference() is not None for reference in kept)
     for each in flats:
-        each.grad = None  # the engine is being destroyed
-    homeward.close()
+        each.shard = None  # the engine is being destroyed
+    offload.close()
     gc.collect()
     assert not any(reference() is not None for reference in kept)
-    homeward.arrive()
+    offload.wait()
