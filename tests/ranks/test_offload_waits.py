@@ -107,13 +107,14 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     train(engine, 0)
     engine.updater.finish()
     order, run = [], Update.run
+    unit_of = {flat.optimizer_shard: flat.unit for flat in engine.flats}
     last = threading.Event()
 
-    def held_up(update, flat, place, placed):
-        if flat.unit is engine.updater._order[-1]:
+    def held_up(update, shard, place, placed):
+        if unit_of[shard] is engine.updater._order[-1]:
             assert last.wait(30)
-        run(update, flat, place, placed)
-        order.append(flat.unit)
+        run(update, shard, place, placed)
+        order.append(unit_of[shard])
 
     monkeypatch.setattr(Update, "run", held_up)
     train(engine, 1)
