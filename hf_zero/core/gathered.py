@@ -244,7 +244,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     flat = owner_of(parameter)
     if flat is None:
         return parameter.grad
-    if not flat.has_master:
+    if not flat.optimizer_shard.has_master:
         return None
     engine = _engine_of(flat)
     engine.reduce_gradients()
@@ -266,7 +266,9 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             "backward and step"
         )
     _check_shape(parameter, value, "safe_set_full_grad")
-    flat.gradient.write_own(name_of(parameter), value * engine.scaler.scale)
+    first, start, stop = flat.spec.own_range(name_of(parameter))
+    own = (value * engine.scaler.scale).reshape(-1)[first : first + stop - start]
+    flat.gradient.write_own(name_of(parameter), own)
 
 
 def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:

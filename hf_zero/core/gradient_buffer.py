@@ -182,12 +182,12 @@ class GradientBuffer:
         self.grad_sq_norm = None
 
     def write_own(self, name: str, value: torch.Tensor) -> None:
-        """Replace this rank's part of the reduced gradient of ``name`` by that of ``value``, of its
-        shape and with the loss scale in it.
+        """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), with the
+        loss scale in it.
         """
-        first, start, stop = self.spec.own_range(name)
+        _, start, stop = self.spec.own_range(name)
         assert self.shard is not None
-        self.shard[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
+        self.shard[start:stop].copy_(value)
         self.grad_sq_norm = None
         self.used |= 1 << self.layout.slots.index(self.layout.by_name[name])
 

@@ -23,18 +23,25 @@ from hf_zero.errors import PartitionError
 
 
 def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:
-    _, start, stop = _trains(parameter, what).own_range(name_of(parameter))
+    _, start, stop = _trains(parameter, what).spec.own_range(name_of(parameter))
     return own[start:stop]
 
 
-def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+def _check_numel(
+    parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+) -> torch.Tensor:
+    """This rank's part of ``own``, which ``value`` fits, or PartitionError."""
     part = _part(parameter, own, what)
     if value.numel() != part.numel():
         raise PartitionError(
             f"{what}: {value.numel()} values for the {part.numel()} elements of "
             f"{name_of(parameter)} that this rank keeps; pass as many as safe_get_local_* returns"
         )
-    part.copy_(value.reshape(-1))
+    return part
+
+
+def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    _check_numel(parameter, own, value, what).copy_(value.reshape(-1))
 
 
 @torch.no_grad()
@@ -44,8 +51,9 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor:
     """
     flat = _trains(parameter, "safe_get_local_fp32_param")
     flat.unit.take_user_writes()
-    assert flat.master is not None
-    return _part(parameter, flat.master, "safe_get_local_fp32_param").clone()
+    master = flat.optimizer_shard.master
+    assert master is not None
+    return _part(parameter, master, "safe_get_local_fp32_param").clone()
 
 
 @torch.no_grad()
@@ -55,11 +63,11 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     """
     flat = _trains(parameter, "safe_set_local_fp32_param")
     flat.unit.take_user_writes()
-    engine, master = _engine_of(flat), flat.master
+    engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
     with engine.schedule.writing():
         _put(parameter, master, value, "safe_set_local_fp32_param")
-        flat.store_master(master)
+        flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])
 
 
@@ -71,9 +79,11 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     flat = _trains(parameter, "safe_get_local_grad")
     engine = _engine_of(flat)
     engine.reduce_gradients()
-    if not flat.reduced or flat.grad is None:
+    if not flat.gradient.has_reduced or flat.gradient.shard is None:
         return None
-    return _part(parameter, flat.grad.float(), "safe_get_local_grad") / engine.scaler.scale
+    return (
+        _part(parameter, flat.gradient.shard.float(), "safe_get_local_grad") / engine.scaler.scale
+    )
 
 
 @torch.no_grad()
@@ -82,14 +92,13 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     flat = _trains(parameter, "safe_set_local_grad")
     engine = _engine_of(flat)
     engine.reduce_gradients()
-    if not flat.reduced or flat.grad is None:
+    if not flat.gradient.has_reduced or flat.gradient.shard is None:
         raise PartitionError(
             f"safe_set_local_grad: parameter {name_of(parameter)} has no gradient yet, and the "
             "next backward would overwrite one; call it between backward and step"
         )
-    _put(parameter, flat.grad, value * engine.scaler.scale, "safe_set_local_grad")
-    flat.squares = None
-    flat.use(name_of(parameter))
+    _check_numel(parameter, flat.gradient.shard, value, "safe_set_local_grad")
+    flat.gradient.write_own(name_of(parameter), value.reshape(-1) * engine.scaler.scale)
 
 
 @torch.no_grad()
@@ -106,7 +115,7 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
     flat = _trains(parameter, "safe_set_local_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
     _put(parameter, held, value, "safe_set_local_optimizer_state")
-    _engine_of(flat).bound.load_tensor(flat, name, held)
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
 
 
 @torch.no_grad()

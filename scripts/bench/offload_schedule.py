@@ -351,9 +351,7 @@ class Recorder:
         return store_part
 
     def _send(self, send: Any) -> Any:
-        def sent(
-            gradient: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0
-        ) -> None:
+        def sent(gradient: Any, values: torch.Tensor, accumulate: bool, scale: float = 1.0) -> None:
             flat = self._flat_of[gradient]
             # Gradients have been taken into one buffer, copied and normed: five passes over the
             # memory of the GPU.

@@ -71,11 +71,13 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an engine that lie on its device, each with its kind."""
     for flat in engine.flats:
-        found = {"lp_params": [flat.full, flat.shard], "lp_grads": [flat.grad, flat.window]}
-        if flat.has_own_master:
-            found["hp_params"] = [flat.master]
-        if flat.has_master and engine.bound is not None:
-            states = engine.bound.tensors(flat)
+        kept = flat.optimizer_shard
+        gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
+        found = {"lp_params": [flat.full, flat.shard], "lp_grads": gradients}
+        if kept.has_own_master:
+            found["hp_params"] = [kept.master]
+        if kept.has_master and engine.bound is not None:
+            states = engine.bound.tensors(kept)
             found["optim_states"] = [states[name] for name in states if name != "master"]
         for kind, tensors in found.items():
             for tensor in tensors:
