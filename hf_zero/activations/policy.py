@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,13 +125,13 @@ class Activations:
             for _, block in blocks_of_model:
                 self._removable.append(
                     block.register_forward_pre_hook(
-                        Attached(partial(_begin_block, self.offload)), prepend=True
+                        Attached(_begin_block, self.offload), prepend=True
                     )
                 )
             for _, last in blocks_of_model[-1:]:
                 self._removable.append(
                     last.register_forward_pre_hook(
-                        Attached(partial(_keep, self.offload)), prepend=True
+                        Attached(_keep, self.offload), prepend=True
                     )
                 )
 

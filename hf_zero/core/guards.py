@@ -22,14 +22,10 @@ from hf_zero.errors import PartitionError
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
 
-class Attached:
-    """A callable of the engine on a module. A copy of the module gets one that does nothing."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self._fn = fn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
+class Attached(partial):  # type: ignore[type-arg]
+    """A hook of the engine on a module: ``Attached(function, *first_arguments)``. A copy of the
+    module gets one that does nothing.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         return Attached(_nothing)
@@ -42,15 +38,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What an engine's hook does on a copied module."""
 
 
-class Override(Attached):
+class Override:
     """A method that the engine puts on one module.
 
     A copy of the module gets its class's own again.
     """
 
     def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
-        super().__init__(fn)
-        self._module, self._name = module, name
+        self._fn, self._module, self._name = fn, module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self._module)]
@@ -101,14 +99,14 @@ class ModuleGuards:
             pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
             self._removable += [
                 module.register_state_dict_pre_hook(
-                    Attached(partial(self._before_state_dict, pinned))
+                    Attached(self._before_state_dict, pinned)
                 ),
-                module._register_state_dict_hook(Attached(partial(self._after_state_dict, pinned))),
+                module._register_state_dict_hook(Attached(self._after_state_dict, pinned)),
                 module.register_load_state_dict_pre_hook(
-                    Attached(partial(self._before_load, pinned))
+                    Attached(self._before_load, pinned)
                 ),
                 module.register_load_state_dict_post_hook(
-                    Attached(partial(self._after_load, pinned))
+                    Attached(self._after_load, pinned)
                 ),
             ]
             if own:

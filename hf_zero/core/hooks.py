@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from hf_zero import spans
 from hf_zero.core.gradient_reducer import GradientReducer
@@ -116,6 +117,8 @@ class Hooks:
         self._nested = 0  # hooked modules whose forward is under way
         self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward
         self._outer: RootForward | None = None  # the forward under way
+        # the call left last, an output of it, and the marks of its inputs
+        self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
         self._outstanding = Outstanding()
         self._first = False  # no call of the backward under way has been reached
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
@@ -152,12 +155,12 @@ class Hooks:
         for module, unit in around.items():
             self._removable += [
                 module.register_forward_pre_hook(
-                    Attached(partial(self._enter, unit, names[module])),
+                    Attached(self._enter, unit, names[module]),
                     prepend=True,
                     with_kwargs=True,
                 ),
                 module.register_forward_hook(
-                    Attached(partial(self._leave, unit)), with_kwargs=True, always_call=True
+                    Attached(self._leave, unit), with_kwargs=True, always_call=True
                 ),
             ]
 
@@ -223,34 +226,42 @@ class Hooks:
         inside = _graph_task() != -1
         if inside:
             self._enter_backward()
-        else:
-            self.notice_broken()
+        elif self._tasks:
+            self._abandon_backward()
+        grads = torch.is_grad_enabled()
         if self._nested == 0 and not inside:
             self.take_in_unannounced()
             given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
-            kind = (name, torch.is_grad_enabled(), module.training, *given)
+            kind = (name, grads, module.training, *given)
             self._schedule.begin(kind)
             self._outer = RootForward(module is self._model, self._outstanding.moment())
-            if torch.is_grad_enabled():
+            if grads:
                 self._forwards[kind] += 1
         self._nested += 1
+        last, self._last = self._last, None
         if unit is None:
             return None
-        call = (
-            UnitForward(unit, module, self._current(), self._outstanding.moment())
-            if torch.is_grad_enabled()
-            else None
-        )
-        if call is None and module.training and unit.trainable and not inside:
-            unit.reruns += 1
-        unit.in_forward.append(call)
-        self._schedule.ensure_gathered(unit, module)
         if spans.logs:
             spans.began(module, "forward", name or unit.label)
-        if call is None:
+        if not grads:
+            if module.training and unit.trainable and not inside:
+                unit.reruns += 1
+            unit.in_forward.append(None)
+            self._schedule.ensure_gathered(unit, module)
             return None
-        unit.runs_here()
         inputs = requiring_grad(args, kwargs)
+        if last is not None and last[0].unit is unit and id(last[1]) in inputs and not inside:
+            call, _, call.marks = last
+            unit.in_forward.append(call)
+            if unit.sharded:
+                self._schedule.ensure_gathered(unit, module)
+            unit.runs_here()
+            call.last_node = _last_node()
+            return None
+        call = UnitForward(unit, self._current(), self._outstanding.moment())
+        unit.in_forward.append(call)
+        self._schedule.ensure_gathered(unit, module)
+        unit.runs_here()
         if not inputs:
             call.last_node = _last_node()
             return None
@@ -329,12 +340,13 @@ class Hooks:
             call = unit.in_forward.pop()
             if call is not None:
                 call.left = self._outstanding.moment()
-                marks, call.marks = call.marks, ()
-                self._watch_output(call, marks, output, raised)
+                self._watch_output(call, module, output, raised)
+                if inside:
+                    self._last = None
             if not inside:
                 self._schedule.reshard_later(unit)
         if self._nested == 0 and not inside:
-            outer, self._outer = self._outer, None
+            outer, self._outer, self._last = self._outer, None, None
             if outer is not None and not torch.is_grad_enabled():
                 self._no_longer({outer})
             elif (
@@ -354,20 +366,22 @@ class Hooks:
     def _watch_output(
         self,
         call: UnitForward,
-        marks: Sequence[torch.autograd.graph.Node],
+        module: nn.Module,
         output: Any,
         raised: BaseException | None,
     ) -> None:
-        hooked, last = False, call.last_node  # later ones are the forward's
+        marks, call.marks = call.marks, ()
+        self._last, last = None, call.last_node  # later ones are the forward's
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
-                hooked, last = True, max(last, node._sequence_nr())
-                tensor.register_hook(partial(self._pre_backward, call, marks))
+                last = max(last, node._sequence_nr())
+                node.register_prehook(partial(self._pre_backward, call, module, marks))
+                self._last = call, tensor, marks
             elif tensor.requires_grad:
                 # a parameter itself: whoever gets it reads it again in backward
                 _keep(call.unit, call.outer)
-        if hooked:
+        if self._last is not None:
             if not call.outer.tracked:
                 call.outer.tracked = True
                 self._older.add(call.outer)
@@ -379,9 +393,19 @@ class Hooks:
             _keep(call.unit, call.outer)
 
     def _pre_backward(
-        self, call: UnitForward, marks: Sequence[torch.autograd.graph.Node], grad: torch.Tensor
+        self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: Any
     ) -> None:
         self._enter_backward()
+        if call not in call.unit.in_backward:
+            self._start_backward(call, marks)
+        elif not call.unit.sharded:
+            return
+        self._schedule.ensure_gathered(call.unit, module)
+        if spans.logs:
+            spans.ended(call)
+            spans.began(call, "backward", call.unit.name_of(module))
+
+    def _start_backward(self, call: UnitForward, marks: Sequence[Node]) -> None:
         if torch.is_grad_enabled() and call.unit.sharded:
             raise PartitionError(
                 "create_graph=True at stage 3: the second backward would read weights of "
@@ -391,13 +415,10 @@ class Hooks:
         if not call.outer.whole or call.outer not in self._reached:
             self._reach(call.outer)
         self._pass(call, call.left)
-        if marks and call not in call.unit.in_backward:
+        if marks:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.in_backward.add(call)
         self._outstanding.starts(call)
-        self._schedule.ensure_gathered(call.unit, call.module)
-        if spans.logs:
-            spans.began(call, "backward", call.unit.name_of(call.module))
 
     def _post_backward(self, call: UnitForward, *_: Any) -> None:
         self._enter_backward()
@@ -461,7 +482,7 @@ class Hooks:
         self._forwards.clear()
         recomputation = RootForward(True)
         self._outstanding.begin(recomputation)
-        self._reached, self._first = {recomputation}, True
+        self._reached, self._first, self._last = {recomputation}, True, None
         self._on_begin()
         # Without sharded parameters a forward is nobody else's affair: ranks may have run different
         # numbers of them.
@@ -503,7 +524,7 @@ class Hooks:
         """
         self.notice_broken()
         if self._nested and _graph_task() == -1:
-            self._nested, self._outer = 0, None
+            self._nested, self._outer, self._last = 0, None, None
             for unit in self._units:
                 unit.in_forward.clear()
             self._schedule.abandon()

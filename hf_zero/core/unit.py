@@ -56,7 +56,8 @@ class RootForward:
 
 
 class UnitForward:
-    """One forward of a unit whose backward may come.
+    """One forward of a unit whose backward may come: of a module of it, or of several in a row
+    where each takes what the one before has returned.
 
     It lives as long as the graph of that forward.
     """
@@ -69,14 +70,12 @@ class UnitForward:
         "marked",
         "marks",
         "marks_left",
-        "module",
         "outer",
         "unit",
     )
 
-    def __init__(self, unit: Unit, module: nn.Module, outer: RootForward, began: int):
+    def __init__(self, unit: Unit, outer: RootForward, began: int):
         self.unit = unit
-        self.module = module
         self.outer = outer
         # places in the order in which this rank enters and leaves forwards
         self.began = self.left = began
