@@ -130,9 +130,7 @@ class Activations:
                 )
             for _, last in blocks_of_model[-1:]:
                 self._removable.append(
-                    last.register_forward_pre_hook(
-                        Attached(_keep, self.offload), prepend=True
-                    )
+                    last.register_forward_pre_hook(Attached(_keep, self.offload), prepend=True)
                 )
 
     def _stays(self) -> set[int]:

@@ -98,16 +98,10 @@ class ModuleGuards:
                 continue
             pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
             self._removable += [
-                module.register_state_dict_pre_hook(
-                    Attached(self._before_state_dict, pinned)
-                ),
+                module.register_state_dict_pre_hook(Attached(self._before_state_dict, pinned)),
                 module._register_state_dict_hook(Attached(self._after_state_dict, pinned)),
-                module.register_load_state_dict_pre_hook(
-                    Attached(self._before_load, pinned)
-                ),
-                module.register_load_state_dict_post_hook(
-                    Attached(self._after_load, pinned)
-                ),
+                module.register_load_state_dict_pre_hook(Attached(self._before_load, pinned)),
+                module.register_load_state_dict_post_hook(Attached(self._after_load, pinned)),
             ]
             if own:
                 self._own[module] = own

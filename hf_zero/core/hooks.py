@@ -7,6 +7,9 @@ every node of its forward, so its backward runs after all of them: gradients are
 saved weight will be read again. Where no input requires grad there is no mark, and the end of the
 whole backward is taken instead.
 
+Where a module takes what another of its unit has just returned, both are one call: the marks of the
+first are the end of both, and the second has no marks. A backward may begin behind either.
+
 Calls are tokens in sets, not counts: a forward that is dropped takes its token with it.
 Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
 releases.
@@ -251,7 +254,9 @@ class Hooks:
             return None
         inputs = requiring_grad(args, kwargs)
         if last is not None and last[0].unit is unit and id(last[1]) in inputs and not inside:
-            call, _, call.marks = last
+            # the call goes on: whatever of its graph runs in a backward does so before its marks
+            call = last[0]
+            call.marks = last[2]
             unit.in_forward.append(call)
             if unit.sharded:
                 self._schedule.ensure_gathered(unit, module)

@@ -25,7 +25,7 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.models import Stack, seeded
+from tests.helpers.models import Stack, features, seeded
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
@@ -214,15 +214,18 @@ def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
     oracle.compare_tensors("weights", got, want)
 
 
-@pytest.mark.parametrize(("stage", "most"), [(0, 150), (2, 145), (3, 270)])
-def test_the_python_that_a_block_costs_in_a_step(stage, most):
+@pytest.mark.parametrize(
+    ("stage", "together", "most"),
+    [(0, 0, 144), (2, 0, 138), (3, 0, 266), (0, 20, 13), (2, 20, 13), (3, 20, 33)],
+)
+def test_the_python_that_a_block_costs_in_a_step(stage, together, most):
     """Calls of the engine's functions, as many in every run; torch's own and the model's are not
-    counted.
+    counted. ``together`` blocks share a unit.
     """
     package = str(Path(hf_zero.__file__).parent)
 
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
+        engine = start(model, adamw(model), config_of(stage, **joined(stage, together)))
         seen = 0
 
         def count(frame, event, arg):
@@ -246,3 +249,64 @@ def test_the_python_that_a_block_costs_in_a_step(stage, most):
     ]
     each = (counts[1] - counts[0]) / 8
     assert 10 < each <= most, f"{each:.1f} calls a block"
+
+
+class Forks(Stack):
+    """Also returns what is between its blocks; the blocks behind ``cut`` may get it detached."""
+
+    cut = None
+
+    def forward(self, x):
+        x = self.enter(x)
+        hidden = []
+        for number, block in enumerate(self.blocks):
+            x = block(x.detach() if number == self.cut else x)
+            hidden.append(x)
+        return hidden
+
+
+def backwards_of(step, hidden, backward):
+    """Backwards that begin or end between blocks of one unit; by step, on all of a forward's."""
+    losses = [each.pow(2).mean() for each in hidden]
+    if step == 0:
+        backward(losses[1])
+    elif step == 1:
+        backward(losses[2], retain_graph=True)
+        backward(losses[4])
+    elif step == 2:
+        backward(losses[0] + losses[3])
+    elif step == 3:
+        (seen,) = torch.autograd.grad(losses[4], [hidden[2]], retain_graph=True)
+        assert seen.abs().sum() > 0
+        backward(losses[4])
+    else:
+        backward(losses[4])  # of blocks whose input was cut off
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
+    def steps(net, model, step_of):
+        for number in range(6):
+            model.cut = 2 if number == 4 else None
+            yield number, net(features(number, 0, step_of))
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, **joined(stage, 5)))
+        for number, hidden in steps(engine, model, rank):
+            assert len(engine.units[1].pending) == (1 if model.cut is None else 2)
+            backwards_of(number, hidden, engine.backward)
+            engine.step()
+        return full_weights(engine)
+
+    build = lambda: seeded(lambda: Forks(5))  # noqa: E731
+    got = on_ranks(2, run, build=build)[0]
+    model = build()
+    optimizer = adamw(model)
+    runs = [steps(model, model, rank) for rank in range(2)]
+    for pairs in zip(*runs):
+        for number, hidden in pairs:
+            backwards_of(number, hidden, lambda loss, **more: (loss / 2).backward(**more))
+        optimizer.step()
+        optimizer.zero_grad()
+    want = dict(model.named_parameters())
+    oracle.compare_tensors("weights", got, want, floor=oracle.ADAM_ROUNDING)
