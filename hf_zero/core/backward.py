@@ -164,8 +164,10 @@ class Backward:
         if self.reducer.spoiled:
             refuse_half_done(self._update.updater, "a step whose gradients are not complete")
             raise PartitionError(
-                "a backward was broken by an exception after part of its gradients had been taken "
-                "in; call engine.zero_grad() and repeat the window"
+                "a backward of this window was broken by an exception after some of its gradients "
+                "had come: they are lost, and with them what earlier micro-batches of the window "
+                "had added up may be incomplete; call engine.zero_grad() and repeat the window, on "
+                "all ranks"
             )
         if not self._window.syncs:
             raise PartitionError(

@@ -20,6 +20,7 @@ from hf_zero.core.accumulation import AccumulationWindow, Counters
 from hf_zero.core.backward import Backward
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradient_reducer import Broken
 from hf_zero.core.guards import Override, refuse_foreign_step
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.patches import Patches
@@ -314,9 +315,15 @@ class Engine(nn.Module):
         self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of the accumulation window too."""
+        """Forget all gradients, those of the accumulation window too.
+
+        After a backward that an exception has broken the window begins again: its next micro-batch
+        is the first.
+        """
         self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
+        if self.backward_pass.reducer.broken is not Broken.NO:
+            self.accumulation.micro_batches = 0
         self.backward_pass.reducer.clear()
         self.backward_pass.losses.forget()
 

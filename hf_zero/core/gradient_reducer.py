@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -49,6 +50,14 @@ class ReductionOptions:
     wire_dtype: torch.dtype | None = None
     kernels: Any = "off"
     packed: int = 0
+
+
+class Broken(Enum):
+    """Whether an exception has broken a backward since the last step or ``zero_grad``."""
+
+    NO = auto()
+    UNHARMED = auto()  # before it had brought a gradient
+    GRADIENTS_LOST = auto()
 
 
 @dataclass(eq=False)
@@ -105,7 +114,7 @@ class GradientReducer:
         self._batch = MicroBatch()
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
-        self.spoiled = False  # a backward broke after part of its gradients was taken in
+        self.broken = Broken.NO
 
     def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
         """Make known the gathers of the passes, and what may still come."""
@@ -118,12 +127,14 @@ class GradientReducer:
     def begin(self, key: Hashable) -> None:
         """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
         self.wait()
-        self._mesh.passes.begin("backward", key)
+        gathers = self._gathers is not None and self._gathers.gathers
+        self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
         self._pass = _Pass(key, True)
         # A rank must not wait for a reduction that others launch only after a gather it has yet to
         # join.
-        holds = self.learns and self._gathers is not None and self._gathers.gathers
-        self._reductions.begin(holds, None if self._batch.on_reduced is None else self._on_reduced)
+        self._reductions.begin(
+            self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
+        )
         # others are going to be added; as long as nothing is held, an upcast copies nothing
         if not self._reduces_now:
             for unit in self._order.units:
@@ -331,14 +342,29 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it
         left on the parameters.
+
+        If it had brought any, or was a part of a reduction, the window is spoiled until
+        :meth:`clear`: what plain PyTorch would keep in ``.grad`` is lost.
         """
-        self.spoiled = bool(self._pass.under_way and self._pass.ready)
+        backward = self._pass
+        if self.broken is Broken.NO:
+            self.broken = Broken.UNHARMED
+        if backward.under_way:
+            flats = (flat for unit in self._order.units for flat in unit.trainable)
+            brought = any(any_raw_grad(flat.members) for flat in flats)
+            if brought or backward.ready or backward.next:
+                self.broken = Broken.GRADIENTS_LOST
         self._leave()
         self._drop()
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether the gradients that are here are not all that backwards have brought."""
+        return self.broken is Broken.GRADIENTS_LOST
+
     def clear(self) -> None:
         """Forget all gradients: after a step, and for ``zero_grad``."""
-        self.spoiled = False
+        self.broken = Broken.NO
         self._drop()
         for unit in self._order.units:
             for flat in unit.trainable:

@@ -3,13 +3,14 @@ issues anything more.
 
 [Note: after an exception]
 The k-th collective of a rank on a communicator meets the k-th of the others, whatever they are. A
-rank whose forward or backward an exception has broken after some of its collectives were issued,
-and whose script goes on, must not let those of its next pass meet what the others still issue for
-the broken one. It knows that its pass broke, they do not. So before it begins the next pass it says
-in the store at which numbers it stands and what it begins, and waits. A thread of every other rank
-finds that (:meth:`Resumptions.look`, once a second) and answers as soon as its own rank has come as
-far: yes, if that rank has begun the same at the same numbers, else why not, which ends both. Where
-nothing breaks, a pass costs one entry in a list.
+rank whose forward or backward an exception has broken, and whose script goes on, must not let those
+of its next pass meet what the others still issue for the broken one, of which it may have issued
+none. It knows that its pass broke, they do not. So before it begins the next pass, or issues
+anything else, it says in the store at which numbers it stands and what comes, and waits. A thread
+of every other rank finds that (:meth:`RecoveryBoard.answer_statements`, once a second) and answers
+as soon as its own rank has come as far: yes, if that rank has begun the same pass at the same
+numbers, or has issued the same collective and as much as the other in the pass that broke; else why
+not, which ends both. Where nothing breaks, a pass costs one entry in a list.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
@@ -34,6 +36,22 @@ REMEDY = (
     "place, or let the job end"
 )
 Numbers = dict[str, int]
+
+
+@dataclass
+class _Pass:
+    """A pass of this rank: its kind, and at which number each communicator stood when it began
+    and when it ended, by an exception or not; None: it is under way.
+    """
+
+    what: str
+    kind: Hashable
+    joint: bool
+    began: tuple[int, ...]
+    ended: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.kind!r}"
 
 
 class PassTracker:
@@ -56,9 +74,8 @@ class PassTracker:
         self._rank, self._ranks = rank, range(world)
         self._logs = dict(logs)
         self._watchdog, self._timeout = watchdog, timeout
-        self._began: deque[tuple[tuple[str, Hashable], tuple[int, ...]]] = deque(maxlen=BEGINNINGS)
-        self._open = False
-        self._broken = False
+        self._passes: deque[_Pass] = deque(maxlen=BEGINNINGS)
+        self._broken: _Pass | None = None  # and no other has begun since
         self._serials = itertools.count()
         self._board = board
         if board is not None:
@@ -67,42 +84,50 @@ class PassTracker:
     def _at(self) -> tuple[int, ...]:
         return tuple(log.sequence_number for log in self._logs.values())
 
-    def begin(self, what: str, kind: Hashable) -> None:
-        """A pass begins, of a kind that is the same on all ranks.
+    @property
+    def _open(self) -> _Pass | None:
+        last = self._passes[-1] if self._passes else None
+        return last if last is not None and last.ended is None else None
+
+    def begin(self, what: str, kind: Hashable, joint: bool = True) -> None:
+        """A pass begins, of a kind that is the same on all ranks. ``joint``: every rank issues
+        collectives in it, so that one which leaves it early has missed some.
 
         After one that broke: return when all ranks begin it here.
         """
-        self._began.append(((what, kind), self._at()))
-        self._open = True
-        if self._broken:
-            self._resume(f"{what} {kind!r}", None, what)
+        self.end()
+        self._passes.append(_Pass(what, kind, joint, self._at()))
+        if self._broken is not None:
+            self._resume(str(self._passes[-1]), None, what)
 
     def end(self) -> None:
-        self._open = False
+        if self._open is not None:
+            self._open.ended = self._at()
 
     def broke(self) -> None:
         """The pass under way, if there is one, has ended with an exception."""
+        broken = self._open
+        self.end()
         if (
-            self._open
-            and self._began[-1][1] != self._at()
+            broken is not None
+            and (broken.joint or broken.began != broken.ended)
             and self._watchdog.rank_status is not None
         ):
-            self._broken = True
+            self._broken = broken
             for log in self._logs.values():
                 log.before_issue = self._resume_with
-        self._open = False
 
     def _resume_with(self, log: CollectiveLog, what: str) -> None:
         role = next(role for role, each in self._logs.items() if each is log)
         self._resume("", [role, log.sequence_number, what], what)
 
     def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
-        board = self._board
-        assert board is not None
+        board, broken = self._board, self._broken
+        assert board is not None and broken is not None
         for log in self._logs.values():
             log.before_issue = None
-        self._broken = False
-        said = {"kind": kind, "first": first, "what": what}
+        self._broken = None
+        said = {"kind": kind, "first": first, "what": what, "broken": self._described(broken)}
         statement = {
             "serial": next(self._serials),
             "at": self.numbers(),
@@ -142,6 +167,9 @@ class PassTracker:
                 raise RankMismatchError(text)
             time.sleep(POLL_SECONDS)
 
+    def _described(self, one: _Pass) -> list[Any]:
+        return [str(one), list(one.began), list(one.ended or ())]
+
     def numbers(self) -> Numbers:
         return {role: log.sequence_number for role, log in self._logs.items()}
 
@@ -161,16 +189,17 @@ class PassTracker:
         # before what has begun: a pass is noted before its first collective
         at, there = self.numbers(), statement["at"]
         own = self._board.stated.get(self.name) if self._board is not None else None
-        if statement["first"] is not None:
+        passes = list(self._passes)
+        if own is not None and all(own[key] == statement[key] for key in ("at", "kind", "first")):
+            same = True  # this rank's pass broke as well, and it waits for the other's answer
+        elif statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]
             place = number - (log.sequence_number - len(log.recent))
             same = 0 <= place < len(log.recent) and log.recent[place] == what
+            same = same and statement["broken"] in map(self._described, passes)
         else:
-            began = [
-                (f"{what} {kind!r}", dict(zip(self._logs, numbers)))
-                for (what, kind), numbers in list(self._began)
-            ]
+            began = [(str(one), dict(zip(self._logs, one.began))) for one in passes]
             same = (statement["kind"], there) in began
         if same:
             return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -15,29 +16,84 @@ from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
+Logs = dict[str, CollectiveLog]
 
-def go_on(alike: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Rank 0 goes on after an exception; rank 1 as well, or with what follows on it."""
+
+def broken_in_a_forward(passes: PassTracker, logs: Logs, breaks: bool = True) -> None:
+    passes.begin("forward", "f")
+    logs["gathers"].issue("gather 0")
+    passes.broke() if breaks else passes.end()
+
+
+def alike(rank: int, passes: PassTracker, logs: Logs) -> None:
+    broken_in_a_forward(passes, logs)
+    passes.begin("forward", "f")
+
+
+def with_different_passes(rank: int, passes: PassTracker, logs: Logs) -> None:
+    broken_in_a_forward(passes, logs, rank == 0)
+    passes.begin("forward", "g" if rank else "f")
+    logs["gathers"].issue("gather 1")
+
+
+def alike_outside_any_pass(rank: int, passes: PassTracker, logs: Logs) -> None:
+    broken_in_a_forward(passes, logs)
+    logs["agreements"].issue("saves")
+
+
+def at_its_end(rank: int, passes: PassTracker, logs: Logs) -> None:
+    """Rank 0's forward breaks when it has issued all that it had to."""
+    broken_in_a_forward(passes, logs, rank == 0)
+    logs["agreements"].issue("saves")
+
+
+def before_anything_is_issued(rank: int, passes: PassTracker, logs: Logs) -> None:
+    passes.begin("backward", None)
+    if rank:
+        logs["reductions"].issue("reduction 0")
+    passes.end() if rank else passes.broke()
+    logs["agreements"].issue("norm")
+
+
+def again_alone(rank: int, passes: PassTracker, logs: Logs) -> None:
+    """Rank 0 repeats the backward that has broken before anything was issued."""
+    if rank == 0:
+        passes.begin("backward", None)
+        passes.broke()
+    passes.begin("backward", None)
+    logs["reductions"].issue("reduction 0")
+    passes.end()
+    logs["agreements"].issue("norm")
+
+
+def apart_where_nothing_is_shared(rank: int, passes: PassTracker, logs: Logs) -> None:
+    """A backward without collectives, in the middle of a window, breaks on rank 0."""
+    passes.begin("backward", None, joint=False)
+    passes.end() if rank else passes.broke()
+    logs["agreements"].issue("norm")
+
+
+def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What running ``script`` comes to on two ranks: "went on", or the text of the error."""
     monkeypatch.setattr(watching, "LOOK_SECONDS", 0.02)
     store, answers = dist.HashStore(), ["hangs", "hangs"]
+    ended = [threading.Event(), threading.Event()]
 
     def run(rank: int) -> None:
         status, board = RankStatus(store, rank, 2), RecoveryBoard(store, rank)
         watchdog = Watchdog(rank_status=status, poll=board.answer_statements)
-        log = status.register(CollectiveLog("gathers", (0, 1), 20.0))
-        passes = PassTracker("engine", rank, 2, {"gathers": log}, watchdog, 20.0, board)
-        passes.begin("forward", "f")
-        log.issue("gather 0")
-        passes.broke() if alike or rank == 0 else passes.end()
+        logs = {
+            name: status.register(CollectiveLog(name, (0, 1), 20.0))
+            for name in ("agreements", "gathers", "reductions")
+        }
+        passes = PassTracker("engine", rank, 2, logs, watchdog, 20.0, board)
         try:
-            passes.begin("forward", "f" if alike or rank == 0 else "g")
-            if not alike:
-                log.issue("gather 1")
+            script(rank, passes, logs)
+            ended[rank].set()
             limit = time.monotonic() + 20
             with watchdog.watching(PendingCollective("the other rank")):
-                while not alike and time.monotonic() < limit:
+                while not ended[1 - rank].wait(0.01) and time.monotonic() < limit:
                     watchdog.check()
-                    time.sleep(0.01)
             answers[rank] = "went on"
         except RankMismatchError as error:
             answers[rank] = str(error)
@@ -53,13 +109,28 @@ def go_on(alike: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return answers
 
 
-def test_ranks_that_go_on_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert go_on(True, monkeypatch) == ["went on", "went on"]
+ALIKE = [alike, alike_outside_any_pass, at_its_end, again_alone, apart_where_nothing_is_shared]
+
+
+@pytest.mark.parametrize("script", ALIKE)
+def test_ranks_that_go_on_alike_go_on(
+    script: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert go_on(script, monkeypatch) == ["went on", "went on"]
 
 
 def test_ranks_that_go_on_with_different_passes_raise_on_both(
     monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
-    for answer in go_on(False, monkeypatch):
+    for answer in go_on(with_different_passes, monkeypatch):
         assert "rank 0 goes on with another forward after an exception" in answer
         assert "rank 1 has issued gather 1" in answer
+
+
+def test_a_rank_whose_backward_broke_before_its_first_collective_raises_on_both(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """What it goes on with comes on another communicator, where its number is the same."""
+    for answer in go_on(before_anything_is_issued, monkeypatch):
+        assert "rank 0 goes on with another norm after an exception" in answer
+        assert "reduction 0 (number 0 of reductions)" in answer

@@ -22,9 +22,15 @@ class Bomb(torch.autograd.Function):
 
 
 class Armed(Stack):
-    """``at`` says where the forward or the backward breaks."""
+    """``at`` says where the forward or the backward breaks; "loss": the backward, before it comes
+    to the model.
+    """
 
     at = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return Bomb.apply(x) if self.at == "loss" else x
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):

@@ -47,6 +47,64 @@ def test_a_pass_that_raises_is_forgotten(stage, at, when):
         assert found == pytest.approx(norms, rel=1e-5)
 
 
+def broken(engine, at, where):
+    engine.module.at = where
+    with pytest.raises(ArithmeticError, match="user's own"):
+        engine.backward(squared(engine, at))
+    engine.module.at = ""
+
+
+@pytest.mark.parametrize("together", [0, 1 << 20])  # blocks are units, or all of them one
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
+    """Plain PyTorch keeps those that had come, and what the window had before."""
+    want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
+    zero = {"stage": stage, "stage3_module_granularity_threshold": together}
+
+    def run(rank, model):
+        engine = start(
+            model, plain_sgd(model), config_of(stage, Plan(accumulation=2), zero_optimization=zero)
+        )
+        for then in ("step", "another that breaks", "another"):
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+            broken(engine, At(0, 1, rank), "backward")
+            if then == "another that breaks":
+                broken(engine, At(0, 1, rank), "loss")
+            elif then == "another":
+                engine.backward(squared(engine, At(0, 1, rank)))
+            with pytest.raises(
+                PartitionError,
+                match=r"broken by an exception .* they are lost.* call engine\.zero_grad\(\)",
+            ):
+                engine.step()
+            engine.zero_grad()
+        for micro in range(2):
+            engine.backward(squared(engine, At(0, micro, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run, build=lambda: seeded(Armed)):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(stage):
+    want, norms = by_hand(plain_sgd, [[(0.5, 0)]], RANKS)
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        broken(engine, At(0, 1, rank), "loss")
+        engine.step()
+        return full_weights(engine), engine.get_global_grad_norm()
+
+    for weights, norm in on_ranks(RANKS, run, build=lambda: seeded(Armed)):
+        oracle.compare_tensors("weights", weights, want)
+        assert norm == pytest.approx(norms[0], rel=1e-5)
+
+
 def test_a_rank_that_does_not_come_is_named():
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3, timeout=2))
