@@ -43,6 +43,10 @@ class PartitionError(HfZeroError, RuntimeError):
     """
 
 
+class UnusedParameterError(PartitionError, AssertionError):
+    """A parameter that trains and got no gradient, where the configuration forbids that."""
+
+
 class UnsupportedOptimizerError(HfZeroError, TypeError):
     """An optimizer whose update is not element-wise, or whose existing state cannot be carried
     over.

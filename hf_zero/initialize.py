@@ -19,6 +19,7 @@ from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.core.engine import Engine
+from hf_zero.core.leaf_modules import mark_configured
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
@@ -148,6 +149,7 @@ def initialize_as(
     choose = settings.kernels == "auto"
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
+    mark_configured(model, settings.zero.leaf_module)
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     settings = settings.resolve(

@@ -68,6 +68,7 @@ def _check_offload(reading: Reading) -> None:
         path = f"{section}.nvme_path"
         if (
             complete
+            and (section == OPTIMIZER or values.get(STAGE) == 3)
             and values.get(f"{section}.device") == "nvme"
             and not values.get(path)
             and path not in reading.autos
@@ -79,17 +80,6 @@ def _check_offload(reading: Reading) -> None:
                     "a local NVMe disk, or a list of folders, one a disk"
                 )
             )
-    stage, device = values.get(STAGE, 0), values.get(f"{PARAM}.device", "none")
-    if device != "none" and stage != 3 and (complete or STAGE in values):
-        reading.mistakes.append(
-            ConfigError(
-                f"{PARAM}.device = {device!r} ({sources[f'{PARAM}.device']}) needs "
-                f"{STAGE} = 3, not {stage} "
-                f"({sources.get(STAGE, 'default')}): below it every rank computes with whole "
-                "parameters; write stage: 3, or offload the "
-                f"optimizer alone ({OPTIMIZER}.device)"
-            )
-        )
     if not values.get(BF16_STATES):
         return
     if (

@@ -1,4 +1,4 @@
-"""Configuration text: JSON and YAML files, and JSON in a string.
+"""Configuration text: JSON, Hjson and YAML files, and JSON or Hjson in a string.
 
 What is read is a mapping, or an error says where it is not.
 """
@@ -15,11 +15,12 @@ from typing import Any
 
 import yaml
 
+from hf_zero.config import hjson
 from hf_zero.errors import ConfigError
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; the suffix decides, else the first character."""
+    """The mapping in a JSON, Hjson or YAML file; the suffix decides, else the first character."""
     name = os.fspath(path)
     if not os.path.isfile(name):
         what = "is a directory, not a file" if os.path.isdir(name) else "does not exist"
@@ -34,7 +35,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file"
             ) from error
-    as_json = name.endswith(".json") or (
+    as_json = name.endswith((".json", ".hjson")) or (
         not name.endswith((".yaml", ".yml")) and text.lstrip()[:1] == "{"
     )
     return (
@@ -45,7 +46,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_json(text: str, label: str) -> dict[str, Any]:
-    """The mapping that a JSON text holds."""
+    """The mapping that a JSON text holds; where it is not JSON, that it holds as Hjson."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -59,10 +60,14 @@ def load_json(text: str, label: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
-            f"{error.colno}; mend that line"
-        ) from error
+        try:
+            value = hjson.parse(text)
+        except hjson.HjsonError as other:
+            line = text.count("\n", 0, other.position) + 1
+            raise ConfigError(
+                f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
+                f"{error.colno}; nor Hjson: {other} in line {line}; mend that line"
+            ) from error
     return _mapping(value, label)
 
 

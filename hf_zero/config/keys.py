@@ -14,7 +14,6 @@ from hf_zero.config.kinds import (
     COUNT,
     DTYPE,
     INTERVAL,
-    SECTION,
     SIZE,
     TEXT,
     choice,
@@ -58,12 +57,6 @@ _ZERO = under(
     ),
     inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
     inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
-    inert("leaf_module", SECTION, f"{_UNIT}, and holds whole leaf modules"),
-    inert(
-        "ignore_unused_parameters",
-        BOOLEAN,
-        "what no rank has used stays as it is; what some have used counts as zero on the others",
-    ),
     inert("elastic_checkpoint", BOOLEAN, "every checkpoint resumes on any number of ranks"),
     inert("grad_hooks", BOOLEAN, "gradients are reduced when their unit ends its backward"),
     inert("memory_efficient_linear", BOOLEAN, "linear layers are not replaced"),
@@ -132,11 +125,12 @@ _GRADIENTS = (
     ),
     unbuilt("data_types.buffer_dtype", DTYPE, "casting buffers, which keep their dtype", None),
     inert("seq_parallel_communication_data_type", DTYPE, "concerns sequence parallelism"),
-    unbuilt("gradient_allreduce_op", choice("mean", "sum"), "gradients summed over ranks", "mean"),
     unbuilt(
         "fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"
     ),
-    unbuilt("sparse_gradients", BOOLEAN, "sparse gradients of embeddings"),
+    inert(
+        "sparse_gradients", BOOLEAN, "the gradients of embeddings with sparse=True are made dense"
+    ),
     unbuilt(
         "managed_gradient_accumulation",
         BOOLEAN,
@@ -243,16 +237,33 @@ _FEATURES = (
     switched("expert_parallel", "expert parallelism"),
     unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
-    unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs"),
-    switched("curriculum_learning", "curriculum learning"),
-    switched("data_efficiency", "data efficiency", "seed data_routing data_sampling"),
-    switched("elasticity", "elastic batch sizes"),
-    switched("autotuning", "autotuning"),
-    switched("compression_training", "compression"),
-    switched("weight_quantization", "quantized weights", asks=bool, off="null"),
-    switched("quantize_training", "quantized training (MoQ)"),
-    switched("eigenvalue", "eigenvalues of the Hessian"),
-    switched("progressive_layer_drop", "progressive layer dropping", "theta gamma"),
+    unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
+    switched("curriculum_learning", "curriculum learning; sort or cut the data in its Dataset"),
+    switched(
+        "data_efficiency",
+        "data efficiency; sort or cut the data in its Dataset",
+        "seed data_routing data_sampling",
+    ),
+    switched(
+        "elasticity",
+        "elastic batch sizes; write train_batch_size alone: the other batch sizes follow from the "
+        "number of ranks, and every checkpoint resumes on any number of them",
+    ),
+    switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
+    switched("compression_training", "compression; prune or quantise the trained model"),
+    switched(
+        "weight_quantization",
+        "quantized weights; load quantised weights",
+        asks=bool,
+        off="null",
+    ),
+    switched("quantize_training", "quantized training (MoQ); train adapters of a quantised model"),
+    switched("eigenvalue", "eigenvalues of the Hessian, which set the pace of MoQ"),
+    switched(
+        "progressive_layer_drop",
+        "progressive layer dropping; set the model's own layerdrop",
+        "theta gamma",
+    ),
     switched("nebula", "Nebula checkpoints; use checkpoint.async_save"),
     switched(
         "datastates_ckpt",

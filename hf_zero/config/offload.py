@@ -61,6 +61,15 @@ def _idle_whole_shards(values: Mapping[str, Any]) -> str:
     return _PARAM_FILES(values) or "the shard of a unit is read and written whole"
 
 
+def _idle_below_stage_3(values: Mapping[str, Any]) -> str:
+    stage = values.get("zero_optimization.stage", 0)
+    return (
+        f"at stage {stage} every rank computes with whole parameters"
+        if values.get(f"{_PARAM}.device", "none") != "none" and stage != 3
+        else ""
+    )
+
+
 _ANY = _idle_unless(_OPTIMIZER, "cpu", "nvme")
 _FILES = _idle_unless(_OPTIMIZER, "nvme")
 _PARAM_ANY = _idle_unless(_PARAM, "cpu", "nvme")
@@ -139,7 +148,10 @@ class OffloadParam:
     """
 
     device: OffloadDevice = key(
-        _DEVICE, "none", "where the chunks of parameters live; needs stage 3"
+        _DEVICE,
+        "none",
+        "where the chunks of parameters live at stage 3",
+        idle=_idle_below_stage_3,
     )
     nvme_path: tuple[str, ...] = key(
         PATHS, None, "folders of the parameters' files, striped", idle=_PARAM_FILES, default=()

@@ -58,6 +58,18 @@ class ZeroSection:
         BOOLEAN,
         row=inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU"),
     )
+    leaf_module: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "modules that are gathered whole: lists of classes, names or name_suffixes",
+        hash=False,
+    )
+    ignore_unused_parameters: bool = key(
+        BOOLEAN,
+        True,
+        "true: what no rank has used stays as it is; false: a step raises where a parameter "
+        "has no gradient",
+    )
     module_granularity_threshold: int | None = key(
         SIZE,
         None,

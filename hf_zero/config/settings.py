@@ -68,6 +68,9 @@ class Settings:
     gradient_predivide_factor: float = key(
         number(above=0), 1.0, "what prescale_gradients divides by beforehand"
     )
+    gradient_allreduce_op: str = key(
+        choice("mean", "sum"), "mean", "what becomes of gradients over the ranks"
+    )
     communication_data_type: str | None = key(
         DTYPE, None, "dtype of reductions; none: that of the gradients"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from hf_zero.config import checks, explaining, kernels, resolving
@@ -122,6 +122,14 @@ class ZeroConfig(Settings):
             "path, a JSON string or one of the presets "
             f"{', '.join(PRESETS)}"
         )
+
+    def without(self, section: str) -> ZeroConfig:
+        """This configuration without the keys of ``section``."""
+        reading = self._copy()
+        for path in [*reading.values, *reading.autos]:
+            if path == section or path.startswith(f"{section}."):
+                reading.discard(path)
+        return self._of(reading, self.world_size)
 
     def override(self, values: Mapping[str, Any], source: str) -> ZeroConfig:
         """This configuration with ``values``, keys of the dialect, in place of its own;
@@ -240,6 +248,8 @@ class ZeroConfig(Settings):
                 values[name] = None if kind is None else made_of(kind, params)
             else:
                 values[name] = made_of(**held)
+        if values["stage"] != 3 and values["offload_param"].on:
+            values["offload_param"] = replace(values["offload_param"], device="none")
         values |= {"world_size": world_size, "_reading": reading}
         for item in fields(self):
             object.__setattr__(self, item.name, values[item.name])

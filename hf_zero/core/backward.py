@@ -21,7 +21,7 @@ from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
 from hf_zero.core.trouble import refuse_half_done
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, UnusedParameterError
 
 
 class Backward:
@@ -51,6 +51,7 @@ class Backward:
                     config.prescale_gradients,
                     config.gradient_predivide_factor,
                     wire,
+                    config.gradient_allreduce_op == "mean",
                 ),
                 DTYPES[wire] if wire else None,
                 config.kernels,
@@ -185,6 +186,24 @@ class Backward:
                 "or its loss does not depend on a "
                 "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
                 "between it and step()"
+            )
+
+    def refuse_unused(self) -> None:
+        """Raise UnusedParameterError for parameters that train and have no gradient on this
+        rank.
+        """
+        names = [
+            slot.name
+            for flat in self._model.trainable
+            for place, slot in enumerate(flat.layout.slots)
+            if not flat.gradient.used >> place & 1
+        ]
+        if names:
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            raise UnusedParameterError(
+                f"{', '.join(names[:6])}{more} got no gradient, and "
+                "zero_optimization.ignore_unused_parameters is false; freeze what is not used, use "
+                "it in every forward, or set the key to true: what no rank uses stays as it is"
             )
 
     def reset(self, counts_only: bool = False) -> None:

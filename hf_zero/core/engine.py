@@ -151,7 +151,7 @@ class Engine(nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backpropagate the loss of a micro-batch: a scalar, unscaled.
+        """Backpropagate the loss of a micro-batch, a scalar, unscaled, and return it as it is.
 
         ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
         of the window) already.
@@ -283,6 +283,8 @@ class Engine(nn.Module):
             )
         refuse_step(optimizer_step.failed_writes())
         self.backward_pass.reduce_for_step()
+        if not self.config.zero.ignore_unused_parameters:
+            self.backward_pass.refuse_unused()
         self._count_micro_batch()
         self.accumulation.micro_batches = 0
         overflow = optimizer_step.update(self.global_steps, losses.may_overflow)

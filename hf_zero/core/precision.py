@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,10 +81,15 @@ class Scaling:
         prescale: bool = False,
         predivide: float = 1.0,
         wire: str | None = None,
+        averages: bool = True,
     ) -> Scaling:
         """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after;
-        ``wire`` is what travels, None: ``precision``.
+        ``wire`` is what travels, None: ``precision``. Without ``averages`` gradients are summed:
+        what was divided is multiplied in again after the reduction.
         """
+        if not averages:
+            mean = cls.over(world, precision, prescale, predivide, wire)
+            return replace(mean, post=mean.post * world)
         if prescale:
             return cls(1.0 / predivide, predivide / world, precision == "fp16")
         if wire == "fp16" and precision != "fp16":

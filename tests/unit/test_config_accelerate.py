@@ -189,12 +189,6 @@ def test_unknown_keys() -> None:
             "gradient_clipping (config dict: deepspeed_config.gradient_clipping)",
         ),
         (
-            {"deepspeed_config": {"offload_param_device": "cpu"}},
-            ConfigError,
-            "offload_param.device = 'cpu' (config dict: deepspeed_config.offload_param_device) "
-            "needs zero_optimization.stage = 3, not 2",
-        ),
-        (
             {"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}},
             NotBuiltError,
             "fsdp_config asks for FSDP",

@@ -28,6 +28,7 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
     ZeroSection,
+    hjson,
 )
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -570,3 +571,68 @@ def test_what_a_number_of_ranks_contradicts_is_reported_at_once() -> None:
         and "train_batch_size = 7" in said
         and "does not divide 3 ranks" in said
     )
+
+
+HJSON = """
+{
+  # a comment
+  train_batch_size: 16   // and another
+  /* a third
+     over lines */
+  'gradient_clipping': 1.0,
+  "bf16": {"enabled": true,},
+  zero_optimization: {
+    stage: 3
+    offload_optimizer: {device: 'cpu'}
+  }
+  optimizer: {
+    type: AdamW
+    params: {lr: 1e-4, betas: [0.8, 0.9,]}
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("text", [HJSON, HJSON.strip()[1:-1]])
+def test_hjson_is_read(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero.hjson"
+    file.write_text(text)
+    config = ZeroConfig.coerce(str(file))
+    assert (config.stage, config.train_batch_size, config.precision) == (3, 16, "bf16")
+    assert config.gradient_clipping == 1.0 and config.offload_optimizer.device == "cpu"
+    assert config.optimizer is not None and config.optimizer.type == "AdamW"
+    assert config.optimizer.params == {"lr": 1e-4, "betas": [0.8, 0.9]}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{a: b c, d\n e: 1}", {"a": "b c, d", "e": 1}),
+        ("{a: '''\n  one\n  two\n  '''}", {"a": "one\ntwo"}),
+        ("""{"a": "x\\"y", b: 'it'}""", {"a": 'x"y', "b": "it"}),
+        ("{a: [1\n 2, true]}", {"a": [1, 2, True]}),
+        ("a: 1\nb: 007", {"a": 1, "b": "007"}),
+    ],
+)
+def test_values_of_hjson(text: str, value: Any) -> None:
+    assert hjson.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{a: 1, a: 2}", "'a' stands twice"),
+        ("{a: {b: 1}", "'}' is missing"),
+        ("{a 1}", "a key and a colon"),
+        ('{"a: 1}', "not closed"),
+        ("{a: '''b}", "three quotes"),
+        ("{a: ,}", "a value is missing"),
+        ("{a: 1} b", "more than one value"),
+        (r'{a: "\q"}', "an escape"),
+    ],
+)
+def test_what_is_no_hjson_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"not valid JSON: .*nor Hjson: .*{said}.* in line 1"):
+        ZeroConfig.from_file(file)

@@ -15,12 +15,12 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activations import policy as activations
+from hf_zero.core import leaf_modules
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import (
     accelerator,
     activation_checkpointing,
-    leaf_modules,
     optimizers,
     zero_init,
 )

@@ -1,0 +1,141 @@
+"""Hjson, in which DeepSpeed's configurations may be written: JSON with comments, keys and strings
+without quotes, and commas that may be missing or too many.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_SPACE = re.compile(r"(?:\s|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_KEY = re.compile(r"[^\s,:\[\]{}'\"]+")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
+_BARE = re.compile(r"[^\n]*")
+_WORD = re.compile(
+    r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)[ \t\r]*(?=[,\]}#\n]|//|/\*|$)"
+)
+
+
+class HjsonError(ValueError):
+    """Text that is no Hjson; ``position`` is where."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+def parse(text: str) -> Any:
+    """The value that ``text`` holds, by default an object without its braces.
+
+    Raises HjsonError for what is no Hjson, and for a key that stands twice in one object.
+    """
+    reader = _Reader(text)
+    reader.skip()
+    if text[reader.at : reader.at + 1] in ("{", "["):
+        value = reader.value()
+    else:
+        value = reader.members("")
+    reader.skip()
+    if reader.at < len(text):
+        raise HjsonError("more than one value", reader.at)
+    return value
+
+
+class _Reader:
+    """A position in ``text``."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.at = 0
+
+    def skip(self) -> None:
+        """Go over spaces and comments."""
+        self._take(_SPACE)
+
+    def value(self) -> Any:
+        here = self._text[self.at : self.at + 1]
+        if here == "{":
+            self.at += 1
+            return self.members("}")
+        if here == "[":
+            self.at += 1
+            return self._items()
+        if self._text.startswith("'''", self.at):
+            return self._block()
+        if here in ('"', "'"):
+            return self._string()
+        if here in ("", ",", ":", "]", "}"):
+            raise HjsonError(f"a value is missing before {here or 'the end'!r}", self.at)
+        word = _WORD.match(self._text, self.at)
+        if word:
+            self.at = word.end(1)
+            return json.loads(word[1])
+        return self._take(_BARE).strip()
+
+    def members(self, end: str) -> dict[str, Any]:
+        """The members of an object, up to ``end``, which is gone over."""
+        found: dict[str, Any] = {}
+        while not self._ends(end):
+            start = self.at
+            key = self._string() if self._text[start] in "\"'" else self._take(_KEY)
+            self.skip()
+            if not key or self._text[self.at : self.at + 1] != ":":
+                raise HjsonError("a key and a colon are expected", start)
+            if key in found:
+                raise HjsonError(f"the key {key!r} stands twice in one section", start)
+            self.at += 1
+            self.skip()
+            found[key] = self.value()
+        return found
+
+    def _items(self) -> list[Any]:
+        found = []
+        while not self._ends("]"):
+            found.append(self.value())
+        return found
+
+    def _ends(self, end: str) -> bool:
+        """Go over a comma; whether ``end`` comes, or with "" the end of the text."""
+        self.skip()
+        if self._text[self.at : self.at + 1] == ",":
+            self.at += 1
+            self.skip()
+        if self.at >= len(self._text):
+            if end:
+                raise HjsonError(f"{end!r} is missing", self.at)
+            return True
+        if end and self._text[self.at] == end:
+            self.at += 1
+            return True
+        return False
+
+    def _string(self) -> str:
+        start, single = self.at, self._text[self.at] == "'"
+        quoted = self._take(_SINGLE if single else _QUOTED)
+        if not quoted:
+            raise HjsonError("a quote is not closed", start)
+        if single:
+            inner = quoted[1:-1].replace("\\'", "'").replace('"', '\\"')
+            quoted = f'"{inner}"'
+        try:
+            return str(json.loads(quoted))
+        except json.JSONDecodeError:
+            raise HjsonError("a string has an escape that there is not", start) from None
+
+    def _block(self) -> str:
+        """A string of several lines between three quotes."""
+        end = self._text.find("'''", self.at + 3)
+        if end < 0:
+            raise HjsonError("three quotes are not closed", self.at)
+        lines = self._text[self.at + 3 : end].strip().split("\n")
+        self.at = end + 3
+        return "\n".join(line.strip() for line in lines)
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self.at)
+        if found is None:
+            return ""
+        self.at = found.end()
+        return found[0]
