@@ -4,7 +4,6 @@ source, module by module.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -14,6 +13,7 @@ import pytest
 
 from hf_zero.integrations.deepspeed.api import API
 from hf_zero.integrations.deepspeed.rows import Provided
+from tests.helpers.house import imports, module_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hf_zero"
@@ -102,37 +102,6 @@ HUGGING_FACE = {
     "pytorch_lightning",
     "deepspeed",
 }
-
-
-def module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Everything ``source`` imports, inside functions too, as absolute dotted names; what only
-    types need does not count.
-    """
-    tree = ast.parse(source)
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = module.split(".") if is_package else module.split(".")[:-1]
-                base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def prefixes(module: str) -> Iterator[str]:
