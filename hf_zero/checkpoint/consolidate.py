@@ -165,6 +165,7 @@ def save_whole(
     Raises:
         CheckpointError: on all ranks, if rank 0 could not write. A file that stood there stays.
     """
+    engine_state.refuse_destroyed(engine, "save")
     path = local_path(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{find.NEW}{path.name}")
     failed: list[Exception] = []

@@ -53,8 +53,8 @@ class Flat(Protocol):
     @property
     def optimizer_shard(self) -> OptimizerShard: ...
     @property
-    def shard(self) -> torch.Tensor | None:
-        """The values in the compute dtype over ``owned``; None where only the master is held."""
+    def shard(self) -> torch.Tensor:
+        """The values in the compute dtype over ``owned``."""
 
     @property
     def writes(self) -> bool:
@@ -99,6 +99,8 @@ class Comm(Protocol):
 
 
 class Engine(Protocol):
+    @property
+    def destroyed(self) -> bool: ...
     @property
     def module(self) -> torch.nn.Module: ...
     @property

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.contract import Bound, Engine, Flat
 from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
+from hf_zero.errors import CheckpointError
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -36,11 +37,6 @@ def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
     master = flat.optimizer_shard.master
     if master is not None:
         return MASTER, master
-    if flat.shard is None:
-        raise ValueError(
-            f"flat {flat.key!r} has neither master nor shard on this rank; save after "
-            "initialize and before destroy"
-        )
     return SHARD, flat.shard
 
 
@@ -102,6 +98,15 @@ def persistent_buffers(
             ):
                 held[f"{prefix}.{name}" if prefix else name] = value
     return {name: value for name, value in held.items() if not belongs(name, without)}
+
+
+def refuse_destroyed(engine: Engine, what: str) -> None:
+    """Raise CheckpointError for an engine that has let go of its shards and optimizer state."""
+    if engine.destroyed:
+        raise CheckpointError(
+            f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
+            f"{what} before destroy()"
+        )
 
 
 def frozen_names(engine: Engine) -> set[str]:

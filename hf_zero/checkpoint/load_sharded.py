@@ -14,7 +14,13 @@ import torch
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.contract import Engine, Flat
-from hf_zero.checkpoint.engine_state import RNG, model_order, persistent_buffers, weights_of
+from hf_zero.checkpoint.engine_state import (
+    RNG,
+    model_order,
+    persistent_buffers,
+    refuse_destroyed,
+    weights_of,
+)
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.match import (
     NameMatch,
@@ -65,6 +71,7 @@ def load(
             changes; if a file fails in the middle of being read, the engine holds a mixture and
             must not go on training.
     """
+    refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def look() -> tuple[str, str]:

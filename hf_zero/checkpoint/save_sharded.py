@@ -18,6 +18,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try, describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, commit_target
 from hf_zero.checkpoint.contract import Engine
+from hf_zero.checkpoint.engine_state import refuse_destroyed
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.plan import SavePlan, SharedFiles, extra_state, plan_save, shared_files
 from hf_zero.checkpoint.progress import progress_bar
@@ -62,6 +63,7 @@ def save(
         CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is
             touched then. What fails in the background is raised by ``background.wait()``.
     """
+    refuse_destroyed(engine, "save")
     if background is not None:
         background.wait("another save")
     rank, mesh = engine.global_rank, engine.mesh

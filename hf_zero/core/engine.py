@@ -257,7 +257,7 @@ class Engine(nn.Module):
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
         as they are.
         """
-        if self._installed is None:
+        if self.destroyed:
             raise PartitionError(
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
@@ -477,6 +477,11 @@ class Engine(nn.Module):
             if name == "module" or "module" not in self._modules:
                 raise
             return getattr(self.module, name)
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether :meth:`destroy` has been called."""
+        return self._installed is None
 
     def destroy(self, gather: bool = False) -> None:
         """Take the engine off the model and free gradients and optimizer state. Idempotent.

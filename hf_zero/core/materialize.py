@@ -469,5 +469,12 @@ def _place_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> None:
             if buffer.device != device:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device)
                 buffer = moved[id(buffer)]
-            if buffer.is_contiguous():
-                mesh.broadcast(buffer, 0)
+            mesh.broadcast(_without_repeats(buffer), 0)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its expanded dimensions: every element of its memory once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -102,13 +102,17 @@ class WorldGroup:
                 f"init_process_group({backends_for(default_device())!r}), leave that to "
                 "hf_zero.init_distributed(), or move the parameter to the device"
             )
-        # As bytes: not every backend knows every dtype.
-        flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+        # As bytes: not every backend knows every dtype. Bits of a conjugate or negative view, and
+        # of one with gaps, are those of a copy.
+        held = tensor.resolve_conj().resolve_neg().contiguous()
+        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
         self._call(
             f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}",
             lambda: dist.broadcast(flat, source),
             source,
         )
+        if held.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            tensor.copy_(held)
 
     def broadcast_object(self, value: Any, source: int = 0, what: str = "an object") -> Any:
         box = [value]

@@ -7,7 +7,7 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 
 
 @pytest.fixture
@@ -17,7 +17,9 @@ def trained(tmp_path):
         return checkpoint.save(engine, tmp_path)
 
     engines, results = run(
-        Job(3, 3, cuts=(4,), precision="bf16", frozen=lambda name: "first" in name), small, action
+        Job(3, 3, units=("second",), precision="bf16", frozen=lambda name: "first" in name),
+        small,
+        action,
     )
     good(results)
     return {name: kinds["weights"].float() for name, kinds in state_of(engines).items()}

@@ -17,17 +17,16 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import file_writer, find
 from hf_zero.checkpoint.find import DROPPED, REPLACED, SAVING, find_checkpoint, integrity_error
-from tests.checkpoint.fakes import Engine, Job, good, run, small, state_of, train_some
 from tests.checkpoint.faults import Disk
+from tests.checkpoint.jobs import Engine, Job, good, run, small, state_of, train_some
 from tests.checkpoint.test_failures import load, same, saved, weights
 
-ONE = Job(1, 3, cuts=(3,))
+ONE = Job(1, 3, units=("first",))
 STATE = {"seen": torch.arange(3)}  # not JSON: objects.pt is written too
 
 
 def trained(steps: int) -> Engine:
     engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
-    engines[0].mesh.enter(0)
     return engines[0]
 
 

@@ -18,9 +18,9 @@ from hf_zero.checkpoint import file_writer, save_sharded, storage, tensorfile
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.manifest import VERSION
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 
-TWO = Job(2, 3, cuts=(3,))
+TWO = Job(2, 3, units=("first",))
 RANK1 = "rank-00001-of-00002.safetensors"
 
 
@@ -158,13 +158,26 @@ def test_client_state_that_cannot_be_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_without_values(tmp_path):
-    def action(engine: Engine):
-        engine.flats[0].master = engine.flats[0].shard = None
-        return checkpoint.save(engine, tmp_path)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_that_was_destroyed(tmp_path, stage):
+    good(saved(tmp_path)[1])
 
-    for text in errors(run(Job(1, 3, optimizer=None), small, action)[1]):
-        assert "neither master nor shard on this rank; save after initialize" in text
+    def action(engine: Engine, what):
+        engine.destroy()
+        return what(engine)
+
+    for what in (
+        lambda engine: engine.save_checkpoint(str(tmp_path), tag="b"),
+        lambda engine: engine.load_checkpoint(str(tmp_path)),
+        lambda engine: engine.save_16bit_model(str(tmp_path)),
+    ):
+        for text in errors(run(Job(2, stage), small, lambda e, what=what: action(e, what))[1]):
+            assert "the engine was destroyed" in text and "before destroy()" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step1",
+        "latest",
+        "zero_to_fp32.py",
+    ]
 
 
 def test_saving_again_under_the_same_tag(tmp_path):
@@ -380,7 +393,7 @@ def test_a_file_that_vanishes_while_it_is_saved(tmp_path, monkeypatch):
 def test_a_tensor_that_the_manifest_promises(folder):
     path = folder / "global_step1" / "manifest.json"
     edit(path, '"exp_avg"', '"momentum"')
-    refused(folder, ["does not fit manifest.json: tensor 'unit", "momentum' is absent"])
+    refused(folder, ["does not fit manifest.json: tensor '|trainable", "momentum' is absent"])
 
 
 def test_a_file_of_rank_0_that_is_not_listed(folder):
@@ -435,7 +448,7 @@ def test_a_read_that_fails_halfway(folder, monkeypatch):
     original = tensorfile.TensorFile.read_into
 
     def failing(self, name, start, out):
-        if name.startswith("unit1"):
+        if name.startswith("first"):
             raise OSError(errno.EIO, "Input/output error")
         original(self, name, start, out)
 

@@ -18,7 +18,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint.find import checkpoints_below, find_checkpoint
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.fakes import Job, run, small, train_some
+from tests.checkpoint.jobs import Job, run, small, train_some
 
 ONE = Job(2, 1)
 

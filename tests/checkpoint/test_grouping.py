@@ -5,6 +5,7 @@ does not matter.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.records import GroupEntry
-from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 from tests.checkpoint.test_save_load import assert_equal
 
 
@@ -87,25 +88,34 @@ def test_groups_in_another_order_go_on(tmp_path, ranks):
 
     Trained on, a group's update runs over other lengths, and the last bit may round otherwise.
     """
-    job = Job(ranks[0], 2, cuts=(3,), optimizer=adam((1e-2, 1e-3)))
+    job = Job(ranks[0], 2, units=("first",), optimizer=adam((1e-2, 1e-3)))
 
     def whole(engine: Engine):
         schedule(engine)
         train_some(engine, 2)
-        return checkpoint.save(engine, tmp_path)
+        checkpoint.save(engine, tmp_path)
+        train_some(engine, steps)
 
     def resumed(engine: Engine):
         schedule(engine)
-        return checkpoint.load(engine, tmp_path)
+        checkpoint.load(engine, tmp_path)
+        if steps:
+            assert [g["weight_decay"] for g in engine.bound.hyperparameters()] == [0.0, 0.1]
+        train_some(engine, steps)
 
+    steps = 0
     one, results = run(job, small, whole)
     good(results)
-    two, results = run(dataclasses.replace(turned(job), world=ranks[1]), other, resumed)
+    into = dataclasses.replace(turned(job), world=ranks[1])
+    two, results = run(into, other, resumed)
     good(results)
-    assert [group["weight_decay"] for group in two[0].bound.hyperparameters()] == [0.0, 0.1]
     assert_equal(one, two)
-    for engine in (*one, *two):
-        train_some(engine, 2)
+    steps = 2
+    shutil.rmtree(tmp_path)
+    one, results = run(job, small, whole)
+    good(results)
+    two, results = run(into, other, resumed)
+    good(results)
     found = state_of(two)
     for name, kinds in state_of(one).items():
         for kind, tensor in kinds.items():

@@ -16,7 +16,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import dtype_of
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.fakes import Job, good, run, small, train_some
+from tests.checkpoint.jobs import Job, good, run, small, train_some
 
 SOURCE = Path("somewhere/manifest.json")
 
@@ -24,7 +24,7 @@ SOURCE = Path("somewhere/manifest.json")
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("manifest")
-    job = Job(2, 3, cuts=(3,), frozen=lambda name: "first" in name)
+    job = Job(2, 3, units=("first",), frozen=lambda name: "first" in name)
 
     def action(engine):
         train_some(engine)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from hf_zero import checkpoint
-from tests.checkpoint.fakes import Job, run
+from tests.checkpoint.jobs import Job, good, run
 from tests.helpers import deepspeed_files
 
 MB = 1 << 20
@@ -21,11 +21,10 @@ ALLOWED = 72 * MB  # a few blocks of 16 MiB and what the allocator keeps
 
 
 def big():
-    module = torch.nn.Module()
+    module = torch.nn.Sequential()
     for index in range(4):
-        module.register_parameter(
-            f"p{index}", torch.nn.Parameter(torch.full((MODEL // 16, 1), float(index)))
-        )
+        module.append(torch.nn.Linear(1, MODEL // 16, bias=False))
+        torch.nn.init.constant_(module[index].weight, float(index))
     return module
 
 
@@ -47,15 +46,17 @@ def grows(action) -> int:
     return status("VmHWM") - before
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return run(Job(1, 3, cuts=(1, 1), optimizer=None), big, lambda engine: None)[0][0]
+def on_an_engine(action) -> None:
+    job = Job(1, 3, units=tuple("0123"), optimizer=None)
+    good(run(job, big, action)[1])
 
 
-def test_saving_loading_converting(tmp_path, engine):
-    engine.mesh.enter(0)
-    assert grows(lambda: checkpoint.save(engine, tmp_path)) < ALLOWED
-    assert grows(lambda: checkpoint.load(engine, tmp_path)) < ALLOWED
+def test_saving_loading_converting(tmp_path):
+    def action(engine):
+        assert grows(lambda: checkpoint.save(engine, tmp_path)) < ALLOWED
+        assert grows(lambda: checkpoint.load(engine, tmp_path)) < ALLOWED
+
+    on_an_engine(action)
     assert grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "out")) < ALLOWED
     assert (
         grows(lambda: checkpoint.convert_checkpoint(tmp_path, tmp_path / "half", "bfloat16"))
@@ -109,8 +110,9 @@ def test_the_measure_sees_a_mapping(tmp_path):
     assert grows(lambda: mapped.sum()) > 100 * MB > ALLOWED
 
 
-def test_the_measure_sees_a_copy(tmp_path, engine):
-    def copied():
-        return [flat.master.clone() for flat in engine.flats]
+def test_the_measure_sees_a_copy():
+    def action(engine):
+        weights = [flat.shard for flat in engine.flats]
+        assert grows(lambda: [shard.clone() for shard in weights]) > 100 * MB > ALLOWED
 
-    assert grows(copied) > 100 * MB > ALLOWED
+    on_an_engine(action)

@@ -31,8 +31,8 @@ from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.fakes import Engine, Job, good, run, small, train_some
 from tests.checkpoint.faults import Killed
+from tests.checkpoint.jobs import Job, good, run, small, train_some
 from tests.checkpoint.test_cut_off import ONE, STATE, trained
 from tests.checkpoint.test_engine import Setup, global_losses, second_half, train
 from tests.checkpoint.test_failures import TWO, errors, load, same, saved, weights
@@ -453,13 +453,3 @@ def test_other_engines_than_the_first(store: UPath) -> None:
         if item.name.startswith("rank-")
     }
     assert len(marks) == 1
-
-
-def test_an_engine_whose_state_cannot_be_saved(store: UPath) -> None:
-    def action(engine: Engine) -> Any:
-        engine.flats[0].master = engine.flats[0].shard = None
-        return checkpoint.save(engine, URL)
-
-    for text in errors(run(Job(1, 3, optimizer=None), small, action)[1]):
-        assert "neither master nor shard" in text
-    assert names(store) == []

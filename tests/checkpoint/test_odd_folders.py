@@ -17,10 +17,13 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import async_save, find
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import LATEST, SAVING
-from tests.checkpoint.fakes import good, run, small
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.jobs import Job, good, run, small, train_some
 from tests.checkpoint.test_engine import Setup
 from tests.checkpoint.test_failures import RANK1, TWO, errors, load, refused, same, saved, weights
 from tests.helpers.ranks import run_ranks
+
+ONE = Job(1, 3, units=("first",))
 
 
 def names(folder: Path) -> list[str]:
@@ -106,9 +109,13 @@ def test_two_jobs_save_under_one_tag(
     """The job that began last has the tag. The other one raises; files of both are never mixed."""
     check, calls = CommitTarget._check_written, []
     others, there, gone_on = [], threading.Event(), threading.Event()
+    engines = [
+        run(ONE, small, lambda engine, steps=steps: train_some(engine, steps))[0]
+        for steps in (3, 5)
+    ]
 
     def second() -> None:
-        others.extend(saved(tmp_path, tag="a", steps=5))
+        others.append(checkpoint.save(engines[1][0], tmp_path, tag="a"))
         there.set()
 
     thread = threading.Thread(target=second)
@@ -125,16 +132,14 @@ def test_two_jobs_save_under_one_tag(
 
     saved(tmp_path, tag="a")
     monkeypatch.setattr(CommitTarget, "_check_written", checked)
-    results = saved(tmp_path, tag="a", steps=3)[1]
+    with pytest.raises(CheckpointError, match="nobody may remove it meanwhile") as refused:
+        checkpoint.save(engines[0][0], tmp_path, tag="a")
     gone_on.set()
     thread.join(50)
-    for text in errors(results):
-        assert SAVING in text and "nobody may remove it meanwhile" in text
-    engines, second_results = others
-    good(second_results)
+    assert SAVING in str(refused.value) and others == [tmp_path / "a"]
     loaded, results = load(tmp_path, verify=True)
     good(results)
-    assert same(weights(loaded), weights(engines)) and names(tmp_path) == [
+    assert same(weights(loaded), weights(engines[1])) and names(tmp_path) == [
         "a",
         "latest",
         "zero_to_fp32.py",

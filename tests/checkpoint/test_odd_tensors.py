@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_zero
 from hf_zero import checkpoint
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import copy_ranges, parameter_ranges
 from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.checkpoint.tensorfile import CODES, TensorFile, plan_file
 from hf_zero.core.layout import FlatLayout
-from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of
+from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 from tests.checkpoint.test_failures import errors, load, refused, same, saved, weights
 
-TWO = Job(2, 3, cuts=(3,))
+TWO = Job(2, 3, units=("first",))
 EVERY = sorted(CODES, key=str)
 
 
@@ -129,10 +130,13 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     odd_values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
 
     def train(engine: Engine) -> None:
-        for flat in engine.flats:
-            flat.grad.fill_(1.0)
-            flat.grad[::3] = float("nan")
-        engine.bound.step()
+        train_some(engine, 1)
+        for _, parameter in engine.module.named_parameters():
+            diverged = torch.ones(parameter.numel())
+            diverged[::3] = float("nan")
+            diverged = diverged.view(parameter.shape)
+            hf_zero.safe_set_full_fp32_param(parameter, diverged)
+            hf_zero.safe_set_full_optimizer_state(parameter, diverged, "exp_avg")
         checkpoint.save(engine, tmp_path)
 
     before, results = run(TWO, with_buffers(small, odd=odd_values), train)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict
 from hf_zero.checkpoint.convert import files, outputs
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.checkpoint.fakes import Job, small
+from tests.checkpoint.jobs import Job, small
 from tests.checkpoint.test_export import saved
 
 

@@ -15,13 +15,13 @@ import pytest
 from hf_zero import checkpoint
 from hf_zero.checkpoint import commit, find, retention, storage
 from hf_zero.config import ZeroConfig
-from tests.checkpoint.fakes import Job, good, run, small, train_some
+from tests.checkpoint.jobs import Job, good, run, small, train_some
 from tests.checkpoint.test_failures import errors
 from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.training import adamw
 
-TWO = Job(2, 3, cuts=(3,))
+TWO = Job(2, 3, units=("first",))
 
 
 def save(folder: Path, step: int, **options):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero import checkpoint
-from tests.checkpoint.fakes import Engine, Job, good, other, run, small, state_of, train_some
+from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 from tests.helpers.launched import environment
 
 
@@ -59,16 +59,16 @@ def biases_last(name: str) -> bool:
 
 jobs = st.builds(
     Job,
-    world=st.integers(1, 8),
+    world=st.integers(1, 5),
     stage=st.integers(0, 3),
-    cuts=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    units=st.lists(st.sampled_from(["embed", "first", "norm", "second"]), unique=True).map(tuple),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
     decays=st.sampled_from([biases_first, biases_last]),
 )
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(saved=jobs, wanted=jobs, number=st.integers(0, 1 << 40))
 def test_any_ranks_stage_units_precision_and_order_of_groups(tmp_path, saved, wanted, number):
@@ -82,21 +82,22 @@ def test_any_ranks_stage_units_precision_and_order_of_groups(tmp_path, saved, wa
     assert here.scalars()[::turn] == there.scalars()
     assert here.hyperparameters()[::turn] == there.hyperparameters()
     assert after[0].counters == before[0].counters
-    assert all(engine.refreshed == 1 for engine in after)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", range(1, 9))
 def test_every_pair_of_ranks_and_stages(tmp_path, world, stage):
-    before = trained(Job(world, stage, cuts=(3,)), tmp_path)
+    before = trained(Job(world, stage, units=("first",)), tmp_path)
     for other_world, other_stage in itertools.product(range(1, 9), range(4)):
-        after, _ = loaded(Job(other_world, other_stage, cuts=(2, 4), decays=biases_first), tmp_path)
+        after, _ = loaded(
+            Job(other_world, other_stage, units=("norm", "second"), decays=biases_first), tmp_path
+        )
         assert_equal(before, after)
 
 
 def test_replicas_write_each_element_once(tmp_path):
-    job = Job(4, 3, shard=2, cuts=(3,))
+    job = Job(4, 3, copies=2, units=("first",))
     before = trained(job, tmp_path)
     sizes = [path.stat().st_size for path in sorted((tmp_path / "global_step2").glob("rank-*"))]
     # rank 2 and 3 repeat what 0 and 1 hold
@@ -123,7 +124,7 @@ def test_training_goes_on_bit_for_bit(tmp_path):
         checkpoint.load(engine, tmp_path)
         train_some(engine, 3)
 
-    job = Job(2, 2, cuts=(2,))
+    job = Job(2, 2, units=("embed",))
     one, results = run(job, small, whole)
     good(results)
     two, results = run(job, other, resumed)
@@ -152,8 +153,8 @@ def test_states_that_one_group_has(tmp_path):
         groups[0]["momentum"] = 0.9
         return torch.optim.SGD(groups, lr=0.1)
 
-    before = trained(Job(3, 3, cuts=(2, 3), optimizer=optimizer), tmp_path)
-    after, _ = loaded(Job(2, 3, cuts=(4,), optimizer=optimizer), tmp_path)
+    before = trained(Job(3, 3, units=("first", "second"), optimizer=optimizer), tmp_path)
+    after, _ = loaded(Job(2, 3, units=("second",), optimizer=optimizer), tmp_path)
     for name, kinds in state_of(after).items():
         for kind, tensor in kinds.items():
             if "bias" not in name:
@@ -247,7 +248,7 @@ def test_loss_scale(tmp_path):
 
     good(run(Job(2, 3, precision="fp16"), small, action)[1])
     assert loaded(Job(2, 1, precision="fp16"), tmp_path)[0][1].scaler.scale == 512.0
-    assert loaded(Job(2, 1, precision="bf16"), tmp_path)[0][1].scaler.scale == 65536.0
+    assert loaded(Job(2, 1, precision="bf16"), tmp_path)[0][1].scaler.scale == 1.0
 
 
 def test_client_state_of_both_kinds(tmp_path):
@@ -306,7 +307,7 @@ def test_every_rank_reads_its_own_bytes_only(tmp_path, monkeypatch):
 def test_same_ranks_read_each_tensor_in_one_piece(tmp_path, monkeypatch):
     from hf_zero.checkpoint import tensorfile
 
-    trained(Job(2, 3, cuts=(3,)), tmp_path)
+    trained(Job(2, 3, units=("first",)), tmp_path)
     calls = []
     original = tensorfile.TensorFile.read_into
 
@@ -315,7 +316,7 @@ def test_same_ranks_read_each_tensor_in_one_piece(tmp_path, monkeypatch):
         return original(self, name, start, out)
 
     monkeypatch.setattr(tensorfile.TensorFile, "read_into", read_into)
-    loaded(Job(2, 3, cuts=(3,)), tmp_path)
+    loaded(Job(2, 3, units=("first",)), tmp_path)
     per_rank = 2 * 3 + len([name for name, _ in small().named_buffers() if name != "rope"])
     assert len(calls) == 2 * per_rank
 

@@ -13,6 +13,7 @@ from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
@@ -139,6 +140,32 @@ def test_buffers_are_neither_cast_nor_sharded(stage):
             assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
 
     on_ranks(RANKS, run, build=ARCHITECTURES["llama"].build)
+
+
+class OddBuffers(torch.nn.Linear):
+    """A buffer in each layout that is not row by row, with values of the rank it is made for."""
+
+    def __init__(self, rank):
+        super().__init__(4, 1)
+        start = 100.0 * rank
+        self.register_buffer("turned", torch.arange(start, start + 6).reshape(2, 3).t())
+        self.register_buffer("gaps", torch.arange(start, start + 6)[::2])
+        self.register_buffer("expanded", torch.full((1, 2), start).expand(3, 2))
+        self.register_buffer("conjugate", torch.tensor([1 + start * 1j]).conj())
+        self.register_buffer("negative", torch.tensor([1 + start * 1j]).conj().imag)
+
+
+def test_buffers_of_every_layout_have_rank_0s_values():
+    models = [OddBuffers(rank) for rank in range(RANKS)]
+
+    def run(rank):
+        before = {name: value.stride() for name, value in models[rank].named_buffers()}
+        start(models[rank], None, config_of(3))
+        wanted = dict(OddBuffers(0).named_buffers())
+        for name, value in models[rank].named_buffers():
+            assert torch.equal(value, wanted[name]) and value.stride() == before[name], name
+
+    run_ranks(RANKS, run)
 
 
 def test_t5_keeps_in_fp32_what_transformers_keeps():
