@@ -129,7 +129,7 @@ def initialize_as(
         raise ConfigError(
             f"initialize needs model={given}; pass the torch.nn.Module to train{load}"
         )
-    settings = _config(args, config, config_params)
+    settings = configuration(args, config, config_params)
     _tell_of_other_devices()
     if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError(
@@ -270,7 +270,10 @@ def _shown(config: ZeroConfig, ranks: int) -> str:
     return "\n".join([f"{over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 
 
-def _config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
+def configuration(args: Any, config: Any, config_params: Any) -> ZeroConfig:
+    """The configuration that one of these arguments of :func:`initialize` holds. Raises
+    ConfigError for none, and for several that differ.
+    """
     from_args = getattr(args, "deepspeed_config", None)
     given = [
         (name, value)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
 from typing import Any
 
 import torch
@@ -16,15 +15,14 @@ from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.initialize import data_loader, initialize_as
-from hf_zero.initialize import initialize as _initialize
+from hf_zero.initialize import data_loader
+from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
 from hf_zero.logs import logger
 
-_SIGNATURE = inspect.signature(_initialize)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -260,9 +258,45 @@ class DeepSpeedEngine(Engine):
         """Bring back what :meth:`offload_states` has moved."""
         self._states_away.bring(self.device, non_blocking)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+    def save_checkpoint(  # type: ignore[override]
+        self, save_dir: str | os.PathLike[str], tag: Any = None, *args: Any, **kwargs: Any
+    ) -> bool:
+        """As :meth:`hf_zero.Engine.save_checkpoint`, where rank 0 says."""
         self._states_away.refuse("a save")
-        return super().save_checkpoint(*args, **kwargs)
+        folder, name = agreed_target(self, save_dir, tag)
+        return super().save_checkpoint(folder, name, *args, **kwargs)
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        **more: Any,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """As :meth:`hf_zero.Engine.load_checkpoint`; (None, {}), with a warning, where no tag is
+        passed and the folder holds no checkpoint. Raises NotBuiltError for ``custom_load_fn``.
+        """
+        self._states_away.refuse("a load")
+        if custom_load_fn is not None:
+            refuse(
+                "load_checkpoint(custom_load_fn=...)",
+                "call load_module_state_dict with it, on the whole weights",
+            )
+        if nothing_to_load(self, load_dir, tag):
+            return None, {}
+        return super().load_checkpoint(
+            os.fspath(load_dir),
+            None if tag is None else str(tag),
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            **more,
+        )
 
     def empty_partition_cache(self) -> None:
         """Give memory of the device back that nothing uses; parameters are released between
@@ -424,13 +458,3 @@ class DeepSpeedEngine(Engine):
 
 for _name, _method in methods().items():
     setattr(DeepSpeedEngine, _name, _method)
-
-
-@wraps(_initialize)
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """As :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    answer = initialize_as(DeepSpeedEngine, *given.args)
-    answer[0].collate_fn = given.arguments["collate_fn"]
-    return answer

@@ -39,7 +39,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     with _one_writer(folder) as writes:
         if not writes:
             return
-        size = "1PB" if max_shard_size is None else max_shard_size
+        size = 1 << 60 if max_shard_size is None else max_shard_size
         if safe_serialization:
             _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters)
             return
@@ -56,7 +56,8 @@ def _one_writer(folder: Path) -> Iterator[bool]:
     """Whether this process is the one that writes into ``folder``; the others come in when it is
     done.
     """
-    descriptor = os.open(folder / ".fp32.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    path = folder / ".fp32.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,6 +66,7 @@ def _one_writer(folder: Path) -> Iterator[bool]:
             yield not any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
             return
         yield True
+        os.unlink(path)  # those that wait hold it open
     finally:
         os.close(descriptor)
 

@@ -115,7 +115,8 @@ TOP = (
     module(
         "deepspeed",
         "hf-zero answering to the name of DeepSpeed; nothing is installed under this name.",
-        names(f"{HERE}.engine", "DeepSpeedEngine", "initialize"),
+        names(f"{HERE}.engine", "DeepSpeedEngine"),
+        names(f"{HERE}.initializing", "initialize"),
         CONFIG,
         CONFIG_ERROR,
         VERSIONS,

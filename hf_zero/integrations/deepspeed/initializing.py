@@ -1,0 +1,51 @@
+"""``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import wraps
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError
+from hf_zero.initialize import configuration, initialize_as
+from hf_zero.initialize import initialize as _initialize
+from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
+from hf_zero.logs import log_rank0
+
+_SIGNATURE = inspect.signature(_initialize)
+
+
+@wraps(_initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """As :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    if not isinstance(arguments["args"], torch.nn.Module):
+        _prefer_objects(arguments)
+    answer = initialize_as(DeepSpeedEngine, *given.args)
+    answer[0].collate_fn = arguments["collate_fn"]
+    return answer
+
+
+def _prefer_objects(arguments: dict[str, Any]) -> None:
+    """An optimizer or scheduler that is passed takes the place of the configuration's, and the
+    log says so.
+    """
+    try:
+        config = configuration(arguments["args"], arguments["config"], arguments["config_params"])
+    except ConfigError:
+        return  # initialize raises it
+    for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        given, written = arguments[name], getattr(config, section)
+        if given is not None and written is not None:
+            log_rank0(
+                f"the {name} that is passed ({type(given).__name__}) is used, and the "
+                f"configuration's {section} {written.type!r} is not",
+                logging.WARNING,
+            )
+            config = config.without(section)
+            arguments.update(args=None, config=config, config_params=None)

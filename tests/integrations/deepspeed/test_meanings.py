@@ -1,0 +1,205 @@
+"""What DeepSpeed's scripts expect and the native calls do otherwise: folders without a checkpoint,
+ranks that name different places, objects beside a configuration, files of whole weights.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import CheckpointError, ConfigError, NotBuiltError
+from hf_zero.integrations.deepspeed import fp32_files
+from tests.helpers.engines import config_of
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At, adamw
+
+RANKS = 2
+
+
+def start(model: Any, stage: int = 1, **more: Any) -> Any:
+    config = config_of(stage, **more)
+    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_checkpoint_loads_nothing(tmp_path: Path, heard: list[str]) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model)
+        assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+        assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+        with pytest.raises(CheckpointError, match="no checkpoint 'step'"):
+            engine.load_checkpoint(tmp_path, tag="step")
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            hf_zero.Engine.load_checkpoint(engine, str(tmp_path))
+        engine.save_checkpoint(tmp_path / "run", tag=7)
+        path, state = engine.load_checkpoint(tmp_path / "run")
+        assert path == str(tmp_path / "run" / "7") and state == {}
+        (tmp_path / "damaged").mkdir(exist_ok=True)
+        (tmp_path / "damaged" / "latest").write_text("gone")
+        with pytest.raises(CheckpointError, match="gone"):
+            engine.load_checkpoint(tmp_path / "damaged")
+        with pytest.raises(NotBuiltError, match="load_module_state_dict"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    assert len([line for line in heard if "load_checkpoint loads nothing" in line]) >= 2
+
+
+@pytest.mark.parametrize("mode", ["ignore", "warn", "fail"])
+@pytest.mark.parametrize("what", ["folder", "tag"])
+def test_ranks_that_name_different_places(
+    mode: str, what: str, tmp_path: Path, heard: list[str]
+) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, checkpoint={"tag_validation": mode})
+        place: Any = (
+            (tmp_path / f"at-{rank}", "tag") if what == "folder" else (tmp_path, f"t{rank}")
+        )
+        if mode == "fail":
+            with pytest.raises(CheckpointError, match="rank 1 wants to save as"):
+                engine.save_checkpoint(*place)
+        else:
+            engine.save_checkpoint(*place)
+            saved = tmp_path / "at-0" / "tag" if what == "folder" else tmp_path / "t0"
+            assert (saved / "manifest.json").is_file() and not (tmp_path / "at-1").exists()
+        different = "that all ranks share" if what == "folder" else "different tags"
+        with pytest.raises(CheckpointError, match=different):
+            hf_zero.Engine.save_checkpoint(engine, *place)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    assert any("all ranks save as rank 0 says" in line for line in heard) == (mode == "warn")
+
+
+# -- initialize ------------------------------------------------------------------------------------
+
+WRITTEN = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+}
+
+
+@pytest.mark.parametrize("how", ["object", "callable"])
+def test_objects_go_before_the_configuration(how: str, heard: list[str]) -> None:
+    model = stack()
+    given: Any = adamw(model) if how == "object" else lambda p: torch.optim.AdamW(p, lr=1e-3)
+
+    class Scheduler:
+        def step(self) -> None:
+            """Nothing moves."""
+
+    scheduler = Scheduler()
+    engine, optimizer, _, made = deepspeed.initialize(
+        model=model, optimizer=given, lr_scheduler=scheduler, config=config_of(1, **WRITTEN)
+    )
+    assert isinstance(optimizer, torch.optim.AdamW) and made is scheduler
+    assert engine.scheduler_name() is None
+    for name in ("optimizer", "scheduler"):
+        assert len([line for line in heard if f"configuration's {name}" in line]) == 1
+    engine.destroy()
+    with pytest.raises(ConfigError, match="keep one"):
+        hf_zero.initialize(model=stack(), optimizer=given, config=config_of(1, **WRITTEN))
+
+
+def test_without_objects_the_configuration_counts(heard: list[str]) -> None:
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=stack(), config=config_of(1, **WRITTEN)
+    )
+    assert isinstance(optimizer, torch.optim.SGD) and scheduler is not None
+    assert not [line for line in heard if "is used, and the configuration's" in line]
+    engine.destroy()
+    with pytest.raises(ConfigError, match="needs a config"):
+        deepspeed.initialize(model=stack(), optimizer=torch.optim.SGD([nn.Parameter()], lr=1.0))
+
+
+# -- whole weights ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of two ranks, and the weights in it."""
+
+    def run(rank: int, model: Any) -> Any:
+        engine = start(model, 2, bf16={"enabled": True})
+        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "run")
+        weights = {n: hf_zero.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+        engine.destroy()
+        return weights
+
+    return tmp_path / "run", on_ranks(RANKS, run)[0]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("size", ["5GB", None, 2000])
+def test_whole_weights_are_pickled_by_default(
+    saved: Any, safe: bool, size: Any, tmp_path: Path
+) -> None:
+    run, weights = saved
+    out = tmp_path / "out"
+    deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        run, out, max_shard_size=size, safe_serialization=safe
+    )
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    files = [file for file in out.iterdir() if not file.name.startswith(".")]
+    held: dict[str, torch.Tensor] = {}
+    if size == 2000:
+        index = json.loads((out / f"{name}.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 1
+        parts = {part: _load(out / part) for part in set(index["weight_map"].values())}
+        held = {key: parts[part][key] for key, part in index["weight_map"].items()}
+    else:
+        assert name in {file.name for file in files}
+        held = _load(out / name)
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[key], weights[key]) for key in weights)
+    suffixes = {file.suffix for file in files if file.name != "config.json"}
+    assert (".bin" in suffixes, ".safetensors" in suffixes) == (not safe, safe)
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".bin":
+        loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+        return loaded
+    return load_file(file)
+
+
+def test_of_several_that_convert_one_writes(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = saved
+    calls, inside = [], threading.Barrier(2)
+    convert = fp32_files._convert
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        inside.wait(timeout=30)  # the other has come, too
+        return convert(*args)
+
+    monkeypatch.setattr(fp32_files, "_convert", counted)
+    out = tmp_path / "out"
+
+    def second() -> None:
+        inside.wait(timeout=30)
+        fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+
+    other = threading.Thread(target=second)
+    other.start()
+    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+    other.join()
+    assert _load(out / "pytorch_model.bin").keys() == weights.keys()
+    assert not list(out.glob(".*"))
+    assert len(calls) == 1
