@@ -22,7 +22,7 @@ class CPUAdam(CPUOptimizer):
     """AdamW, or Adam where ``adamw_mode`` is false.
 
     Args:
-        params: fp32 parameters in CPU memory, or groups of them.
+        params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for
         ``weight_decay``, 0 by default. adamw_mode: decay weights apart from the gradient. moments:
         ``"fp32"``, ``"bf16"`` or ``"int8"``. bias_correction: True; the update without it is not
@@ -96,7 +96,7 @@ class CPULion(CPUOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675).
 
     Args:
-        params: fp32 parameters in CPU memory, or groups of them.
+        params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, betas, weight_decay, maximize: as :class:`hf_zero.optim.Lion` has them.
         moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
 
@@ -158,7 +158,7 @@ class CPUAdagrad(CPUOptimizer):
     """Adagrad (Duchi et al. 2011).
 
     Args:
-        params: fp32 parameters in CPU memory, or groups of them.
+        params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad
         has them.
 
@@ -208,7 +208,7 @@ class CPUSGD(CPUOptimizer):
     """Stochastic gradient descent, with momentum.
 
     Args:
-        params: fp32 parameters in CPU memory, or groups of them.
+        params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD has them.
 
     Raises:

@@ -15,11 +15,12 @@ from hf_zero.ops.blocks import Blocks
 from hf_zero.optim.kernel_calls import MASTER
 
 MOMENTS = ("fp32", "bf16", "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CPUOptimizer(torch.optim.Optimizer):
-    """An optimizer of fp32 parameters in CPU memory, one parameter at a time, one pass over memory
-    each.
+    """An optimizer of parameters in CPU memory, one parameter at a time, one pass over memory
+    each. Parameters in 16 bits get fp32 master weights of their own, the state ``master``.
 
     A subclass says in ``kept`` which states a group's ``moments`` setting applies to, and whether
     they have a sign. In memory they are fp32 tensors, bf16 tensors or
@@ -53,8 +54,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         is a closure.
 
         Raises:
-            UnsupportedOptimizerError: a parameter that is not fp32 or not in CPU memory, or a
-            sparse gradient.
+            UnsupportedOptimizerError: a parameter that is not fp32, bf16 or fp16, or not in CPU
+            memory, or a sparse gradient.
         """
         loss = None
         if closure is not None:
@@ -67,11 +68,14 @@ class CPUOptimizer(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 self._check(param)
-                flat = param.contiguous().view(-1)
-                self.update(
-                    group, self.state[param], param, flat, param.grad.contiguous().view(-1), seed
-                )
-                if not param.is_contiguous():
+                state = self.state[param]
+                flat = _master(param, state)
+                gradient = param.grad.contiguous().view(-1).float()
+                self.update(group, state, param, flat, gradient, seed)
+                if param.dtype != torch.float32:
+                    state[MASTER] = flat.view(param.shape)
+                    param.copy_(state[MASTER])
+                elif not param.is_contiguous():
                     param.copy_(flat.view(param.shape))
         return loss
 
@@ -94,6 +98,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         """
         settings = [group.get("moments") for group in self.param_groups]
         super().load_state_dict(state_dict)
+        self._load_in_fp32(state_dict)
         for group, moments in zip(self.param_groups, settings):
             if moments is not None:
                 group["moments"] = moments
@@ -102,6 +107,17 @@ class CPUOptimizer(torch.optim.Optimizer):
                 for name, signed in self.kept.items():
                     if isinstance(state.get(name), Tensor):
                         state[name] = packed_moment(group["moments"], state[name], signed)
+
+    def _load_in_fp32(self, state_dict: dict[str, Any]) -> None:
+        """State of parameters in 16 bits as it was saved: torch has cast it to their dtype."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params):
+            if param.dtype == torch.float32:
+                continue
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[param][name] = value.float().clone()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -115,7 +131,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         kept = {
             name: flat_moment(value)
             for name, value in state.items()
-            if name != "step" and value is not None
+            if name not in ("step", MASTER) and value is not None
         }
         return {MASTER: master, **kept}
 
@@ -135,17 +151,27 @@ class CPUOptimizer(torch.optim.Optimizer):
                 "torch.optim's class there, or offload the "
                 'optimizer: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
             )
-        if param.dtype != torch.float32:
+        if param.dtype not in DTYPES:
             raise UnsupportedOptimizerError(
-                f"{kind}: {where} is {param.dtype}. Keep fp32 parameters, or fp32 masters whose "
-                "16-bit copies the update writes in the same "
-                "pass: hf_zero.ops.adam(master, ..., out=copy)"
+                f"{kind}: {where} is {param.dtype}; keep parameters in fp32, bf16 or fp16"
             )
         assert param.grad is not None
         if param.grad.is_sparse:
             raise UnsupportedOptimizerError(
                 f"{kind}: the gradient of {where} is sparse; make it dense"
             )
+
+
+def _master(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The fp32 values that an update of ``param`` writes, 1-D: its own memory where that is fp32
+    and contiguous. Where the script has written to a parameter in 16 bits, its values are taken.
+    """
+    if param.dtype == torch.float32:
+        return param.contiguous().view(-1)
+    held = state.get(MASTER)
+    if held is None:
+        return param.detach().float().contiguous().view(-1)
+    return torch.where(param == held.to(param.dtype), held, param.float()).reshape(-1)
 
 
 def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:
