@@ -33,7 +33,7 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimiz
 
 
 def cases(folder: str) -> dict[str, Case]:
-    """Every stage, precision, place of states and way of saving: 49."""
+    """Every stage, precision, place of states, way of saving and way of making a model."""
     disk = {"device": "nvme", "nvme_path": folder}
     files = {"offload_optimizer": disk, "offload_param": disk}
     found: dict[str, Case] = {}
@@ -54,6 +54,12 @@ def cases(folder: str) -> dict[str, Case]:
                 f"stage {stage}, optimizer on the host, one micro-batch": (stage, OPTIMIZER, ONCE),
             }
     return found | {
+        "stage 3, made in shards": (3, {}, {"made": in_shards}),
+        "stage 3, pretrained": (3, {}, {"made": pretrained}),
+        "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
+        "stage 2, four micro-batches": (2, {}, {"gradient_accumulation_steps": 4}),
+        "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
+        "stage 3, compiled blocks": (3, {}, {"compile": {"blocks": True, "backend": "aot_eager"}}),
         "parameters on the host": (3, {"offload_param": HOST}, {}),
         "all on the host": (3, BOTH, {}),
         "all on the host, bf16": (3, BOTH, BF16),
@@ -131,6 +137,33 @@ def build(family: str, checkpointed: bool) -> Any:
     return model.train()
 
 
+def in_shards(plain: Any, config: dict[str, Any], folder: Path) -> Any:
+    """A model like ``plain`` that is never whole on a rank; it gets the values of ``plain``
+    afterwards, as the generators of two devices draw different ones.
+    """
+    import torch
+
+    import hf_zero
+
+    with hf_zero.Init(config=config):
+        model = type(plain)(plain.config)
+    for ours, values in zip(model.parameters(), plain.parameters(), strict=True):
+        with hf_zero.GatheredParameters([ours], modifier_rank=0), torch.no_grad():
+            ours.copy_(values)
+    return model.train()
+
+
+def pretrained(plain: Any, config: dict[str, Any], folder: Path) -> Any:
+    """``plain``, saved by rank 0, which alone transformers lets write, and loaded into shards."""
+    import torch.distributed as dist
+
+    import hf_zero
+
+    plain.save_pretrained(folder)
+    dist.barrier()
+    return hf_zero.from_pretrained(type(plain), folder, config).train()
+
+
 def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
     import torch
 
@@ -138,6 +171,7 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
 
     stage, zero, more = case[0], case[1], dict(case[2])
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
+    made = more.pop("made", None)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
@@ -151,7 +185,11 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
         "kernels": "off",
         **more,
     }
-    engine, *_ = hf_zero.initialize(model=build(family, checkpointed), config=config)
+    model = build(family, checkpointed)
+    if made is not None:
+        hf_zero.init_distributed()
+        model = made(model, config, Path(folder))
+    engine, *_ = hf_zero.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(5 + rank)
     losses = []
 

@@ -20,9 +20,14 @@ FAST = {
         "stage 3",
         "stage 3, optimizer on the host, bf16",
         "all on the host, saved",
+        "all on the host, four micro-batches",
     ),
-    "gpt2": ("stage 3, activations on the host",),
-    "t5": ("all on the host, one micro-batch",),
+    "gpt2": (
+        "stage 3, activations on the host",
+        "stage 3, made in shards",
+        "stage 3, compiled blocks",
+    ),
+    "t5": ("all on the host, one micro-batch", "stage 3, pretrained"),
 }
 
 
