@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
-    "Engine": "hf_zero.core.engine",
+    "Engine": "hf_zero.engine",
     "initialize": "hf_zero.initialize",
     "init_distributed": "hf_zero.distributed.init",
     "GatheredParameters": "hf_zero.core.gathered",

@@ -8,9 +8,9 @@ from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig
-from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import process_group
+from hf_zero.engine import Engine
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.core.engine import Engine
 from hf_zero.core.leaf_modules import mark_configured
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
 from hf_zero.distributed.rendezvous import announce
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.holding import release_holders
 from hf_zero.loading import give_values

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.checkpoint import engine_state, find, storage
 from hf_zero.checkpoint.collective_try import collective_try
-from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
 from hf_zero.checkpoint.find import find_checkpoint
@@ -21,7 +21,11 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.records import pair_names, strip_wrappers
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
+from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hf_zero.core.engine import TrainingEngine
 
 
 def iterate_state_dict(
@@ -150,7 +154,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def save_whole(
-    engine: Engine,
+    engine: TrainingEngine,
     directory: str | os.PathLike[str],
     filename: str = "model.safetensors",
     exclude_frozen_parameters: bool = False,
@@ -172,7 +176,7 @@ def save_whole(
     if path.suffix == ".safetensors":
         _stream(engine, temporary, exclude_frozen_parameters, failed)
     else:
-        state = engine._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state = whole_state_dict(engine, everywhere=False, exclude_frozen=exclude_frozen_parameters)
         if engine.global_rank == 0:
             try:
                 temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +196,9 @@ def save_whole(
     return path
 
 
-def _stream(engine: Engine, temporary: Path, exclude_frozen: bool, failed: list[Exception]) -> None:
+def _stream(
+    engine: TrainingEngine, temporary: Path, exclude_frozen: bool, failed: list[Exception]
+) -> None:
     """Write on rank 0 while every rank takes part in the gathers; an error there is kept for
     after the last of them.
     """
@@ -223,7 +229,7 @@ def _stream(engine: Engine, temporary: Path, exclude_frozen: bool, failed: list[
             os.close(fd)
 
 
-def _file_plan(engine: Engine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
+def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
     """The file, and under which name each parameter stands in it."""
     export = engine_state.export_of(engine.module, engine.aliases)
     held = {

@@ -11,15 +11,18 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.contract import Bound, Engine, Flat
 from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.core.flat_buffer import FlatBuffer
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -30,7 +33,7 @@ BUFFER, RNG = "buffer::", "rng::"
 _generator = threading.Lock()
 
 
-def weights_of(flat: Flat) -> tuple[str, torch.Tensor]:
+def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
     """The tensor that holds the values of ``flat`` on this rank, and the name it is stored
     under.
     """
@@ -53,7 +56,7 @@ class LazyTensor:
         return cls(tensor.dtype, tensor.numel(), lambda: tensor)
 
 
-def flat_tensors(flat: Flat, bound: Bound | None) -> dict[str, LazyTensor]:
+def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, LazyTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
     kept = flat.optimizer_shard
     if kept.states is not None and bound is not None:
@@ -100,7 +103,7 @@ def persistent_buffers(
     return {name: value for name, value in held.items() if not belongs(name, without)}
 
 
-def refuse_destroyed(engine: Engine, what: str) -> None:
+def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
     """Raise CheckpointError for an engine that has let go of its shards and optimizer state."""
     if engine.destroyed:
         raise CheckpointError(
@@ -109,7 +112,7 @@ def refuse_destroyed(engine: Engine, what: str) -> None:
         )
 
 
-def frozen_names(engine: Engine) -> set[str]:
+def frozen_names(engine: TrainingEngine) -> set[str]:
     """Names of the parameters that are not trained."""
     return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
 
@@ -205,11 +208,11 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
     return files
 
 
-def scalars_of(engine: Engine) -> list[dict[str, Any]]:
+def scalars_of(engine: TrainingEngine) -> list[dict[str, Any]]:
     return [] if engine.bound is None else [dict(group) for group in engine.bound.scalars()]
 
 
-def apart_of(engine: Engine) -> list[dict[str, Any]]:
+def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
     """Where the parameters of a group have not all made the same steps, the numbers of each of
     which this rank has elements.
     """

@@ -7,13 +7,12 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
-from hf_zero.checkpoint.contract import Engine, Flat
 from hf_zero.checkpoint.engine_state import (
     RNG,
     model_order,
@@ -37,9 +36,13 @@ from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import log_rank0
 
+if TYPE_CHECKING:
+    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.core.flat_buffer import FlatBuffer
+
 
 def load(
-    engine: Engine,
+    engine: TrainingEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -134,7 +137,7 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
-def _grouped(engine: Engine) -> list[list[str]]:
+def _grouped(engine: TrainingEngine) -> list[list[str]]:
     """The names of the parameters in each group of the optimizer, in the model's order; none
     without one.
     """
@@ -144,7 +147,7 @@ def _grouped(engine: Engine) -> list[list[str]]:
     return names
 
 
-def _open(folder: AnyPath, engine: Engine) -> Checkpoint:
+def _open(folder: AnyPath, engine: TrainingEngine) -> Checkpoint:
     try:
         return open_checkpoint(folder, lambda: _grouped(engine))
     except CheckpointError as error:
@@ -173,7 +176,7 @@ class _Load:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainingEngine,
         checkpoint: Checkpoint,
         strict: bool,
         optimizer: bool,
@@ -199,7 +202,7 @@ class _Load:
         if self.scheduler is not None and self.groups:
             self.scheduler = reorder_schedule(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
-        self.runs: list[tuple[Flat, list[CopyRange]]] = []
+        self.runs: list[tuple[FlatBuffer, list[CopyRange]]] = []
         for flat in engine.flats:
             found = list(
                 copy_ranges(
@@ -309,7 +312,7 @@ class _Load:
         if nothing and not any(flat.states for flat in self.manifest.flats):
             self.engine.bound.forget()
 
-    def _load_states(self, flat: Flat, found: list[CopyRange]) -> None:
+    def _load_states(self, flat: FlatBuffer, found: list[CopyRange]) -> None:
         bound = self.engine.bound
         live = {
             name: tensor

@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.engine_state import class_name, persistent_buffers
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hf_zero.core.engine import TrainingEngine
 
 _SHOWN = 8
 
@@ -36,7 +38,7 @@ class NameMatch:
     buffers: dict[str, str]
 
 
-def match_names(engine: Engine, manifest: Manifest, where: str, strict: bool) -> NameMatch:
+def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: bool) -> NameMatch:
     """Pair the engine's names with the checkpoint's.
 
     Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side
@@ -118,7 +120,7 @@ def match_names(engine: Engine, manifest: Manifest, where: str, strict: bool) ->
 
 
 def check_optimizer(
-    engine: Engine, manifest: Manifest, held: dict[str, str], where: str
+    engine: TrainingEngine, manifest: Manifest, held: dict[str, str], where: str
 ) -> list[int]:
     """For each group of the engine's optimizer the saved group that it goes on from: the one with
     the same parameters.

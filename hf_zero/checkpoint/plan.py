@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import hf_zero
 from hf_zero.checkpoint import engine_state, find, objects
 from hf_zero.checkpoint.commit import CommitTarget
-from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
     Chunk,
@@ -27,6 +26,9 @@ from hf_zero.checkpoint.records import (
     dtype_of,
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
+
+if TYPE_CHECKING:
+    from hf_zero.core.engine import TrainingEngine
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class ExtraState:
     objects: dict[str, dict[str, Any]]
 
 
-def plan_save(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> SavePlan:
+def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: bool) -> SavePlan:
     """The file ``name`` of this rank."""
     tensors: dict[str, engine_state.LazyTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
@@ -95,7 +97,7 @@ def plan_save(engine: Engine, name: str, save_id: str, exclude_frozen: bool) -> 
     )
 
 
-def extra_state(engine: Engine, client_state: Mapping[str, Any]) -> ExtraState:
+def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> ExtraState:
     """State that is no tensor, as it is now. Raises CheckpointError naming what cannot be saved."""
     client, objects_of_client = objects.split("client_state", client_state)
     scheduler: dict[str, Any] | None = None
@@ -111,7 +113,7 @@ def extra_state(engine: Engine, client_state: Mapping[str, Any]) -> ExtraState:
 
 
 def build_manifest(
-    engine: Engine,
+    engine: TrainingEngine,
     tag: str,
     save_id: str,
     reports: list[RankReport],
@@ -174,7 +176,7 @@ def build_manifest(
     return deepcopy(manifest)
 
 
-def _optimizer(engine: Engine, reports: list[RankReport]) -> OptimizerEntry | None:
+def _optimizer(engine: TrainingEngine, reports: list[RankReport]) -> OptimizerEntry | None:
     if engine.bound is None:
         return None
     groups = []
@@ -215,7 +217,7 @@ class SharedFiles:
 
 
 def shared_files(
-    engine: Engine,
+    engine: TrainingEngine,
     target: CommitTarget,
     reports: list[RankReport],
     extra: ExtraState,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try, describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, commit_target
-from hf_zero.checkpoint.contract import Engine
 from hf_zero.checkpoint.engine_state import refuse_destroyed
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.plan import SavePlan, SharedFiles, extra_state, plan_save, shared_files
@@ -29,12 +28,13 @@ from hf_zero.logs import logger
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.async_save import AsyncSaver
+    from hf_zero.core.engine import TrainingEngine
 
 NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 
 
 def save(
-    engine: Engine,
+    engine: TrainingEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ def save(
 
 
 def _agree_on_target(
-    engine: Engine, directory: str | os.PathLike[str], tag: str | None, keep: int | None
+    engine: TrainingEngine, directory: str | os.PathLike[str], tag: str | None, keep: int | None
 ) -> CommitTarget:
     """Where this save goes, under rank 0's save_id. Collective."""
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)

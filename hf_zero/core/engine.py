@@ -5,7 +5,7 @@ training step around it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import saving
 from hf_zero.core.accumulation import AccumulationWindow, Counters
 from hf_zero.core.backward import Backward
 from hf_zero.core.consolidate import consolidated, whole_state_dict
@@ -44,8 +43,9 @@ from hf_zero.storage.placement import Placement
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-class Engine(nn.Module):
-    """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
+class TrainingEngine(nn.Module):
+    """``model`` under ZeRO: forward, backward, step. :class:`hf_zero.Engine` is one that saves
+    checkpoints, too.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
     micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
@@ -125,7 +125,6 @@ class Engine(nn.Module):
         self.patches.install(model, sharded.units, device, mesh.rank == 0)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         installed.callback(model.__dict__.pop, "zero_grad", None)
-        self.async_saves = saving.AsyncSaves(mesh, sharded.schedule)
         self.stop_requests = StopRequests(mesh, sharded.schedule)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
@@ -288,7 +287,7 @@ class Engine(nn.Module):
         self._count_micro_batch()
         self.accumulation.micro_batches = 0
         overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
-        self.async_saves.publish_failure()
+        self._publish_events()
         self.schedule.meet()
         self.stop_requests.end_step()
         self.backward_pass.reducer.clear()
@@ -310,7 +309,9 @@ class Engine(nn.Module):
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
-        self.async_saves.raise_failure()  # last: the step is complete
+
+    def _publish_events(self) -> None:
+        """Publish what the other ranks are to see when all meet at the end of this step."""
 
     def _count_micro_batch(self) -> None:
         self.counters.micro_steps += 1
@@ -340,7 +341,7 @@ class Engine(nn.Module):
         """
         self.patches.compile(backend, **{**(compile_kwargs or {}), **options})
 
-    # ---- saving, loading, stopping ----
+    # ---- whole values, stopping ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters on the CPU, one unit at a time, under their first names (collective:
@@ -348,25 +349,23 @@ class Engine(nn.Module):
         """
         return consolidated(self, dtype)
 
-    state_dict = saving.state_dict  # type: ignore[assignment]
-    load_state_dict = saving.load_state_dict
-    save_16bit_model = saving.save_16bit_model
-    save_checkpoint = saving.save_checkpoint
-    load_checkpoint = saving.load_checkpoint
-
-    def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
-        """Return when no checkpoint is being written any more. Raises CheckpointError, on all
-        ranks, if it could not be.
-
-        ``who`` waits is logged where it takes time. ``below``: wait only for what is being written
-        in this folder. Every rank must call it, or none.
-        """
-        self.async_saves.wait(who, below)
-
-    def _consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rank0_only: bool = False, **kwargs: Any
     ) -> dict[str, Any] | None:
-        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
+        """The consolidated model's state dict, as the bare model's. Collective at stage 3.
+
+        ``rank0_only``: others get None, and hold one unit at a time.
+        """
+        if rank0_only:
+            return whole_state_dict(self, everywhere=False)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As ``load_state_dict`` of the bare model, over whole values (collective at stage 3)."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def stop_on(self, *signals: int) -> None:
         """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
@@ -486,9 +485,8 @@ class Engine(nn.Module):
     def destroy(self, gather: bool = False) -> None:
         """Take the engine off the model and free gradients and optimizer state. Idempotent.
 
-        A checkpoint that is being written is waited for, and its error raised last. Whole
-        parameters become plain ones. Sharded ones stay released until another ``initialize`` takes
-        them over; ``gather=True`` (collective) gives them back whole.
+        Whole parameters become plain ones. Sharded ones stay released until another ``initialize``
+        takes them over; ``gather=True`` (collective) gives them back whole.
         """
         if self._installed is None:
             return
@@ -502,4 +500,3 @@ class Engine(nn.Module):
             ending.callback(self.sharded_model.release, gather)
             ending.callback(self.stop_requests.restore_handlers)
             ending.callback(self.optimizer_step.close)
-            ending.callback(self.async_saves.close)

@@ -239,7 +239,7 @@ def work(name: str, folder: str, steps: int) -> None:
     import transformers.models.llama.modeling_llama
 
     if name in OURS:
-        import hf_zero.core.engine  # noqa: F401
+        import hf_zero.engine  # noqa: F401
 
     batch, length = BATCH[kind]
     torch.manual_seed(100 + rank)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.engine import Engine
 from hf_zero.core.wrap import WHOLE
+from hf_zero.engine import Engine
 from tests.helpers.engines import start
 from tests.helpers.ranks import run_ranks
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.attributes import refusal
+from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.parameter import OwnedParameter, ReleasedParameter
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
@@ -263,7 +264,7 @@ def test_whole_state_dicts_have_what_the_layers_write_beside_their_weights(stage
 
     def run(rank, model):
         engine = start(model, adam(model), config_of(stage))
-        return engine._consolidated_16bit_state_dict(), engine.state_dict()
+        return whole_state_dict(engine, everywhere=False), engine.state_dict()
 
     (whole, each), (nothing, other) = on_ranks(RANKS, run, build=build())
     assert nothing is None

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.engine import Engine
 from hf_zero.core.sanity import SanityChecks
+from hf_zero.engine import Engine
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import features

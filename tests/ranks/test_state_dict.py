@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_zero.core.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
@@ -81,7 +82,7 @@ def test_the_engines_own(stage, tied):
             same(on_one, plain_state(build), "rank 0")
         else:
             assert not on_one
-        sixteen = engine._consolidated_16bit_state_dict()
+        sixteen = whole_state_dict(engine, everywhere=False)
         if rank == 0:
             same(sixteen, plain_state(build), "16 bit")
         pairs = dict(engine.consolidated())
@@ -101,7 +102,7 @@ def test_frozen_parameters_can_be_left_out(stage):
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        state = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        state = whole_state_dict(engine, everywhere=False, exclude_frozen=True)
         if rank == 0:
             same(state, {k: v for k, v in plain_state().items() if not k.startswith("blocks.0.")})
 
@@ -187,7 +188,7 @@ def test_16_bit_weights_of_a_trained_model(stage):
         engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
         engine.step()
         masters = full_weights(engine)
-        state = engine._consolidated_16bit_state_dict()
+        state = whole_state_dict(engine, everywhere=False)
         if rank == 0:
             same(state, {name: value.bfloat16() for name, value in masters.items()})
         for name, value in engine.consolidated(dtype=torch.float32):

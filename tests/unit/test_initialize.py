@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hf_zero
-from hf_zero.core.engine import Engine
 from hf_zero.distributed import init, process_group
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.initialize import data_loader
 from tests.helpers.engines import config_of

@@ -47,6 +47,7 @@ LAYERS = {
     "hf_zero.preflight": 3,
     "hf_zero.activations": 3,
     "hf_zero.holding": 3,
+    "hf_zero.engine": 3,
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,
@@ -56,7 +57,16 @@ LAYERS = {
 # Of these packages none imports one that stands after it.
 STACK = [
     f"hf_zero.{name}"
-    for name in ("distributed", "storage", "core", "activations", "holding", "initialize")
+    for name in (
+        "distributed",
+        "storage",
+        "core",
+        "checkpoint",
+        "activations",
+        "engine",
+        "holding",
+        "initialize",
+    )
 ]
 # The order inside integrations/: a module imports nothing that stands after it, except out of
 # its own folder.

@@ -43,7 +43,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_optimizer_alone(args)
         with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
             result = original(self, *args)
-        from hf_zero.core.engine import Engine
+        from hf_zero.engine import Engine
         from hf_zero.integrations.accelerate.multiple_models import register_engines
         from hf_zero.integrations.accelerate.trl_offload_hooks import offer_offload_names
 

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
+from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0

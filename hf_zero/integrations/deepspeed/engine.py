@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hf_zero.core.engine import Engine
+from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
@@ -453,7 +454,7 @@ class DeepSpeedEngine(Engine):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
         """The whole model on rank 0, None elsewhere (collective)."""
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
 
 for _name, _method in methods().items():

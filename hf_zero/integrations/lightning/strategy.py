@@ -19,9 +19,9 @@ import torch
 
 from hf_zero.checkpoint.objects import split
 from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.core.engine import Engine
 from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import init, process_group
+from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.holding import hold, release_holders
 from hf_zero.initialize import initialize

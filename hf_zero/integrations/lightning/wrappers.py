@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.retention import remove
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (

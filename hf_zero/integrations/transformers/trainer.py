@@ -83,7 +83,7 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
         if finder.chosen():
             verify_state(self)
         if under_zero(self):
-            from hf_zero.core.engine import Engine
+            from hf_zero.engine import Engine
 
             if isinstance(self.deepspeed, Engine):
                 from hf_zero.integrations.engine_teardown import destroy_and_restore
@@ -114,7 +114,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         _keep_given_optimizer(self)
         with environment(**engine_environment(self.args)):
             result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
-        from hf_zero.core.engine import Engine
+        from hf_zero.engine import Engine
 
         if not isinstance(self.deepspeed, Engine):
             raise ConfigError(

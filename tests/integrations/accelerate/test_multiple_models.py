@@ -14,7 +14,7 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch import nn
 
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations.accelerate.multiple_models import MultipleEngines
 from tests.helpers.models import features

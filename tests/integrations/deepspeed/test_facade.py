@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core.engine import Engine
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.core.parameter import ZeroParamStatus
+from hf_zero.engine import Engine
 from hf_zero.errors import NotBuiltError
 from hf_zero.integrations.deepspeed import facade
 from hf_zero.integrations.deepspeed.api import API

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logs import logger

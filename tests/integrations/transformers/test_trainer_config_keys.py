@@ -16,7 +16,7 @@ import transformers
 from torch.nn import functional
 
 import hf_zero
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from hf_zero.integrations.fused import report
 from tests.helpers import oracle
 from tests.helpers.launched import KEYS

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import hf_zero
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from tests.helpers import oracle
 from tests.helpers.offloads import offload
 from tests.integrations.tiny_trainer import logged, options, trainer, weights

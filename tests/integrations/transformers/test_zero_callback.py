@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 import hf_zero
-from hf_zero.core.engine import Engine
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers import zero_callback

@@ -1,0 +1,224 @@
+"""``hf_zero.Engine``: the engine that trains, with checkpoints that are written in the call or by a
+thread while training goes on.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint.async_save import AsyncSaver
+from hf_zero.core.engine import TrainingEngine
+from hf_zero.core.schedule import Schedule
+from hf_zero.core.trouble import refuse_half_done
+from hf_zero.distributed.consensus import STOP
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.logs import logger
+from hf_zero.spans import span
+
+SAVE_FAILED = STOP - 1  # less the number of the save: the event that ranks agree on
+
+
+class AsyncSaves:
+    """Saves that a thread writes while training goes on, and what is wrong with them.
+
+    ``writer`` is there from the first such save on.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule):
+        self.writer: AsyncSaver | None = None
+        self._mesh = mesh
+        self._schedule = schedule
+
+    def start(self) -> AsyncSaver:
+        """The writer, made by the first call; every rank must call it."""
+        if self.writer is None:
+            mesh = self._mesh
+            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device)
+            if mesh.consensus is not None:
+                # all ranks hear of a failure after the same step
+                mesh.consensus.serve_out_of_order_gathers(self._schedule.read)
+        return self.writer
+
+    def wait(self, who: str, below: str | None = None) -> None:
+        """Return when no checkpoint, or none in the folder ``below``, is being written. Raises
+        CheckpointError, on all ranks, if it could not be; ``who`` waits is logged.
+        """
+        if self.writer is not None:
+            self.writer.wait(who, None if below is None else Path(below))
+
+    def publish_failure(self) -> None:
+        """Before the ranks meet at the end of a step: rank 0 has seen that a save has failed."""
+        writer, consensus = self.writer, self._mesh.consensus
+        if writer is not None and writer.failed and self._mesh.rank == 0 and consensus is not None:
+            consensus.broadcast_event(SAVE_FAILED - writer.number)
+
+    def raise_failure(self) -> None:
+        """At the end of a step: raise on all ranks what a save has met with."""
+        writer, consensus = self.writer, self._mesh.consensus
+        if writer is None:
+            return
+        if writer.failed if consensus is None else SAVE_FAILED - writer.number in consensus.events:
+            writer.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let its memory go; raises as :meth:`wait`."""
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            writer.wait("destroy")
+
+
+class Engine(TrainingEngine):
+    """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
+
+    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
+    micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
+    scales for fp16. With ``shard_only`` it trains nothing: parameters keep their dtypes, and may be
+    frozen and unfrozen.
+    """
+
+    def _build(self, mesh: Mesh, installed: ExitStack) -> None:
+        super()._build(mesh, installed)
+        self.async_saves = AsyncSaves(mesh, self.schedule)
+
+    def _publish_events(self) -> None:
+        self.async_saves.publish_failure()
+
+    def step(self) -> None:
+        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere:
+        count the micro-batch.
+
+        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
+        as they are. Raises CheckpointError, on all ranks, if a save in the background has failed:
+        the step is complete by then.
+        """
+        ends_window = self.accumulation.ends
+        super().step()
+        if ends_window:
+            self.async_saves.raise_failure()
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the consolidated model in its working precision to one file, from rank 0.
+
+        Always True.
+        """
+        checkpoint.save_whole(self, save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
+        keep: int | None = None,
+    ) -> bool:
+        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag``
+        (collective); see checkpoint/FORMAT.md.
+
+        ``blocking=False`` (None: as ``checkpoint.async_save`` of the configuration says) returns
+        once the state is copied to host memory, and a thread writes it while training goes on. What
+        fails then is raised on all ranks at the end of one of the next steps, by the next save or
+        load, or by :meth:`wait_for_checkpoint`, whichever comes first. The checkpoint appears when
+        it is whole. ``keep``: how many checkpoints stay in ``save_dir`` whose tags differ by their
+        numbers alone; where no tag is passed ``checkpoint.keep`` of the configuration is the
+        default. Raises CheckpointError on all ranks; what was saved before stays.
+        """
+        refuse_half_done(self.updater, "save_checkpoint()")
+        self.take_user_writes()
+        if keep is None and tag is None:
+            keep = self.config.checkpoint.keep
+        if self.window_is_open and self.global_rank == 0:
+            logger.warning(
+                "the save of %s is in the middle of an accumulation window: the gradients of its "
+                "%d micro-batches so far are not saved, and a "
+                "run that resumes begins the window anew; save after the step that ends a window",
+                save_dir,
+                self.accumulation.micro_batches,
+            )
+        self.wait_for_checkpoint(f"the save of {save_dir}")
+        in_background = self.config.checkpoint.async_save if blocking is None else not blocking
+        with span("save", str(tag or save_dir)):
+            checkpoint.save(
+                self,
+                save_dir,
+                tag,
+                client_state or {},
+                exclude_frozen_parameters,
+                save_latest,
+                keep,
+                self.async_saves.start() if in_background else None,
+            )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        verify: bool = False,
+        load_rng: bool = False,
+        **unused: Any,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path,
+        client_state).
+
+        ``verify`` checks the hashes of all files first; ``load_rng`` restores this rank's random
+        generators, too.
+        """
+        if unused:
+            raise PartitionError(
+                f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
+            )
+        self.wait_for_checkpoint(f"the load of {load_dir}")
+        if self.updater is not None:
+            self.updater.drop_early()
+        with self.schedule.writing():
+            answer = checkpoint.load(
+                self,
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                verify=verify,
+                load_rng=load_rng,
+            )
+        self.accumulation.micro_batches = 0
+        self.zero_grad()
+        self.publish_scale()
+        return answer
+
+    def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
+        """Return when no checkpoint is being written any more. Raises CheckpointError, on all
+        ranks, if it could not be.
+
+        ``who`` waits is logged where it takes time. ``below``: wait only for what is being written
+        in this folder. Every rank must call it, or none.
+        """
+        self.async_saves.wait(who, below)
+
+    def destroy(self, gather: bool = False) -> None:
+        """Take the engine off the model and free gradients and optimizer state. Idempotent.
+
+        A checkpoint that is being written is waited for, and its error raised last. Whole
+        parameters become plain ones. Sharded ones stay released until another ``initialize`` takes
+        them over; ``gather=True`` (collective) gives them back whole.
+        """
+        with ExitStack() as ending:  # from the last to the first
+            ending.callback(super().destroy, gather)
+            ending.callback(self.async_saves.close)
