@@ -14,7 +14,7 @@ from hf_zero.engine import Engine
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
-    """Shard ``model`` as it is, at stage 3 if not told otherwise: parameters keep their dtype, and
+    """Shard ``model`` as it is, at stage 3 by default: parameters keep their dtype, and
     may be frozen and unfrozen (collective).
 
     Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`;

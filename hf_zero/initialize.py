@@ -183,7 +183,7 @@ def _second(second: Any, config: Any) -> Any:
 
 @functools.cache
 def _tell_of_other_devices() -> None:
-    """Say once that this process trains alone beside accelerators which it sees and does not
+    """Say once that this process trains alone although it sees accelerators that it does not
     use.
     """
     devices = device_count()

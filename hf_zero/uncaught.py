@@ -63,7 +63,7 @@ class _Report:
 
 
 def watch() -> None:
-    """Let errors of hf-zero that nobody catches be reported so, in a process that a launcher has
+    """Let uncaught errors of hf-zero be reported so, in a process that a launcher has
     started. Called as they are made.
     """
     hook = sys.excepthook

@@ -83,7 +83,7 @@ class Slabs:
             )
         except HostMemoryError as error:
             raise HostMemoryError(
-                f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory beside the "
+                f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory next to the "
                 f"{self.nbytes / 1e9:.2f} GB that hold others "
                 f"({error}); let blocks recompute them (activation_checkpointing.blocks), or use a "
                 "smaller micro-batch or activation_offload.min_bytes "

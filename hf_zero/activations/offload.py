@@ -6,7 +6,7 @@ The unit is a storage: a tensor saved by three operations, or through different 
 Its copy starts when it is saved. Of the device memory under copy the newest ``in_flight`` bytes are
 kept; the computing stream waits, on the device, for a copy whose source has to go. What is still
 kept when the forward ends stays: the backward needs it first, and what uses its memory afterwards
-waits for the copy, which nobody reads. The backward asks for tensors in about the reverse order;
+waits for the copy, which is not read. The backward asks for tensors in about the reverse order;
 with each one asked for, those saved before it are brought back ahead, ``in_flight`` bytes at most.
 
 Parameters and buffers are no activations: who owns them knows when they are needed. With
@@ -339,7 +339,7 @@ class Offload:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A part of a forward of which nobody tells begin or end: it is taken to be over when
+        """A part of a forward whose begin and end are not marked: it is taken to be over when
         its backward asks for something.
         """
         if transformed():

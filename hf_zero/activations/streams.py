@@ -1,5 +1,5 @@
-"""Copies between the device and host memory, beside what the device computes; and plain ones where
-that is the host itself.
+"""Copies between the device and host memory that overlap what the device computes; and plain ones
+where that is the host itself.
 
 [Note: one stream]
 All copies of a :class:`Streams` run on one stream, in the order of their calls. So a host region

@@ -72,14 +72,14 @@ class CommitTarget(ABC):
             if found != entry.size:
                 raise CheckpointError(
                     f"{path} has {found} bytes, {entry.size} were written; check the storage, and "
-                    "that nobody else changes this folder"
+                    "that no other process changes this folder"
                 )
 
     @abstractmethod
     def publish(
         self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
     ) -> None:
-        """Write ``files`` beside those of the ranks, and the manifest: the checkpoint is there.
+        """Write ``files`` next to those of the ranks, and the manifest: the checkpoint is there.
 
         ``above``: what :meth:`finish` needs.
         """

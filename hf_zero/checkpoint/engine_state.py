@@ -86,8 +86,8 @@ def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, LazyTensor]:
 def persistent_buffers(
     module: torch.nn.Module, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The tensors beside parameters that ``state_dict`` has, under every name that it gives them:
-    buffers, the state of quantised weights.
+    """The tensors other than parameters that ``state_dict`` has, under every name that it gives
+    them: buffers, the state of quantised weights.
 
     ``without`` leaves out what stands beside the parameters of these names.
     """

@@ -291,7 +291,7 @@ class Upload:
         try:
             self._file.discard()
         except Exception as trouble:
-            # the upload has failed already, and that is what is to be told
+            # the upload has failed already, and that is the error to raise
             logger.warning(
                 "the parts of %s that were sent may be left in the store: %s", self._where, trouble
             )

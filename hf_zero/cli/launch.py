@@ -169,7 +169,7 @@ def launch(
 
 
 def _told(planned: Plan) -> dict[str, object]:
-    """What would run. Of the variables the names: a token among them is nobody's business."""
+    """What would run. Of the variables the names: a token among them is not to be shown."""
     if planned.alone:
         return {
             "command": planned.starts[0].command,

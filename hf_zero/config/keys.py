@@ -172,9 +172,7 @@ _CHECKPOINT = under(
     inert("writer.io_buffer_size", SIZE, "blocks are of 16 MiB"),
     inert("writer.io_buffer_double", BOOLEAN, "one block is hashed while another is written"),
     inert("writer.io_multiplier", COUNT, "each rank writes one stream"),
-    inert(
-        "writer.show_statistics", BOOLEAN, "the log says how long a save beside the training took"
-    ),
+    inert("writer.show_statistics", BOOLEAN, "the log says how long a save in the background took"),
     inert(
         "writer.data_parallel",
         choice("replica", "socket", "machine"),

@@ -85,7 +85,7 @@ class OffloadOptimizer:
     paths are striped). A piece of ``buffer_size`` elements is read, updated and written at a time,
     ``buffer_count`` pieces are under way. ``ratio`` is the share of the trainable elements that is
     offloaded; "auto" keeps on the device what fits there. ``moments`` is what the optimizer's
-    moments are stored in: int8 takes a scale for every 256 numbers beside them.
+    moments are stored in: int8 takes a scale for every 256 numbers as well.
     ``update_in_backward`` starts a unit's update when its gradient has landed, where neither
     clipping nor fp16 forbids it; only ``step`` may then follow the last backward of a window, for
     nothing can take it back. ``cores`` is the share of this rank's cores that updates.
@@ -222,7 +222,7 @@ OFFLOAD = (
             BOOLEAN,
             "files are made at their full size and filled with what training starts from",
         ),
-        inert("super_offload", BOOLEAN, "the update on the CPU always runs beside the transfers"),
+        inert("super_offload", BOOLEAN, "the update on the CPU always overlaps the transfers"),
     ),
     inert("aio.single_submit", BOOLEAN, "requests are submitted as the queue has room"),
     inert("aio.overlap_events", BOOLEAN, "requests are always submitted while others complete"),

@@ -82,7 +82,7 @@ class Reading:
             del self.sources[gone]
 
     def fill(self, path: str, value: Any, source: str) -> Any:
-        """Set a value that nobody wrote."""
+        """Set a value that the configuration does not have."""
         self.values[path], self.sources[path] = value, source
         self.filled.add(path)
         return value

@@ -195,7 +195,7 @@ class ZeroConfig(Settings):
         """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`, which
         finds the sources again.
 
-        Keys that nobody set are left out, so that Accelerate and the Trainer can bring their own,
+        Keys that were not set are left out, so that Accelerate and the Trainer can bring their own,
         or written with their "default".
         """
         return explaining.as_dialect(self._reading, unset)
@@ -256,7 +256,7 @@ class ZeroConfig(Settings):
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as a mapping of the dialect: what sections hold beside their defaults,
+    """Keyword arguments as a mapping of the dialect: what sections hold other than their defaults,
     and ``True`` for a precision.
     """
     mapping: dict[str, Any] = {}

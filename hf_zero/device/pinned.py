@@ -1,4 +1,4 @@
-"""Host memory that a device copies to and from by itself, beside what it computes.
+"""Host memory that a device copies to and from by itself while it computes.
 
 CUDA and ROCm pin pages that are there already (``cudaHostRegister``): exact in size, on the NUMA
 node that was chosen. Other kinds give pinned memory by torch's own allocator only.

@@ -70,7 +70,7 @@ def _options(kind: str) -> dict[str, Any]:
 
 @functools.cache
 def shard_stream(device: torch.device) -> Stream | None:
-    """The stream on which shards come from host memory to ``device``, beside what it computes;
+    """The stream on which shards come from host memory to ``device`` while it computes;
     None on the host.
     """
     return None if kinds.is_host(device) else new_stream(device)

@@ -459,7 +459,7 @@ def tagged_barrier(
     """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source``
     count within ``ranks``.
 
-    The ``source`` of a broadcast waits for nobody: it gets the works to wait for once its values
+    The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
     are sent.
     """
     peers = [peer for peer in range(len(ranks)) if peer != rank]

@@ -4,11 +4,11 @@ process group.
 [Note: departures]
 While an order is recorded, every rank asks before every gather (:meth:`Agreement.settle`), and all
 of them issue what was agreed. Later a rank may need a unit that the order does not hold while the
-others go on by theirs. It must not issue a collective that nobody joins: it fetches the others'
+others go on by theirs. It must not issue a collective that no rank joins: it fetches the others'
 chunks through the store, from a thread that each rank keeps for that (:meth:`Agreement.fetch`).
 That is slow and right. Hosts may be steps apart, so each answers with the step it is at; the orders
-are recorded anew after the latest of them. A rank that is told to stop lets the others know in the
-same way, and all stop after that step; so does rank 0 whose save beside the training has failed,
+are recorded anew after the latest of them. A rank that is asked to stop lets the others know in the
+same way, and all stop after that step; so does rank 0 whose save in the background has failed,
 and all raise after that step.
 """
 
@@ -68,9 +68,9 @@ class Consensus:
         self._heard: set[int] = set()
         self._renewals: set[int] = set()  # steps at whose end orders are recorded anew
         self._stops: set[int] = set()  # steps at whose end all ranks stop
-        self._asked = False  # this rank was told to stop and has not told the others
+        self._asked = False  # this rank was asked to stop and has not published it
         self.stopped = False
-        self._unsent_events: set[int] = set()  # events of which this rank has not told the others
+        self._unsent_events: set[int] = set()  # events that this rank has not published
         self._due: dict[int, int] = {}  # events, and the step at whose end all ranks have them
         self.events: frozenset[int] = frozenset()
         self._lock = threading.Lock()
@@ -288,7 +288,7 @@ class Consensus:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around every change of shards, which all ranks make in the same order: nobody is
+        """Around every change of shards, which all ranks make in the same order: no rank is
         served in the middle of it.
         """
         with self._shards:
@@ -363,7 +363,7 @@ def _say_closed(store: Any, rank: int, why: str = ENDED) -> None:
     try:
         store.set(f"closed/{rank}", why)
     except RuntimeError:
-        pass  # the store is gone: nobody can ask
+        pass  # the store is gone: no rank can ask
 
 
 def _serve(

@@ -41,7 +41,7 @@ class Mesh:
         updates: bool = False,
     ):
         """``updates``: another communicator over the shards, for a thread that gathers updated
-        parameters beside all else.
+        parameters and all else.
         """
         self.rank, self.world = get_rank(), get_world_size()
         self.stats = CollectiveStats()
@@ -101,8 +101,8 @@ class Mesh:
         get_world_group().deferred.add(issue)
 
     def _quiet(self) -> Watchdog:
-        """A watch that knows what ends this rank, and leaves the watching to whoever waits for
-        the thread: a rank waits for one thing.
+        """A watch that knows what ends this rank, and leaves the watching to the caller that waits
+        for the thread: a rank waits for one thing.
         """
         watchdog = Watchdog(enabled=False)
         watchdog.rank_status = self.watchdog.rank_status
@@ -167,7 +167,7 @@ class Mesh:
                 axis.close()
 
     def record_last_error(self, error: BaseException | None) -> None:
-        """What the other ranks are told if this rank ends now: the exception that its last forward
+        """What the other ranks hear if this rank ends now: the exception that its last forward
         has raised; None once one has gone well.
         """
         if self.watchdog.rank_status is not None:

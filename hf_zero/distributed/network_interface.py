@@ -1,7 +1,7 @@
 """The network interface that gloo listens on: the one that leads to where the ranks meet.
 
 By itself gloo takes the address that the host's own name resolves to, which on many machines is
-127.0.1.1: peers on other hosts are then told to connect to themselves.
+127.0.1.1: peers on other hosts would then connect to themselves.
 """
 
 from __future__ import annotations

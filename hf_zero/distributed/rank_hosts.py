@@ -1,5 +1,5 @@
-"""Which rank runs on which host: told through the store while all are well, to be named when one
-is lost.
+"""Which rank runs on which host: published through the store while all are well, to be named
+when one is lost.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ post, too.
   all the same.
 - A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it:
   had its wait ended since its post, that other rank would have issued it. If what this rank waits
-  for needs a stuck rank that has not issued it, nobody will ever come.
+  for needs a stuck rank that has not issued it, the wait never ends.
 
 All else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
 """
@@ -36,7 +36,7 @@ StatusPost = dict[str, Any]
 
 
 class HangDiagnosis(NamedTuple):
-    """Why a wait cannot end; ``cause`` is what the other ranks are told."""
+    """Why a wait cannot end; ``cause`` is what the other ranks hear."""
 
     text: str
     cause: str
@@ -96,7 +96,7 @@ class RankStatus:
                 self._store.set(key, value)
                 self._store.add("version", 1)
         except RuntimeError:
-            self._gone = True  # nobody can read
+            self._gone = True  # no rank can read
 
     def post(self, pending: PendingCollective | None, why: str = "") -> StatusPost:
         logs = {
@@ -310,7 +310,7 @@ def _identity(process: int) -> str:
             "/proc/self/ns/pid"
         )
     except OSError:
-        return f"? {process} ?"  # no such thing on this system: nothing can be told from it
+        return f"? {process} ?"  # no such thing on this system: nothing follows from it
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -84,10 +84,10 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where nobody
-    has told.
+    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where they
+    are not known.
 
-    ``launcher`` is whose variables were read, None where RANK and its like told everything.
+    ``launcher`` is whose variables were read, None where RANK and its like were enough.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def discover(
     they stood there.
 
     ``port`` is used where MASTER_PORT is not set. None where no launcher is to be seen, or the only
-    rank has nobody to meet. Raises LaunchError, naming the variable, where one is missing or two
+    rank has no other to meet. Raises LaunchError, naming the variable, where one is missing or two
     contradict each other.
     """
     own_rank, own_size = _given(environ, "RANK", rank), _given(environ, "WORLD_SIZE", world_size)
@@ -206,7 +206,7 @@ def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | Non
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     if _text(environ, ELASTIC):
-        return None  # torchrun has told everything; srun or mpirun may have started the torchruns
+        return None  # torchrun has set everything; srun or mpirun may have started the torchruns
     return next(
         (each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None
     )

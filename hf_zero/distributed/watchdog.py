@@ -1,10 +1,10 @@
-"""No silent wait: a warning each minute, an error as soon as it is proved that nobody will come, or
-at the timeout.
+"""No silent wait: a warning each minute, an error as soon as it is proved that a rank will not
+come, or at the timeout.
 
 [Note: interrupting]
 A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's
 wait orders a stream and returns at once, it polls an event after the wait. What waits in a
-backend's native code cannot be told to stop: gloo knows only timeouts, which close its connections.
+backend's native code cannot be stopped: gloo knows only timeouts, which close its connections.
 So, with a proof at hand, all communicators are aborted from here (``CollectiveLog.abort``), the
 wait raises, and :meth:`Watchdog.explain_failure` says why. They are lost with it; so is the job.
 """

@@ -3,8 +3,8 @@ when the input ends.
 
 The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way
 because what stands on a command line has to pass two shells and can be read by everybody on the
-machine. The input stays open as long as whoever gave the orders lives: killed, cut off or done
-with, its end is seen here, and no rank is left behind.
+machine. The input stays open as long as the process that gave the orders lives: killed, cut off or
+done with, its end is seen here, and no rank is left behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     """
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
-        return CANNOT_START  # nobody is there any more
+        return CANNOT_START  # the caller is gone
     _adopt_orphans()
     try:
         child = subprocess.Popen(

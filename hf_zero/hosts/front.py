@@ -182,7 +182,7 @@ class _Front:
             self._write(sink, prefix + held + b"\n")
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        # nobody reads any more; the ranks are not to wait for him
+        # the reader is gone; the ranks are not to wait for it
         with self._lock, suppress(BrokenPipeError):
             sink.write(data)
             sink.flush()

@@ -84,7 +84,7 @@ def select(
     """The part of ``hosts`` that filters or numbers choose, in the order of ``hosts``.
 
     Raises LaunchError for unknown hosts and slots, for a filter that leaves nothing, and for
-    filters beside numbers.
+    filters as well as numbers.
     """
     given = [option for option, value in (("--include", include), ("--exclude", exclude)) if value]
     numbers = [

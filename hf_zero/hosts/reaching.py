@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from hf_zero.errors import LaunchError
 
-# No questions, for nobody is there to answer them; a host that is gone is noticed after a minute.
+# No questions, there is no terminal to answer them; a host that is gone is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 VARIABLE = "HF_ZERO_SSH"
 ANSWER_SECONDS = 60.0
@@ -91,7 +91,7 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

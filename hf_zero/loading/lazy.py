@@ -1,4 +1,4 @@
-"""A tensor that a model loader can rename, cut, join and cast, and that nobody has read yet.
+"""A tensor that a model loader can rename, cut, join and cast, and that has not been read yet.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
 and extends an expression (expressions.py) instead of touching memory. To the outside it is

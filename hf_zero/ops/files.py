@@ -33,7 +33,7 @@ BACKENDS = ("io_uring", "threads", "python")
 
 
 class Priority(enum.IntEnum):
-    """What goes first: what somebody waits for, what will be read soon, what nobody waits for."""
+    """What goes first: what a thread waits for, what is read soon, what no thread waits for."""
 
     NEEDED = 0
     AHEAD = 1
@@ -182,7 +182,7 @@ class Ticket:
         return bool(self._transfer.finished and self._transfer.failed)
 
     def wait(self) -> None:
-        """Return when the transfer is done; it goes before all that nobody waits for.
+        """Return when the transfer is done; it goes before all that no thread waits for.
 
         Raises OSError with errno and path if it failed.
         """

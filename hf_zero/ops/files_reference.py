@@ -157,7 +157,7 @@ class FileQueue:
 
     def _end(self, transfer: Transfer) -> None:
         transfer.after = []
-        transfer.pieces = []  # whoever keeps the ticket does not keep the file
+        transfer.pieces = []  # a caller that keeps the ticket does not keep the file
         transfer.finished = True
         self._changed.notify_all()
 

@@ -1,7 +1,7 @@
 """Sums of squares of many tensors in one pass: fp32 in runs of :data:`RUN` elements, runs added in
 fp64, in an order that is always the same.
 
-The result of a tensor depends on its elements alone, not on the tensors beside it. A run whose fp32
+The result of a tensor depends on its elements alone, not on its neighbours. A run whose fp32
 sum overflows, or is so small that squares may have vanished, is summed again in fp64; so a sum is
 not finite exactly if an element is not.
 """

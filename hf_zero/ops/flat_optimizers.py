@@ -1,7 +1,7 @@
 """Adam, AdamW and Lion over all segments of flat buffers in one launch, whatever their number.
 
 A segment is a run of elements with settings of its own (a parameter group). Where segments lie is
-told by a table that is made once (:class:`~hf_zero.ops.flat_tiles.Tiles`); what each row of
+given by a table that is made once (:class:`~hf_zero.ops.flat_tiles.Tiles`); what each row of
 settings is now, by another that is uploaded when one of them has changed. A step is two launches:
 :func:`advance_` counts it and works out bias corrections and step sizes for each row in fp64, on
 the device; :func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes

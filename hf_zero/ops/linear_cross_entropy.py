@@ -63,7 +63,7 @@ def linear_cross_entropy(
         )
     if reduction == "sum" and num_items is not None:
         raise KernelError(
-            "num_items beside reduction='sum': a sum is not divided; leave one of them out"
+            "num_items with reduction='sum': a sum is not divided; leave one of them out"
         )
     rows = _rows(chunk, hidden, weight)
     asked = torch.is_grad_enabled()
@@ -269,7 +269,7 @@ def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, .
             and sums[0].dtype == ctx.dtype
             and not torch._C._autograd._get_current_graph_task_keep_graph()
         ):
-            # nobody will ask again, so no second copy of the weight's gradient
+            # no further backward follows, so no second copy of the weight's gradient
             scaled = [each.mul_(grad) for each in sums]
         else:
             scaled = torch.ops.hf_zero.linear_cross_entropy_backward(grad, sums, ctx.dtype)

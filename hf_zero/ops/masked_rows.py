@@ -137,7 +137,7 @@ def _select(
         )
     counts = (labels != ignore_index).cumsum(0)
     slots = torch.where((labels != ignore_index) & (counts <= capacity), counts - 1, capacity)
-    # Whatever has no place goes to one more, which nobody reads.
+    # Whatever has no place goes to one more, which is never read.
     taken = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
     taken.scatter_(0, slots, torch.arange(tokens, device=device))
     taken = taken[:capacity]

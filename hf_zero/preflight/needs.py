@@ -8,7 +8,7 @@ does (padding included). Per trainable flat, with K bytes a parameter of master 
 - Optimizer on the device: parameters, gradients and K as the stage table says; moments in fp32.
 - Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
   gradient of a whole window stays on the device as well. The device keeps no master; in fp32
-  training the one in RAM is a copy beside the parameters.
+  training the one in RAM is a copy of its own.
 - Optimizer in files: K on disk, the gradients in RAM, and there the pieces that are under way.
 - ``ratio``: of the chunks laid end to end those that lie within the first ``1 - ratio`` stay on the
   device.
@@ -17,7 +17,7 @@ does (padding included). Per trainable flat, with K bytes a parameter of master 
   device holds the units that are gathered.
 
 A gradient in which no micro-batches are added up is kept in 16 bits; see
-:meth:`Plan.gradient_bytes`. What a model computes with beside its state (activations) is not known
+:meth:`Plan.gradient_bytes`. What a model computes with (activations) is not known
 here.
 """
 

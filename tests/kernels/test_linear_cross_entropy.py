@@ -280,7 +280,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (
         (HIDDEN, WEIGHT, LABELS),
         {"reduction": "sum", "num_items": 3},
-        "num_items beside reduction='sum'",
+        "num_items with reduction='sum'",
     ),
     ((HIDDEN, WEIGHT, LABELS), {"chunk": 0}, "chunk=0"),
 ]

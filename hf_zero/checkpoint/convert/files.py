@@ -32,7 +32,7 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 
 LOCK = find.NEW + "lock"
-# of file systems that know no locks: nobody is kept out there
+# of file systems that know no locks: no process is kept out there
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

@@ -281,7 +281,7 @@ class _Reading:
                     states.setdefault(name, {})[last] = record
                 else:
                     apart.setdefault(name, {})[last] = self._value(record[0])
-        # groups are not told then: those of equal settings are taken for one
+        # groups are not known then: those of equal settings are taken for one
         for name, values in apart.items():
             settings.setdefault(repr(sorted(values.items())), {**values, "params": []})[
                 "params"

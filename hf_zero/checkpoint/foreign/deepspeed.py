@@ -178,7 +178,7 @@ class Reading:
         return self._listed
 
     def _matched(self) -> list[dict[str, tuple[int, ...]]]:
-        """Stage 0 writes no names beside the optimizer's state: float32 masters tell them, or the
+        """Stage 0 writes no names with the optimizer's state: float32 masters give them, or the
         model that loads, or shapes.
 
         Where nothing tells, all of the optimizer is left out.

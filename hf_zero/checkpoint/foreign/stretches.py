@@ -113,7 +113,7 @@ class SavedTensor:
                 )
 
     def _find(self) -> int:
-        """The byte of the file at which the elements begin, -1 if they are not told or not in
+        """The byte of the file at which the elements begin, -1 if they are not known or not in
         order.
         """
         shell = load(self.path, self.offset, self.length, "meta")

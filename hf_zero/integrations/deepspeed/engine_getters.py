@@ -56,8 +56,7 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "zero_round_robin_gradients": (f"{ZERO}.round_robin_gradients", False),
     "zero_sub_group_size": (f"{ZERO}.sub_group_size", 1_000_000_000),
 }
-"""Methods that return what the configuration says under a key: (its path, what it is if nobody
-wrote it)."""
+"""Methods that return what the configuration says under a key: (its path, its default)."""
 
 CONSTANTS: dict[str, Any] = {
     "autotuning_enabled": False,

@@ -1,4 +1,4 @@
-"""Fused kernels on Hugging Face models: replaced on the instance, told in a table, undone by
+"""Fused kernels on Hugging Face models: replaced on the instance, listed in a table, undone by
 ``hf_zero.restore``.
 """
 

@@ -1,4 +1,4 @@
-"""What a function does, told by its source: two functions of one fingerprint are the same code
+"""What a function does, by its source: two functions of one fingerprint are the same code
 under other annotations.
 
 A replacement stands for one piece of Hugging Face code. Classes are copied from model to model

@@ -1,6 +1,6 @@
 """Heads that compute their loss without whole logits, on models of transformers as they are.
 
-[Note: how a head is told of labels]
+[Note: how a head gets the labels]
 The model's own forward runs, without labels. On the way it calls its head as a module, so that
 hooks on it fire: at stage 3 they gather the weight. There the labels wait, on an object that
 belongs to this model: the module that makes logits returns the loss instead, a scalar, and what the
@@ -33,7 +33,7 @@ from hf_zero.logs import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
-IGNORED = -100  # what transformers' losses ignore unless they are told otherwise
+IGNORED = -100  # what transformers' losses ignore by default
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Outputs of a fused head whose logits are made when somebody reads them.
 
-A training forward with labels needs no logits, but a script may: an accuracy beside the loss, a
+A training forward with labels needs no logits, but a script may: an accuracy next to the loss, a
 loss of its own in ``Trainer.compute_loss``. ``outputs.logits`` then runs the head on the hidden
 states that the loss was computed from, with gradients. As a key, in a tuple and in a copy that
 something makes of the outputs (a pytree that is taken apart and put together) there are none.
@@ -48,7 +48,7 @@ def _read(outputs: Any) -> Any:
 
 
 def _shown(outputs: Any) -> str:
-    """Without logits that nobody has read: at stage 3 one rank that prints its outputs would
+    """Without logits that have not been read: at stage 3 one rank that prints its outputs would
     wait for the others.
     """
     fields = ", ".join(f"{name}={value!r}" for name, value in outputs.items())

@@ -39,7 +39,7 @@ class Report:
         return tuple(line for line in self.lines if line.why_not)
 
     def rows(self) -> Iterator[Line]:
-        """The lines, those that differ in the numbers of layers alone told as one."""
+        """The lines, those that differ in the numbers of layers alone as one."""
         counts: dict[tuple[tuple[str, ...], str, str, str], int] = {}
         for line in self.lines:
             where = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", line.where)

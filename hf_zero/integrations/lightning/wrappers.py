@@ -32,7 +32,9 @@ from hf_zero.integrations.lightning.strategy import (
 )
 from hf_zero.logs import log_rank0
 
-HPC = "hpc_ckpt_"  # what a job under SLURM saves when it is told to end, and resumes from by itself
+HPC = (
+    "hpc_ckpt_"  # what a job under SLURM saves when it is asked to end, and resumes from by itself
+)
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +155,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     (``_CheckpointConnector._parse_ckpt_path``).
 
     Raises CheckpointError with those beside it that are: another model than the best is nothing to
-    take without asking. Of those that a job saved when SLURM told it to end the last whole one is
+    take without asking. Of those that a job saved when SLURM asked it to end the last whole one is
     taken.
     """
 
@@ -181,7 +183,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
             remedy = (
                 f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
                 if others
-                else "none beside it is whole"
+                else "no other one there is whole"
             )
             raise CheckpointError(
                 f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {said}. In "

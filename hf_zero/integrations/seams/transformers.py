@@ -94,7 +94,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, missing_keys, device_map, device_mesh, hf_quantizer)",
         wrapper="hf_zero.integrations.transformers.loading:mark_missing",
         versions=TRANSFORMERS,
-        why="missing weights start as whatever is in memory, which cannot be told from values",
+        why="missing weights start as whatever is in memory, which looks like values",
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",

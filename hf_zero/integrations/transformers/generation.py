@@ -1,8 +1,8 @@
 """Generation at stage 3: how often a model is gathered for it.
 
-Every token is a forward, and every forward gathers each unit once. Where the whole model fits
-beside what is there already, ``generate`` gathers it once for all tokens; ranks then end when their
-own sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive in
+Every token is a forward, and every forward gathers each unit once. Where the whole model fits next
+to what is there already, ``generate`` gathers it once for all tokens; ranks then end when their own
+sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive in
 transformers.
 """
 

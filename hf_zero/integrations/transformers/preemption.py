@@ -37,8 +37,8 @@ def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
 
 class AgreedStop:
-    """The events of a callback that has one checkpoint saved when the job is told to end, and stops
-    training.
+    """The events of a callback that has one checkpoint saved when the job is asked to end, and
+    stops training.
 
     The Trainer itself saves, so that the losses of the step are in what it saves. An evaluation
     that is due then is left out: the time until a job is killed is short.
@@ -61,7 +61,7 @@ class AgreedStop:
         folder = os.path.join(
             self.trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         )
-        log_rank0(f"told to end: saving {folder} and stopping")
+        log_rank0(f"asked to end: saving {folder} and stopping")
         self._sentinel = os.path.join(folder, SENTINEL)
         if state.is_world_process_zero:
             os.makedirs(folder, exist_ok=True)

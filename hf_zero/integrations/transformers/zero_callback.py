@@ -88,7 +88,7 @@ class ZeroCallback(TrainerCallback):
             return
         added = {**memory(args.device), **self.throughput.rates()}
         logs.update(added)
-        # The Trainer copied the logs into its history before it told us.
+        # The Trainer copied the logs into its history before this event.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(added)
 

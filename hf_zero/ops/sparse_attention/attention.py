@@ -1,7 +1,7 @@
 """Attention over the blocks of a layout, differentiable, on any device; torch.compile sees one
 operator.
 
-The layout is told to the operator as the number of its configuration, and compiled once for each
+The operator gets the layout as the number of its configuration, and compiled once for each
 length, device and number of heads.
 """
 

@@ -3,7 +3,7 @@
 Queries and keys are cut into tiles of 64. A row of tiles (one tile of queries) has a list of the
 tiles of keys it attends to; a column has the list of rows that attend to it, for the backward of
 keys and values. Blocks of more than 64 are several tiles; of blocks below 64 a tile has the union,
-and 16 bits beside each entry say which parts of it are attended to.
+and 16 bits with each entry say which parts of it are attended to.
 
 Lists are balanced here, once: a list much longer than the mean (a global row or column) is cut into
 parts of equal length, each a program of its own that writes its result in fp32 to a slot, to be

@@ -1,4 +1,4 @@
-"""Configurations by number, so that an operator is told one in an integer and torch.compile sees
+"""Configurations by number, so that an operator takes one as an integer and torch.compile sees
 through it.
 
 Equal configurations share a number. They are kept for the life of the process: an operator's

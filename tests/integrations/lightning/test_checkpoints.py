@@ -123,7 +123,7 @@ def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_ones(
         fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
     for epoch in (0, 1):
         tear("a shard cut short", tmp_path / f"epoch={epoch}.ckpt")
-    with pytest.raises(CheckpointError, match="none beside it is whole"):
+    with pytest.raises(CheckpointError, match="no other one there is whole"):
         fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
 
 
