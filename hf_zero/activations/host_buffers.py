@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from hf_zero.errors import HostMemoryError
-from hf_zero.storage.states import Take
+from hf_zero.storage.base import Allocator
 
 # bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
 FIRST, MOST = 16 << 20, 256 << 20
@@ -58,7 +58,7 @@ class Slabs:
     Graphs die backwards, so slabs empty one after the other.
     """
 
-    def __init__(self, take: Take, first: int = FIRST, most: int = MOST):
+    def __init__(self, take: Allocator, first: int = FIRST, most: int = MOST):
         """``first`` and ``most`` are the bytes of the first slab and of any, but for one that
         holds a single larger tensor.
         """

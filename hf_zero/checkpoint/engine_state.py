@@ -59,11 +59,11 @@ class LazyTensor:
 def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, LazyTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
     kept = flat.optimizer_shard
-    if kept.states is not None and bound is not None:
+    if kept.storage.offloaded and bound is not None:
         kept.wait_for_update()
-        states, numel = kept.states, flat.owned[1] - flat.owned[0]
+        storage, numel = kept.storage, flat.owned[1] - flat.owned[0]
         return {
-            name: LazyTensor(states.dtype(name), numel, partial(states.fetch, name))
+            name: LazyTensor(storage.dtype(name), numel, partial(storage.fetch, name))
             for name in bound.names(kept)
         }
     if not flat.trainable:

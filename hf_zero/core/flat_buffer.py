@@ -27,7 +27,8 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.spans import span
-from hf_zero.storage.storage import Storage
+from hf_zero.storage.base import SHARD, Storage, numbers
+from hf_zero.storage.memory import DeviceStorage
 
 if TYPE_CHECKING:
     from hf_zero.core.unit import Unit
@@ -75,6 +76,8 @@ class FlatBuffer:
     mesh: Mesh = reading("engine_flats.mesh")
     axis: MeshDim = reading("engine_flats.mesh.shard")
     engine: Callable[[], Any] = reading("engine_flats.engine")
+    # whether the parameter shard lives elsewhere than on the compute device
+    is_away: bool = reading("_storage.offloaded")
 
     def __init__(
         self, spec: FlatSpec, parameters: dict[str, nn.Parameter], engine_flats: EngineFlats
@@ -92,9 +95,7 @@ class FlatBuffer:
         self.unit: Unit
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
-        # where the parameter shard lives, and its first element there; None: in ``full``
-        self._storage: Storage | None = None
-        self._at = 0
+        self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
         engine_flats.add(self)
 
     def __repr__(self) -> str:
@@ -131,9 +132,11 @@ class FlatBuffer:
         return self._shard_as_it_is()
 
     def _shard_as_it_is(self) -> torch.Tensor:
-        if self._storage is None:
-            return self._own
-        return self._storage.fetch(self._at, self._at + self.layout.chunk)
+        if not self.is_away:
+            return self._storage.fetch(SHARD)
+        out = torch.empty(self.layout.chunk, dtype=self.dtype, device=self.full.device)
+        self._storage.fetch_into(SHARD, 0, out)
+        return out
 
     def shard_for_others(self) -> torch.Tensor:
         """As :attr:`shard`, for a thread other than the one that trains."""
@@ -142,11 +145,10 @@ class FlatBuffer:
 
     def shard_to_fill(self) -> torch.Tensor:
         """Memory for new values of this rank's elements, to be given to :meth:`store_shard`:
-        [owned].
+        [owned], on the device or the host.
         """
-        if self._storage is None:
-            return self.shard
-        return self._storage.open(self._at, self._at + self.layout.chunk)
+        self.optimizer_shard.wait_for_update()
+        return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
     def bring_shard(self) -> torch.Tensor:
         """This rank's elements where they stand in ``full``, copied there if they live elsewhere:
@@ -155,9 +157,8 @@ class FlatBuffer:
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
         own = self._own
-        if self._storage is not None:
-            with span("copy_to_device", self.spec.key, own.nbytes):
-                self._storage.fetch_into(self._at, own)
+        with span("copy_to_device", self.spec.key, own.nbytes):
+            self._storage.fetch_into(SHARD, 0, own)
         return own
 
     def prefetch(self) -> None:
@@ -165,8 +166,8 @@ class FlatBuffer:
 
         One that an update is about to write is not read ahead.
         """
-        if self._storage is not None and not self.optimizer_shard.update_runs:
-            self._storage.ahead(self._at, self._at + self.layout.chunk)
+        if not self.optimizer_shard.update_runs:
+            self._storage.prefetch(0)
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, casting to compute dtype."""
@@ -177,38 +178,26 @@ class FlatBuffer:
         """Overwrite the elements from ``start`` of ``owned`` on: for the update under way, which
         does not wait for itself.
         """
-        if self._storage is not None:
-            self._storage.store(self._at + start, values)
-            return
-        own = self._own[start : start + values.numel()]
-        if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-            own.copy_(values, non_blocking=True)
+        self._storage.store(SHARD, start, values)
 
     def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Elements ``[start, stop)`` of ``owned`` where the host can write them, if it can."""
-        if self._storage is not None:
-            return self._storage.in_host_memory(self._at + start, self._at + stop)
-        own = self._own[start:stop]
+        """Elements ``[start, stop)`` of ``owned`` where the host can write them, if it can.
+        :meth:`end_host_writes` follows, when it has written all elements.
+        """
+        own = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
         return own if own.device.type == "cpu" else None
 
     def end_host_writes(self) -> None:
         """All parts have been written by the host."""
-        if self._storage is not None:
-            self._storage.complete()
-
-    @property
-    def is_away(self) -> bool:
-        """Whether this rank's elements live somewhere else than on the compute device."""
-        return self._storage is not None and self._storage.nbytes()["device"] == 0
+        self._storage.release(0)
 
     def shard_bytes(self) -> dict[str, int]:
-        """Bytes by tier of the parameter shard, which is away."""
-        assert self._storage is not None
+        """Bytes by tier of the parameter shard."""
         return self._storage.nbytes()
 
-    def keep_shard_in(self, storage: Storage, at: int) -> None:
-        """Keep the parameter shard in ``storage``, from element ``at`` on."""
-        self._storage, self._at = storage, at
+    def keep_shard_in(self, storage: Storage) -> None:
+        """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
+        self._storage = storage
 
     def move_states_to_device(self, master: torch.Tensor | None, grad: torch.Tensor | None) -> None:
         """Keep master weights and gradient on the device from now on; the caller takes the moments
@@ -315,6 +304,8 @@ class FlatBuffer:
         Their values must be in it.
         """
         self._set_full(full)
+        if not self.sharded:
+            self._storage = DeviceStorage({SHARD: self._own})
         self.handles.take(self, full)
 
     def _set_full(self, full: torch.Tensor) -> None:
@@ -344,7 +335,7 @@ class FlatBuffer:
         """Let go of this rank's memory: the parameters belong to another flat buffer by now, or to
         themselves.
         """
-        self._storage = None
+        self._storage = DeviceStorage({})
         self.handles.drop_memory()
         self.user_writes.drop_aliases()
         self.full = self.full.new_empty(0)

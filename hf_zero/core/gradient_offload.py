@@ -10,7 +10,7 @@ from hf_zero.core.gradient_buffer import GradientBuffer
 from hf_zero.device import streams
 from hf_zero.ops import host
 from hf_zero.spans import span
-from hf_zero.storage.states import Take
+from hf_zero.storage.base import Allocator
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
 # gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run
@@ -33,12 +33,12 @@ class GradientCopy:
 class GradientOffload:
     """Copies on a stream of their own, beside the backward.
 
-    ``take`` gives memory that a GPU can copy to.
+    ``allocator`` gives memory that a GPU can copy to.
     """
 
-    def __init__(self, device: torch.device, take: Take):
+    def __init__(self, device: torch.device, allocator: Allocator):
         self._device = device
-        self._take = take
+        self._allocator = allocator
         self._stream: streams.Stream | None = None
         self._copies: list[GradientCopy] = []
         self.last: GradientBuffer | None = None  # that was sent
@@ -90,7 +90,7 @@ class GradientOffload:
             return self._staging.pop(fitting)
         if self._staging:
             self._staging.pop()  # a larger one takes its place
-        return self._take(nbytes, torch.uint8)
+        return self._allocator(nbytes, torch.uint8)
 
     def _finish_oldest(self) -> None:
         copy = self._copies.pop(0)

@@ -26,7 +26,9 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.memory.host import give_back_freed
-from hf_zero.optim.table import pieces
+from hf_zero.optim.table import sub_groups
+from hf_zero.storage.base import MASTER
+from hf_zero.storage.memory import DeviceStorage
 from hf_zero.storage.placement import Chunk, Placement
 
 T = TypeVar("T")
@@ -69,8 +71,8 @@ def partition(
         flat: Chunk(flat.key, flat.spec.owned_numel, flat.dtype, flat.trainable) for flat in flats
     }
     away = placement.offloaded(list(chunks.values()))
-    pieces_of = {
-        flat: pieces(flat.layout, flat.owned, group_of, placement.piece)
+    sub_groups_of = {
+        flat: sub_groups(flat.layout, flat.owned, group_of, placement.sub_group_size)
         for flat in flats
         if flat.key in away
     }
@@ -78,7 +80,7 @@ def partition(
         with raise_on_all_ranks("take the room on its disk that offloading needs"):
             placement.reserve(
                 [chunks[f] for f in flats if f.sharded],
-                [(chunks[f], those) for f, those in pieces_of.items()],
+                [(chunks[f], those) for f, those in sub_groups_of.items()],
                 moments,
             )
     whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
@@ -117,7 +119,7 @@ def partition(
                 else next(whole)
             )
             if flat.sharded:
-                flat.keep_shard_in(*shard_of(chunks[flat]))
+                flat.keep_shard_in(shard_of(chunks[flat]))
             if _is_pending(flat):
                 own = _read_own(flat, mesh, former, staging)
             else:
@@ -129,14 +131,13 @@ def partition(
                 shard, whole_grad = (buffer, None) if policy.shards_gradients else (None, buffer)
                 offloads = flat.key in away
                 if offloads:
-                    states = placement.states(chunks[flat], pieces_of[flat])
-                    flat.optimizer_shard.offload(states)
+                    state = placement.optimizer_state(chunks[flat], sub_groups_of[flat])
+                    flat.optimizer_shard.keep_in(state)
                     flat.optimizer_shard.store_master(own)
                     shard = placement.take_pinned(flat.spec.owned_numel, sums[flat])
                 else:
-                    flat.optimizer_shard.keep_master(
-                        next(masters).copy_(own) if _needs_master(flat) else flat.shard
-                    )
+                    master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
+                    flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}))
                 flat.gradient.allocate(shard, whole_grad, flat in upcasts, offloads)
         if unit.sharded:
             unit.release()

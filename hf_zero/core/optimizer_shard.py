@@ -13,7 +13,8 @@ from hf_zero.core.flat_spec import FlatSpec, reading
 from hf_zero.core.gradient_buffer import GradientBuffer
 from hf_zero.core.layout import FlatLayout
 from hf_zero.device import streams
-from hf_zero.storage.states import MASTER, States
+from hf_zero.storage.base import MASTER, Storage
+from hf_zero.storage.memory import DeviceStorage
 
 
 class OptimizerShard:
@@ -29,13 +30,14 @@ class OptimizerShard:
     trainable: bool = reading("spec.trainable")
     grad: torch.Tensor | None = reading("gradient.shard")
     unused: frozenset[str] = reading("gradient.unused")
+    # whether master weights and moments live elsewhere than on the device
+    offloaded: bool = reading("storage.offloaded")
 
     def __init__(self, spec: FlatSpec, gradient: GradientBuffer):
         self.spec = spec
         self.gradient = gradient
-        # where master weights and moments live that are offloaded
-        self.states: States | None = None
-        self._master: torch.Tensor | None = None
+        # where master weights live, and moments that are offloaded; torch makes the others
+        self.storage: Storage = DeviceStorage({})
         # waits for the update that is under way; None: there is none
         self.finish_update: Callable[[], None] | None = None
         # done when that update is, with the event of its last copy to the device
@@ -48,15 +50,11 @@ class OptimizerShard:
 
     # ---- master weights ----
 
-    def keep_master(self, master: torch.Tensor) -> None:
-        """Keep master weights on the device, in ``master`` [owned], which has their values; it may
-        be the parameter shard itself.
+    def keep_in(self, storage: Storage) -> None:
+        """Keep master weights in ``storage``, under the name ``MASTER``; where it is offloaded,
+        moments as well. On the device they may be the parameter shard itself.
         """
-        self._master = master
-
-    def offload(self, states: States) -> None:
-        """Keep master weights and moments in ``states``."""
-        self.states = states
+        self.storage = storage
 
     def move_to_device(self, master: torch.Tensor | None, shard: torch.Tensor) -> None:
         """End the offload of master weights; the caller takes the moments first.
@@ -65,54 +63,39 @@ class OptimizerShard:
         is the master weights.
         """
         values = self.master
-        assert self.states is not None and values is not None
-        self.states.close()
-        self.states = None
-        self._master = shard if master is None else master.copy_(values)
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether master weights and moments live outside the device."""
-        return self.states is not None
+        assert values is not None
+        kept = shard if master is None else master.copy_(values)
+        self.storage.close()
+        self.storage = DeviceStorage({MASTER: kept})
 
     @property
     def master(self) -> torch.Tensor | None:
         """The master weights: [owned], fp32, or fp64 of parameters that are; None for what does
         not train. Written with :meth:`store_master`.
         """
-        if self.states is None:
-            return self._master
         self.wait_for_update()
-        return self.states.fetch(MASTER)
+        return self.storage.fetch(MASTER) if self.has_master else None
 
     def store_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
-        if self.states is not None:
+        if self.has_master:
             self.wait_for_update()
-            self.states.store(MASTER, start, values)
-        elif self._master is not None:
-            own = self._master[start : start + values.numel()]
-            if own.data_ptr() != values.data_ptr():
-                own.copy_(values)
+            self.storage.store(MASTER, start, values)
 
     @property
     def has_master(self) -> bool:
         """Whether these parameters train, and so have master weights."""
-        return self.states is not None or self._master is not None
+        return MASTER in self.storage.names()
 
     @property
     def has_own_master(self) -> bool:
         """Whether the master weights are others than the parameter shard."""
-        return self.states is not None or (
-            self._master is not None and self._master.dtype != self.spec.dtype
-        )
+        return self.offloaded or (self.has_master and self.storage.dtype(MASTER) != self.spec.dtype)
 
     def free(self) -> None:
         """Let go of the memory."""
-        self._master = None
-        if self.states is not None:
-            self.states.close()
-            self.states = None
+        self.storage.close()
+        self.storage = DeviceStorage({})
 
     # ---- the update under way ----
 

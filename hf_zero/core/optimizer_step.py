@@ -24,8 +24,8 @@ from hf_zero.core.usage import Usage
 from hf_zero.device import kinds
 from hf_zero.logs import logger
 from hf_zero.spans import span
+from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import Chunk, room_beside_a_step
-from hf_zero.storage.states import MASTER
 
 
 class OptimizerStep:
@@ -53,7 +53,7 @@ class OptimizerStep:
                 model.units,
                 mesh,
                 mesh.device,
-                placement.piece,
+                placement.sub_group_size,
                 placement.take_pinned,
                 self.gradient_offload,
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.storage.states import MASTER
+from hf_zero.storage.base import MASTER
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
@@ -55,9 +55,9 @@ def _held(flats: Sequence[FlatBuffer], bound: Any) -> Counter[tuple[str, str]]:
         if not flat.trainable:
             continue
         add("gradients", "device", flat.gradient.accumulated_grad)
-        if flat.optimizer_shard.states is not None:
+        if flat.optimizer_shard.offloaded:
             add("gradients", "ram", flat.gradient.shard)
-            for tier, nbytes in flat.optimizer_shard.states.nbytes().items():
+            for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():
                 found["optimizer", tier] += nbytes
             continue
         if flat.gradient.accumulated_grad is None:

@@ -2,7 +2,7 @@
 none begins that.
 
 The last update is complete all the same, because what could not be written stays in memory
-(states_in_files.py, the note).
+(storage/buffer_pool.py, the note).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def failed_writes(
         return ""
     if updater is not None:
         updater.finish()
-    own = placement.trouble()
+    own = placement.write_error()
     if not schedule.agree("a look at what was written", int(own is not None)):
         return ""
     told = mesh.all_gather_object("" if own is None else str(own), "writes that failed")

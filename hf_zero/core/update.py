@@ -34,7 +34,7 @@ from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
 from hf_zero.spans import span
-from hf_zero.storage.states import Take
+from hf_zero.storage.base import Allocator
 
 # pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
 STAGED = 3
@@ -51,7 +51,9 @@ class _Task:
 
 
 class Updater:
-    """Updates the units that have offloaded flats. ``take`` gives memory that a GPU can copy from.
+    """Updates the units that have offloaded state.
+
+    ``allocator`` gives memory that a GPU can copy from.
 
     ``mesh`` has a dimension of updates where parameters are whole and their state is in chunks:
     units are then gathered as well, in the order of the model on all ranks
@@ -64,7 +66,7 @@ class Updater:
         mesh: Mesh,
         device: torch.device,
         piece: int,
-        take: Take,
+        allocator: Allocator,
         offload: GradientOffload | None = None,
     ):
         self._all = list(units)
@@ -77,7 +79,7 @@ class Updater:
             mesh.issue_before_others(self._gathers.issue_all)
         self._device = device
         self._piece = piece
-        self._take = take
+        self._allocator = allocator
         self._offload = offload
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # in the order of the forward under way
@@ -290,7 +292,7 @@ class Updater:
         if self._stream is None:
             self._stream = streams.new_stream(self._device)
         if len(self._staged) < STAGED:
-            memory, left = self._take(self._piece * torch.float32.itemsize, torch.uint8), None
+            memory, left = self._allocator(self._piece * torch.float32.itemsize, torch.uint8), None
         else:
             memory, left = self._staged.pop(0)
         if left is not None:

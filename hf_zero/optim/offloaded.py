@@ -26,7 +26,7 @@ from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.table import Flat, Region, Segment, apart, cut
-from hf_zero.storage.states import Form, form_of
+from hf_zero.storage.base import StorageFormat, moment_format
 
 # in their first step the gradient itself is the momentum
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
@@ -129,9 +129,9 @@ class OffloadedOptimizer(BoundOptimizer):
         self.load_scalars(scalars, apart)
 
     def _cut(self, flats: Sequence[Flat]) -> list[Region]:
-        regions = cut([flat for flat in flats if flat.states is None], self.group_of)
+        regions = cut([flat for flat in flats if not flat.storage.offloaded], self.group_of)
         for flat in flats:
-            if flat.states is None:
+            if not flat.storage.offloaded:
                 continue
             region = apart(flat, self.group_of)
             for segment in region.segments:
@@ -174,11 +174,11 @@ class OffloadedOptimizer(BoundOptimizer):
 
     @staticmethod
     def _is_hosted(segment: Segment) -> bool:
-        return bool(segment.parts) and segment.parts[0].flat.states is not None
+        return bool(segment.parts) and segment.parts[0].flat.storage.offloaded
 
     @staticmethod
     def _entry(segment: Segment, name: str) -> Tensor:
-        return segment.parts[0].flat.states.entry(name)[segment.start : segment.stop]
+        return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
 
     def rule(self, group: int) -> Rule | None:
         """The host kernel that updates ``group``; None where the optimizer does it itself."""
@@ -203,12 +203,12 @@ class OffloadedOptimizer(BoundOptimizer):
             return
         if self._kept(segment.tensor):
             return
-        states = segment.parts[0].flat.states
+        states = segment.parts[0].flat.storage
         for name, value in self._fresh_state(segment).items():
             if state.is_elementwise(name, value, (1,)):
                 key = segment.parts[0].flat.key, name
                 if name not in states.names():
-                    states.add(name, self._form(name, value.dtype, segment.group))
+                    states.add(name, self._format(name, value.dtype, segment.group))
                     self._made.add(key)
                 if key in self._made and bool(value):  # each group may begin with another number
                     states.store(name, segment.start, value.expand(segment.stop - segment.start))
@@ -221,12 +221,12 @@ class OffloadedOptimizer(BoundOptimizer):
         group = state.in_numbers(self.groups[segment.group])
         return state.fresh_state(self.optimizer, group, torch.zeros(1, dtype=segment.tensor.dtype))
 
-    def _form(self, name: str, dtype: torch.dtype, group: int) -> Form:
+    def _format(self, name: str, dtype: torch.dtype, group: int) -> StorageFormat:
         moments = (
             self._moments if self._moments != "fp32" else self.groups[group].get("moments", "fp32")
         )
         if moments == "fp32" or dtype != torch.float32:
-            return Form(dtype)
+            return StorageFormat(dtype)
         rule = self.rule(group)
         if rule is None or name not in rule.compressible:
             raise ConfigError(
@@ -234,16 +234,16 @@ class OffloadedOptimizer(BoundOptimizer):
                 f"{type(self.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
                 'or Lion, or write "moments": "fp32"'
             )
-        return form_of(moments, dtype, rule.compressible[name])
+        return moment_format(moments, dtype, rule.compressible[name])
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
         """As the base class has it; what is offloaded may be a copy, to be changed with
         :meth:`load_tensor`.
         """
-        if flat.states is None:
+        if not flat.storage.offloaded:
             return super().tensors(flat)
         flat.wait_for_update()
-        return {name: flat.states.fetch(name) for name in self.names(flat)}
+        return {name: flat.storage.fetch(name) for name in self.names(flat)}
 
     def names(self, flat: Flat) -> list[str]:
         """Arrays of a flat whose states are offloaded that hold something: a momentum that the
@@ -252,14 +252,14 @@ class OffloadedOptimizer(BoundOptimizer):
         begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(
             self._hosted[flat.key]
         )
-        return [MASTER] if begins else flat.states.names()
+        return [MASTER] if begins else flat.storage.names()
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
-        if flat.states is None or name not in flat.states.names():
+        if not flat.storage.offloaded or name not in flat.storage.names():
             super().load_tensor(flat, name, tensor)
             return
         flat.wait_for_update()
-        flat.states.store(name, 0, tensor)
+        flat.storage.store(name, 0, tensor)
         if name != MASTER:
             self._fresh.difference_update(self._hosted[flat.key])
 
@@ -268,10 +268,10 @@ class OffloadedOptimizer(BoundOptimizer):
             super()._put(segment, name, at, values)
             return
         flat = segment.parts[0].flat
-        if name not in flat.states.names():
-            flat.states.add(name, Form(values.dtype))
+        if name not in flat.storage.names():
+            flat.storage.add(name, StorageFormat(values.dtype))
             self.optimizer.state[segment.tensor][name] = self._entry(segment, name)
-        flat.states.store(name, segment.start + at, values)
+        flat.storage.store(name, segment.start + at, values)
         self._fresh.discard(segment)
 
     def _unstep(self, segment: Segment) -> None:
@@ -293,7 +293,7 @@ class OffloadedOptimizer(BoundOptimizer):
                 numbers = {
                     name: value
                     for name, value in entries.get(place, {}).items()
-                    if name not in segment.parts[0].flat.states.names()
+                    if name not in segment.parts[0].flat.storage.names()
                 }
                 begins = segment in self._fresh and self._base in BEGIN_WITH_GRADIENT
                 kept = set() if begins else entries.get(place, {}).keys() & arrays.keys()
@@ -307,7 +307,7 @@ class OffloadedOptimizer(BoundOptimizer):
         super().unpacked()
         for segments in self._hosted.values():
             for segment in segments:
-                states = segment.parts[0].flat.states
+                states = segment.parts[0].flat.storage
                 given = self.optimizer.state.pop(segment.tensor, {})
                 if given.keys().isdisjoint(states.names()):
                     self._renew(segment)
@@ -328,7 +328,7 @@ class OffloadedOptimizer(BoundOptimizer):
 
     def _renew(self, segment: Segment) -> None:
         """Make ``segment``, whose state is in no book, what it was before the first step."""
-        states = segment.parts[0].flat.states
+        states = segment.parts[0].flat.storage
         for name, value in self._fresh_state(segment).items():
             if name in states.names():
                 states.store(name, segment.start, value.expand(segment.stop - segment.start))
@@ -344,7 +344,7 @@ class OffloadedOptimizer(BoundOptimizer):
             self._regions = everything
 
     def _regions_here(self) -> list[Region]:
-        return [region for region in self._regions if region.flats[0][0].states is None]
+        return [region for region in self._regions if not region.flats[0][0].storage.offloaded]
 
     # ---- the second half of a step ----
 
@@ -397,7 +397,7 @@ class OffloadedOptimizer(BoundOptimizer):
         for segment in new:
             self._create(segment)
 
-    def step_piece(
+    def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""

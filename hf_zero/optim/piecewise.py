@@ -1,4 +1,4 @@
-"""One step of state that is offloaded: flats in any order, piece by piece, also on another
+"""One step of state that is offloaded: flats in any order, sub-group by sub-group, also on another
 thread than the one that trains.
 """
 
@@ -18,7 +18,7 @@ from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.kernel_calls import MASTER, Call
 from hf_zero.optim.table import Flat, Segment
 
-AHEAD = 8  # pieces that are announced; buffers may be fewer
+AHEAD = 8  # sub-groups that are announced; buffers may be fewer
 # memory for the new values of elements [start, stop), in the dtype of the parameters
 Place = Callable[[int, int], Tensor | None]
 Placed = Callable[[int, int, Tensor | None], None]
@@ -45,7 +45,7 @@ class Bound(Protocol):
         none of the segments returned.
         """
 
-    def step_piece(
+    def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
@@ -65,7 +65,7 @@ class Update:
         self._bound, self._number = bound, number
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
-        # pieces that are still to be held, in the order in which they were announced
+        # sub-groups that are still to be acquired, in the order in which they were announced
         self._line: dict[tuple[Any, int], None] = {}
         self._lock = threading.Lock()
 
@@ -83,46 +83,48 @@ class Update:
         counted = self._bound.count(flat, self._rules)
         with self._lock:
             self._counted.update(counted)
-            self._line |= dict.fromkeys((flat.states, piece) for piece, _ in self._pieces(flat))
+            self._line |= dict.fromkeys(
+                (flat.storage, sub_group) for sub_group, _ in self._sub_groups(flat)
+            )
 
-    def _pieces(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
-        """The pieces of ``flat`` with their segments; none where all of its parameters are
+    def _sub_groups(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
+        """The sub-groups of ``flat`` with their segments; none where all of its parameters are
         unused.
         """
         segments = self._bound.hosted(flat)
         if not any(segment in self._counted for segment in segments):
             return []
         return [
-            (piece, list(those))
-            for piece, those in groupby(segments, key=lambda segment: segment.piece)
+            (sub_group, list(those))
+            for sub_group, those in groupby(segments, key=lambda segment: segment.sub_group)
         ]
 
     def run(self, flat: Flat, place: Place, placed: Placed) -> None:
-        """Update ``flat``, which was announced, piece by piece: its new values go to
+        """Update ``flat``, which was announced, sub-group by sub-group: its new values go to
         ``place(start, stop)``, and ``placed`` is told.
         """
-        states, grad = flat.states, flat.grad
+        storage, grad = flat.storage, flat.grad
         assert grad is not None
-        for piece, segments in self._pieces(flat):
-            held = states.hold(piece)
+        for sub_group, segments in self._sub_groups(flat):
+            held = storage.acquire(sub_group)
             with self._lock:
-                del self._line[states, piece]
+                del self._line[storage, sub_group]
                 following = list(islice(self._line, AHEAD))
             for other, each in following:
-                other.ahead(each)
+                other.prefetch(each)
             start, stop = segments[0].start, segments[-1].stop
             out = place(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
                 self._apply(segments[0], held, grad[start:stop], out)
             else:
                 self._apply_parts(segments, held, grad, out)
-            states.release(piece)
+            storage.release(sub_group)
             placed(start, stop, out)
 
     def _apply_parts(
         self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None
     ) -> None:
-        """Update the parts of a piece, some of which are unused or have made another number of
+        """Update the parts of a sub-group, some of which are unused or have made another number of
         steps.
         """
         first = segments[0].start
@@ -147,7 +149,7 @@ class Update:
     ) -> None:
         rule, counted = self._rules[segment.group], self._counted[segment]
         if rule is None:
-            self._bound.step_piece(segment, held, grad, self._divisor, counted.fresh)
+            self._bound.step_sub_group(segment, held, grad, self._divisor, counted.fresh)
             if out is not None:
                 out.copy_(held[MASTER])
             return

@@ -40,9 +40,9 @@ class Flat(Protocol):
     @property
     def grad(self) -> Tensor | None: ...
     @property
-    def states(self) -> Any:
-        """Where master weights and moments live that are offloaded (``hf_zero.storage.states``), or
-        None.
+    def storage(self) -> Any:
+        """The :class:`hf_zero.storage.base.Storage` of master weights, and of moments that are
+        offloaded.
         """
 
     @property
@@ -99,7 +99,7 @@ class Segment:
     start: int
     stop: int
     parts: list[Part]
-    piece: int = 0  # of the flat whose states are offloaded
+    sub_group: int = 0  # of the flat whose states are offloaded
     tensor: Tensor = field(init=False)
 
     @cached_property
@@ -236,7 +236,7 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
     found = []
     for start, stop in pairwise([0, *places, segment.stop - segment.start]):
         piece = Segment(
-            segment.group, segment.start + start, segment.start + stop, [], segment.piece
+            segment.group, segment.start + start, segment.start + stop, [], segment.sub_group
         )
         for part in segment.parts:
             first, last = max(start, part.offset), min(stop, part.offset + part.stop - part.start)
@@ -247,7 +247,7 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
     return found
 
 
-def pieces(
+def sub_groups(
     layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int
 ) -> list[tuple[int, int]]:
     """The runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
@@ -260,15 +260,15 @@ def pieces(
 
 
 def apart(flat: Flat, group_of: Mapping[str, int]) -> Region:
-    """The region of a flat whose states are offloaded: each of their pieces is a segment, bound
+    """The region of a flat whose states are offloaded: each of their sub-groups is a segment, bound
     by whoever knows where they are.
     """
     region = Region([(flat, 0)], [], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
-        for piece, (start, stop) in enumerate(flat.states.pieces):
+        for sub_group, (start, stop) in enumerate(flat.storage.sub_groups):
             if run.group is not None and run.start <= start < run.stop:
                 region.segments.append(
-                    Segment(run.group, start, stop, [Part(flat, start, stop, 0)], piece)
+                    Segment(run.group, start, stop, [Part(flat, start, stop, 0)], sub_group)
                 )
     return region
 

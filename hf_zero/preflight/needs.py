@@ -33,8 +33,8 @@ from hf_zero.core.reductions import IN_FLIGHT
 from hf_zero.core.schedule import AHEAD
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
 from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
-from hf_zero.storage.states import Form, form_of
-from hf_zero.storage.states_in_files import paged, size_in_file
+from hf_zero.storage.base import StorageFormat, moment_format
+from hf_zero.storage.nvme import paged, size_in_file
 
 STAGING = 3  # pieces of parameters on their way to the GPU
 
@@ -181,7 +181,7 @@ def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
     """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each
     array of a piece begins at a page.
     """
-    master, moment = Form(torch.float32), form_of(kind, torch.float32)
+    master, moment = StorageFormat(torch.float32), moment_format(kind, torch.float32)
 
     def piece(size: int) -> int:
         return size_in_file(master, size) + count * size_in_file(moment, size)

@@ -14,14 +14,14 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, usage
 from hf_zero.ops.host_memory import HostArena
-from hf_zero.storage.states import MASTER, Form, Piece, States, StatesInMemory, form_of
-from hf_zero.storage.states_in_files import Buffers, StatesInFiles, paged, size_in_file
-from hf_zero.storage.storage import DeviceStorage, HostStorage, Storage
-from hf_zero.storage.storage_in_files import ShardBuffers, StorageInFiles
-from hf_zero.storage.tier import FileTier
+from hf_zero.storage.base import MASTER, SHARD, Storage, StorageFormat, SubGroup, moment_format
+from hf_zero.storage.buffer_pool import BufferPool
+from hf_zero.storage.memory import DeviceStorage, HostStorage
+from hf_zero.storage.nvme import NvmeStorage, paged, size_in_file
+from hf_zero.storage.nvme_files import NvmeFiles
 
-# a piece is a multiple of this many, so that it begins at a page and at a block
-PIECE_ELEMENTS = 4096
+# a sub-group is a multiple of this many, so that it begins at a page and at a block
+SUB_GROUP_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,8 @@ class Placement:
         ) or config.prescale_gradients
         self._explicit = config.gradient_accumulation_dtype is not None
         self._arenas: dict[bool, HostArena] = {}
-        self._tiers: dict[tuple[str, ...], FileTier] = {}
-        self._shards: ShardBuffers | None = None
-        self.buffers: Buffers | None = None
+        self._files: dict[tuple[str, ...], NvmeFiles] = {}
+        self._pools: dict[str, BufferPool] = {}  # by what passes through them
         self._measured = False
         self._kept_in_memory = 0  # elements of parameters that need not go to files
 
@@ -91,26 +90,27 @@ class Placement:
         return self._optimizer.moments if self._optimizer.on else "fp32"
 
     @property
-    def piece(self) -> int:
+    def sub_group_size(self) -> int:
         """Elements that are updated at a time, at most."""
-        return max(PIECE_ELEMENTS, self._optimizer.buffer_size // PIECE_ELEMENTS * PIECE_ELEMENTS)
+        return max(
+            SUB_GROUP_ELEMENTS,
+            self._optimizer.buffer_size // SUB_GROUP_ELEMENTS * SUB_GROUP_ELEMENTS,
+        )
 
     @property
     def in_files(self) -> bool:
         """Whether anything is offloaded to a disk, on any rank."""
         return "nvme" in (self._optimizer.device, self._param.device)
 
-    def trouble(self) -> OSError | None:
-        """A write that has failed; what was to be written is in memory.
+    def write_error(self) -> OSError | None:
+        """Of a write that has failed; what was to be written is in memory.
 
         Waits for what is being written.
         """
-        used: list[Buffers | ShardBuffers] = [
-            each for each in (self.buffers, self._shards) if each is not None
-        ]
-        for each in used:
-            each.flush()
-        return next((each.trouble for each in used if each.trouble is not None), None)
+        for pool in self._pools.values():
+            pool.flush()
+        errors = [pool.write_error for pool in self._pools.values()]
+        return next((error for error in errors if error is not None), None)
 
     def offloaded(self, chunks: Sequence[Chunk]) -> set[str]:
         """Keys of the flats whose states are offloaded.
@@ -144,7 +144,7 @@ class Placement:
         return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
 
     def measured(self) -> None:
-        """It has shown."""
+        """The first step has shown how much fits."""
         self._measured = True
 
     def fitting(self, chunks: Sequence[Chunk], moments: int, room: int) -> list[str]:
@@ -182,48 +182,57 @@ class Placement:
             self._arenas[pinned] = HostArena(pinned, self._device)
         return self._arenas[pinned]
 
-    def _tier(self, paths: tuple[str, ...]) -> FileTier:
-        if paths not in self._tiers:
+    def _files_on(self, paths: tuple[str, ...]) -> NvmeFiles:
+        if paths not in self._files:
             aio = self._aio
-            self._tiers[paths] = FileTier(
+            self._files[paths] = NvmeFiles(
                 paths,
                 self._rank,
                 block_size=aio.block_size,
                 queue_depth=aio.queue_depth,
                 threads=aio.threads,
             )
-        return self._tiers[paths]
+        return self._files[paths]
 
-    def shards(self, chunks: Iterable[Chunk]) -> Callable[[Chunk], tuple[Storage, int]]:
-        """What tells where the shard of each of the sharded flats lives: a storage and the place of
-        its first element.
+    def shards(self, chunks: Iterable[Chunk]) -> Callable[[Chunk], Storage]:
+        """A function from a chunk to the storage of its parameter shard, for sharded parameters.
+        Those on the device lie next to each other.
 
-        Memory of the host is taken as it is asked for: what a flat takes over from is then given
-        back before the next one.
+        Memory of the host is taken when the function is called: what a flat buffer takes over from
+        is then given back before the next one.
         """
         if self._param.on:
-            return lambda chunk: (self._shard(chunk), 0)
-        placed: dict[str, tuple[Storage, int]] = {}
+            return self._shard
+        placed: dict[str, Storage] = {}
         alike: dict[torch.dtype, list[Chunk]] = {}
         for chunk in chunks:
             alike.setdefault(chunk.dtype, []).append(chunk)
         for dtype, those in alike.items():
-            storage, at = DeviceStorage(sum(chunk.numel for chunk in those), dtype, self._device), 0
-            for chunk in those:
-                placed[chunk.key] = (storage, at)
-                at += chunk.numel
+            sizes = [chunk.numel for chunk in those]
+            arrays = torch.zeros(sum(sizes), dtype=dtype, device=self._device).split(sizes)
+            placed.update(
+                (chunk.key, DeviceStorage({SHARD: array})) for chunk, array in zip(those, arrays)
+            )
         return lambda chunk: placed[chunk.key]
 
     def _shard(self, chunk: Chunk) -> Storage:
+        whole: list[SubGroup] = [(0, chunk.numel)]
+        made: Storage
         if self._stays_in_memory(chunk, self._kept_in_memory):
             self._kept_in_memory += chunk.numel
-            return HostStorage(chunk.numel, chunk.dtype, self._device, self.take_for_shards)
-        if self._shards is None:
-            self._shards = ShardBuffers(self._param.buffer_count, self.take_for_shards)
-        tier = self._tier(self._param.nvme_path)
-        return StorageInFiles(
-            f"{chunk.key}.shard", chunk.numel, chunk.dtype, self._device, tier, self._shards
-        )
+            made = HostStorage(chunk.numel, whole, self.take_for_shards)
+        else:
+            count = max(2, self._param.buffer_count)
+            pool = self._pool("shards", count, self.take_for_shards)
+            files = self._files_on(self._param.nvme_path)
+            made = NvmeStorage(chunk.key, chunk.numel, whole, files, pool)
+        made.add(SHARD, StorageFormat(chunk.dtype))
+        return made
+
+    def _pool(self, what: str, *args: Any) -> BufferPool:
+        if what not in self._pools:
+            self._pools[what] = BufferPool(*args)
+        return self._pools[what]
 
     def _stays_in_memory(self, chunk: Chunk, before: int) -> bool:
         """Whether the shard of ``chunk``, which is not on the device, stays in memory beside
@@ -232,7 +241,10 @@ class Placement:
         return self._param.device == "cpu" or before + chunk.numel <= self._param.max_in_cpu
 
     def reserve(
-        self, shards: Iterable[Chunk], states: Iterable[tuple[Chunk, Sequence[Piece]]], moments: int
+        self,
+        shards: Iterable[Chunk],
+        states: Iterable[tuple[Chunk, Sequence[SubGroup]]],
+        moments: int,
     ) -> None:
         """Take the room for all that is going to be in files; ``moments`` numbers are kept for each
         element that trains.
@@ -247,30 +259,27 @@ class Placement:
             else:
                 wanted[self._param.nvme_path] += paged(chunk.numel * chunk.dtype.itemsize)
         for chunk, those in states if self._optimizer.device == "nvme" else ():
-            master = Form(chunk.wide)
-            kept = form_of(self.moments, chunk.wide)
+            master = StorageFormat(chunk.wide)
+            kept = moment_format(self.moments, chunk.wide)
             for start, stop in those:
                 wanted[self._optimizer.nvme_path] += size_in_file(
                     master, stop - start
                 ) + moments * size_in_file(kept, stop - start)
         for paths, nbytes in wanted.items():
-            self._tier(paths).reserve(nbytes)
+            self._files_on(paths).reserve(nbytes)
 
-    def states(self, chunk: Chunk, pieces: Sequence[Piece]) -> States:
-        """The arrays of an offloaded flat, of which the master weights are there."""
-        made: States
-        if self._optimizer.device == "nvme":
-            if self.buffers is None:
-                how = self._optimizer
-                self.buffers = Buffers(
-                    how.buffer_count, self.take, how.pipeline_read, how.pipeline_write
-                )
-            made = StatesInFiles(
-                chunk.key, chunk.numel, pieces, self._tier(self._optimizer.nvme_path), self.buffers
-            )
+    def optimizer_state(self, chunk: Chunk, sub_groups: Sequence[SubGroup]) -> Storage:
+        """The storage of optimizer state that is offloaded, with master weights in zeros."""
+        made: Storage
+        how = self._optimizer
+        if how.device == "nvme":
+            count, reads, writes = how.buffer_count, how.pipeline_read, how.pipeline_write
+            pool = self._pool("states", count, self.take, reads, writes)
+            files = self._files_on(how.nvme_path)
+            made = NvmeStorage(chunk.key, chunk.numel, sub_groups, files, pool)
         else:
-            made = StatesInMemory(chunk.numel, pieces, self.take)
-        made.add(MASTER, Form(chunk.wide))
+            made = HostStorage(chunk.numel, sub_groups, self.take)
+        made.add(MASTER, StorageFormat(chunk.wide))
         return made
 
     def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
@@ -283,12 +292,10 @@ class Placement:
 
     def close(self) -> None:
         """Let go: memory and files go with whatever is the last to use them."""
-        self._tiers.clear()
+        self._files.clear()
         self._arenas.clear()
 
     def held(self) -> dict[str, Any]:
         """Bytes of buffers, by what they are for."""
-        return {
-            "states": self.buffers.nbytes if self.buffers is not None else 0,
-            "shards": self._shards.nbytes if self._shards is not None else 0,
-        }
+        pools = self._pools
+        return {what: pools[what].nbytes if what in pools else 0 for what in ("states", "shards")}

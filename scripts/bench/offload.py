@@ -185,13 +185,13 @@ def bandwidth(folder: str) -> dict[str, float]:
 
     from hf_zero.ops.files import Priority
     from hf_zero.ops.host_memory import HostArena
-    from hf_zero.storage.tier import FileTier
+    from hf_zero.storage.nvme_files import NvmeFiles
 
     piece = 16 << 20
-    tier, memory = FileTier([folder]), HostArena().take(piece, torch.uint8)
-    region = tier.allocate("bandwidth", MEASURED)
+    files, memory = NvmeFiles([folder]), HostArena().take(piece, torch.uint8)
+    extent = files.allocate("bandwidth", MEASURED)
     found = {}
-    for what, move in (("write", region.write), ("read", region.read)):
+    for what, move in (("write", extent.write), ("read", extent.read)):
         times = []
         for _ in range(3):
             started = time.perf_counter()
@@ -201,7 +201,7 @@ def bandwidth(folder: str) -> dict[str, float]:
                 ticket.wait()
             times.append(time.perf_counter() - started)
         found[what] = MEASURED / min(times)
-    tier.close()
+    files.close()
     return found
 
 
@@ -209,10 +209,8 @@ def told_by(engine: Any) -> dict[str, Any]:
     """Bytes that our engine says it holds, and what it moves to and from files in a step."""
     disk = {"optimizer": 0, "parameters": 0}
     for flat in engine.flats:
-        disk["optimizer"] += (
-            flat.optimizer_shard.states.nbytes()["disk"] if flat.optimizer_shard.offloaded else 0
-        )
-        disk["parameters"] += flat._storage.nbytes()["disk"] if flat.is_away else 0
+        disk["optimizer"] += flat.optimizer_shard.storage.nbytes()["disk"]
+        disk["parameters"] += flat.shard_bytes()["disk"]
     whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.held()
     return {
         "state_mb": (whole - sum(disk.values()) + sum(held.values())) / 2**20,

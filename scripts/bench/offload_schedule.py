@@ -121,15 +121,15 @@ class _Ticket:
         return True
 
 
-class _Region:
-    """A region of a file whose transfers are written down; ``real`` gives the bytes of the real
+class _Extent:
+    """An extent of a file whose transfers are written down; ``real`` gives the bytes of the real
     one from an offset and a size.
     """
 
     def __init__(
-        self, recorder: Recorder, region: Any, label: str, real: Callable[[int, int], float]
+        self, recorder: Recorder, extent: Any, label: str, real: Callable[[int, int], float]
     ):
-        self._recorder, self._region, self._label, self._real = recorder, region, label, real
+        self._recorder, self._extent, self._label, self._real = recorder, extent, label, real
 
     def read(self, offset: int, out: torch.Tensor, priority: Any) -> _Ticket:
         return self._move("read", offset, out, priority)
@@ -142,7 +142,7 @@ class _Region:
         size = self._real(offset, tensor.nbytes)
         self._recorder.add(Op("disk", what, str(priority.name), number, size, label=self._label))
         return _Ticket(
-            self._recorder, number, getattr(self._region, what)(offset, tensor, priority)
+            self._recorder, number, getattr(self._extent, what)(offset, tensor, priority)
         )
 
 
@@ -383,7 +383,7 @@ class Recorder:
                 Op(
                     "host",
                     size=size * self._factor(flat),
-                    label=f"{flat.unit.label} {segment.piece}",
+                    label=f"{flat.unit.label} {segment.sub_group}",
                     flops=numel * self._factor(flat),
                 )
             )
@@ -415,48 +415,36 @@ class Recorder:
 
     def _proxy_files(self, replace: Any) -> None:
         from hf_zero.ops.blocks import BLOCK
-        from hf_zero.storage.states_in_files import StatesInFiles, paged
-        from hf_zero.storage.storage_in_files import StorageInFiles
+        from hf_zero.storage.base import SHARD
+        from hf_zero.storage.nvme import NvmeStorage, paged
+
+        def proxy(flat: Any, storage: Any) -> None:
+            def real_of(name: str) -> Callable[[int, int], float]:
+                how, offsets = storage._formats[name], storage._offsets[name]
+
+                def real(offset: int, nbytes: int) -> float:
+                    start, stop = storage.sub_groups[offsets.index(offset)]
+                    if name == SHARD:
+                        return flat.layout.numel * self._factor(flat) * how.dtype.itemsize
+                    numel = math.ceil((stop - start) * self._factor(flat))
+                    return (
+                        paged(numel) + paged(4 * math.ceil(numel / BLOCK))
+                        if how.blocks
+                        else paged(numel * how.dtype.itemsize)
+                    )
+
+                return real
+
+            proxies = {
+                name: _Extent(self, extent, flat.unit.label, real_of(name))
+                for name, extent in storage._extents.items()
+            }
+            replace(storage, "_extents", proxies)
 
         for flat in self._engine.flats:
-            factor = self._factor(flat)
-            if isinstance(flat.optimizer_shard.states, StatesInFiles):
-
-                def real_of(
-                    states: Any, name: str, factor: float = factor
-                ) -> Callable[[int, int], float]:
-                    form, ends = states._forms[name], [0]
-                    for size in states._sizes(name):
-                        ends.append(ends[-1] + size)
-
-                    def real(offset: int, nbytes: int) -> float:
-                        start, stop = states.pieces[ends.index(offset)]
-                        numel = math.ceil((stop - start) * factor)
-                        return (
-                            paged(numel) + paged(4 * math.ceil(numel / BLOCK))
-                            if form.blocks
-                            else paged(numel * form.dtype.itemsize)
-                        )
-
-                    return real
-
-                regions = flat.optimizer_shard.states._regions
-                proxies = {
-                    name: _Region(
-                        self, region, flat.unit.label, real_of(flat.optimizer_shard.states, name)
-                    )
-                    for name, region in regions.items()
-                }
-                replace(flat.optimizer_shard.states, "_regions", proxies)
-            if isinstance(flat._storage, StorageInFiles):
-                whole = flat.layout.numel * factor * flat.dtype.itemsize
-                replace(
-                    flat._storage,
-                    "_region",
-                    _Region(
-                        self, flat._storage._region, flat.unit.label, lambda *_, whole=whole: whole
-                    ),
-                )
+            for storage in (flat.optimizer_shard.storage, flat._storage):
+                if isinstance(storage, NvmeStorage):
+                    proxy(flat, storage)
 
     # ---- compute ----
 

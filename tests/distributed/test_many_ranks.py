@@ -94,11 +94,7 @@ def test_bytes_of_a_rank(
         assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), (
             "a unit is whole after partition"
         )
-        stores = {
-            id(flat._storage): flat._storage.nbytes()["device"]
-            for flat in flats
-            if flat._storage is not None
-        }
+        stores = {id(flat._storage): flat._storage.nbytes()["device"] for flat in flats}
         assert sum(stores.values()) == found["parameters"], (
             "storage holds more or less than the shards"
         )

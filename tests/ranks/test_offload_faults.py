@@ -47,8 +47,8 @@ def train(engine: Any, rank: int, steps: range) -> None:
 
 def inject(engine: Any, fault: str) -> None:
     """``fault`` happens on this rank from now on, as HF_ZERO_IO_FAULT would have it on all."""
-    for tier in engine.sharded_model.placement._tiers.values():
-        tier._queue.inject(parse_faults(fault))
+    for files in engine.sharded_model.placement._files.values():
+        files._queue.inject(parse_faults(fault))
 
 
 def after(ranks: int, stage: int, steps: int) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_loses_no_step(
         engine = opened(model, way, stage, disk)
         train(engine, rank, range(2))
         engine.updater.finish()
-        engine.sharded_model.placement.trouble()
+        engine.sharded_model.placement.write_error()
         if rank == 1:
             inject(engine, fault)
         train(engine, rank, range(2, 3))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.storage.storage_in_files import StorageInFiles
+from hf_zero.storage.nvme import NvmeStorage
 from tests.helpers.engines import config_of, start
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks
@@ -56,13 +56,13 @@ def trained(rank: int, model: nn.Module, section: dict[str, Any]) -> dict[str, t
 def test_shards_are_read_ahead_of_their_gather(
     prefetch: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, fetch = [], StorageInFiles.fetch_into
+    found, fetch = [], NvmeStorage.fetch_into
 
-    def counted(self: StorageInFiles, start: int, out: torch.Tensor) -> None:
-        found.append(self._coming is not None)
-        fetch(self, start, out)
+    def counted(self: NvmeStorage, name: str, start: int, out: torch.Tensor) -> None:
+        found.append(0 in self._blocks)
+        fetch(self, name, start, out)
 
-    monkeypatch.setattr(StorageInFiles, "fetch_into", counted)
+    monkeypatch.setattr(NvmeStorage, "fetch_into", counted)
     section = {**offload("all in files", 3, tmp_path), "stage3_prefetch_bucket_size": prefetch}
     section["offload_param"] |= {"max_in_cpu": 0, "buffer_count": count}
     want, got = (

@@ -68,7 +68,7 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     """The wait of the stream that computes is not one for the thread that serves the others."""
     waited: list[str] = []
     layout = FlatLayout.build([], 1)
-    spec = FlatSpec(0, "", layout, torch.float32, True, False, True, True, (2, 4))
+    spec = FlatSpec(0, "", layout, torch.float32, True, False, False, True, (2, 4))
     flat = FlatBuffer(spec, {}, EngineFlats(SimpleNamespace()))
     flat.use_full(torch.arange(4.0))
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited

@@ -15,35 +15,35 @@ from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.table import Part, Segment
 
-PIECES = 3
+SUB_GROUPS = 3
 
 
 @dataclass(eq=False)
 class Recorded:
-    """States that tell what was held and what was announced, by flat and piece."""
+    """States that tell what was held and what was announced, by flat and sub_group."""
 
     key: str
     events: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def hold(self, piece: int) -> dict[str, Tensor]:
-        self.events.append(("held", self.key, piece))
+    def acquire(self, sub_group: int) -> dict[str, Tensor]:
+        self.events.append(("held", self.key, sub_group))
         return {MASTER: torch.zeros(4)}
 
-    def ahead(self, piece: int) -> None:
-        self.events.append(("ahead", self.key, piece))
+    def prefetch(self, sub_group: int) -> None:
+        self.events.append(("ahead", self.key, sub_group))
 
-    def release(self, piece: int) -> None:
+    def release(self, sub_group: int) -> None:
         """Nothing was kept."""
 
 
 class Stepping:
-    """Stands for the optimizer: each flat has some pieces."""
+    """Stands for the optimizer: each flat has some sub_groups."""
 
     def __init__(self, flats: list[Any]) -> None:
         self._hosted = {
             flat.key: [
                 Segment(0, 4 * n, 4 * n + 4, [Part(flat, 4 * n, 4 * n + 4, 0)], n)
-                for n in range(PIECES)
+                for n in range(SUB_GROUPS)
             ]
             for flat in flats
         }
@@ -54,7 +54,7 @@ class Stepping:
     def count(self, flat: Any, rules: Any) -> dict[Segment, Counted]:
         return dict.fromkeys(self._hosted[flat.key], Counted())
 
-    def step_piece(
+    def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         held[MASTER].add_(grad)
@@ -67,7 +67,9 @@ def test_what_was_updated_is_not_announced_again(order: str) -> None:
     """
     events: list[tuple[str, str, int]] = []
     flats = {
-        key: SimpleNamespace(key=key, states=Recorded(key, events), grad=torch.ones(4 * PIECES))
+        key: SimpleNamespace(
+            key=key, storage=Recorded(key, events), grad=torch.ones(4 * SUB_GROUPS)
+        )
         for key in "abc"
     }
     update = Update(Stepping(list(flats.values())), [None], [{}], 1.0, 0)
@@ -76,7 +78,7 @@ def test_what_was_updated_is_not_announced_again(order: str) -> None:
     for key in order:
         update.run(flats[key], lambda start, stop: None, lambda start, stop, values: None)
     held = [event for event in events if event[0] == "held"]
-    assert held == [("held", key, piece) for key in order for piece in range(PIECES)]
-    for place, (what, key, piece) in enumerate(events):
-        assert what == "held" or ("held", key, piece) in events[place:]
+    assert held == [("held", key, sub_group) for key in order for sub_group in range(SUB_GROUPS)]
+    for place, (what, key, sub_group) in enumerate(events):
+        assert what == "held" or ("held", key, sub_group) in events[place:]
     assert len(set(events)) == 2 * len(held) - 1, "all but the first were announced"

@@ -1,11 +1,11 @@
-"""The disk as a tier of storage: this rank's regions in files on one or several paths.
+"""This rank's extents in files on one or several paths.
 
 [Note: files without names]
 A rank has one file on each path, and takes its name away as soon as it is open. So nothing is left
 behind however the process ends, no later run can mistake it for its own, and a directory that is
 removed or closed to writing in mid-run changes nothing. What is used shows in ``df``, not in ``du``
 (``lsof +L1`` lists it). Only between making a file and unnaming it can a kill leave a name, of a
-file that is still empty and no longer locked: the next tier on that path removes it.
+file that is still empty and no longer locked: the next run on that path removes it.
 """
 
 from __future__ import annotations
@@ -105,22 +105,22 @@ class _Pending:
     ticket: Ticket
 
 
-class Region:
-    """``nbytes`` bytes of the tier that belong together; zeros at first.
+class FileExtent:
+    """``nbytes`` bytes of the files that belong together; zeros at first.
 
     Requests for bytes that overlap take effect in the order they were made, whatever their
     priorities.
     """
 
-    def __init__(self, tier: FileTier, name: str, start: int, nbytes: int):
+    def __init__(self, files: NvmeFiles, name: str, start: int, nbytes: int):
         self.name = name
         self.nbytes = nbytes
-        self._tier = tier
+        self._files = files
         self._start = start
         self._pending: list[_Pending] = []
 
     def read(self, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
-        """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the region.
+        """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the extent.
 
         The ticket's ``wait`` raises OSError.
         """
@@ -139,10 +139,10 @@ class Region:
         stop = offset + tensor.nbytes
         if offset < 0 or stop > self.nbytes:
             raise OffloadError(
-                f"bytes {offset} to {stop} were asked of region {self.name!r}, which has "
+                f"bytes {offset} to {stop} were asked of extent {self.name!r}, which has "
                 f"{self.nbytes}; allocate a larger one"
             )
-        with self._tier.lock:
+        with self._files.lock:
             # A write that failed stays, so that nobody reads what it should have replaced, until
             # another one covers it.
             self._pending = [
@@ -160,22 +160,22 @@ class Region:
                 for other in self._pending
                 if (write or other.write) and other.start < stop and offset < other.stop
             ]
-            ticket = self._tier.move(
+            ticket = self._files.move(
                 write, self._start + offset, tensor, priority, after, self.name
             )
             self._pending.append(_Pending(offset, stop, write, ticket))
         return ticket
 
 
-class FileTier:
-    """This rank's files: regions are allocated once and then read and written through one queue.
+class NvmeFiles:
+    """This rank's files: extents are allocated once and then read and written through one queue.
 
     paths: directories that exist and can be written. With several, blocks of ``block_size`` bytes
     go round them in turn. rank: for the names of files and messages. block_size, queue_depth,
     threads: as in ``FileQueue``; on several paths the queue is shared.
 
     Raises ConfigError for a path that cannot be used and DiskSpaceError where there is no room. A
-    failure in mid-run is an OSError of the ticket: what other regions hold is untouched, and what
+    failure in mid-run is an OSError of the ticket: what other extents hold is untouched, and what
     was to be written is still in the caller's memory.
     """
 
@@ -197,13 +197,13 @@ class FileTier:
         self.lock = threading.RLock()
         self._stripe = block_size
         self._used = 0
-        self._regions: dict[str, Region] = {}
+        self._extents: dict[str, FileExtent] = {}
         self._writes: list[Ticket] = []
         self._files = [self._open(path) for path in self.paths]
         self._sizes = [0] * len(self._files)
         self._queue = FileQueue(block_size, queue_depth, threads, backend)
-        self._told: set[str] = set()
-        self._tell_of_buffering()
+        self._warned: set[str] = set()
+        self._warn_of_buffering()
 
     def _open(self, path: str) -> OpenFile:
         if not os.path.isdir(path):
@@ -225,10 +225,10 @@ class FileTier:
                 raise _no_room(path, 0, 0, "a file", error.errno) from error
             raise
 
-    def _tell_of_buffering(self) -> None:
+    def _warn_of_buffering(self) -> None:
         for path, file in zip(self.paths, self._files):
-            if not file.direct and path not in self._told:
-                self._told.add(path)
+            if not file.direct and path not in self._warned:
+                self._warned.add(path)
                 logger.warning(
                     "the file system of nvme_path %s takes no O_DIRECT: transfers go "
                     "through the page cache",
@@ -246,25 +246,25 @@ class FileTier:
         return sum(self._sizes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for regions of ``nbytes`` bytes in all, beside those that are there, or
+        """Take room for extents of ``nbytes`` bytes in all, beside those that are there, or
         raise DiskSpaceError.
         """
         self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")
 
-    def allocate(self, name: str, nbytes: int) -> Region:
-        """A new region. Raises DiskSpaceError with the path, what is needed and what is free."""
+    def allocate(self, name: str, nbytes: int) -> FileExtent:
+        """A new extent. Raises DiskSpaceError with the path, what is needed and what is free."""
         with self.lock:
             self._check_open()
-            if name in self._regions or nbytes < 0:
+            if name in self._extents or nbytes < 0:
                 raise OffloadError(
-                    f"region {name!r} of {nbytes} bytes: names must differ and sizes be 0 or "
+                    f"extent {name!r} of {nbytes} bytes: names must differ and sizes be 0 or "
                     "more; allocate each once"
                 )
             self._grow(self._used + nbytes, f"{name!r} of rank {self.rank}")
-            region = Region(self, name, self._used, nbytes)
+            extent = FileExtent(self, name, self._used, nbytes)
             self._used = _round_up(self._used + nbytes, ALIGNMENT)
-            self._regions[name] = region
-        return region
+            self._extents[name] = extent
+        return extent
 
     def _grow(self, end: int, name: str) -> None:
         stripes, paths = -(-end // self._stripe), len(self._files)
@@ -313,10 +313,10 @@ class FileTier:
         after: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        """A transfer of a region's bytes, which stand from ``start`` on. For ``Region``."""
+        """A transfer of an extent's bytes, which stand from ``start`` on. For ``FileExtent``."""
         self._check_open()
         kept = "its values are still in memory" if write else "what it holds was not changed"
-        context = f" for {name!r} of rank {self.rank}; {kept}, and other regions are untouched"
+        context = f" for {name!r} of rank {self.rank}; {kept}, and other extents are untouched"
         ticket = self._queue.transfer(
             write, self._pieces(start, tensor.nbytes), tensor, priority, after, context, name
         )
@@ -337,7 +337,7 @@ class FileTier:
                 ticket.wait()
             except OSError as error:
                 failure = failure or error
-        self._tell_of_buffering()
+        self._warn_of_buffering()
         if failure is not None:
             raise failure
 
@@ -357,5 +357,5 @@ class FileTier:
         with self.lock:
             self._files = []
             self._sizes = []
-            self._regions.clear()
+            self._extents.clear()
             self._writes = []

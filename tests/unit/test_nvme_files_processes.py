@@ -1,4 +1,4 @@
-"""Files of the disk tier and the ends of processes: killed, living side by side, leftovers."""
+"""Files of the disk files and the ends of processes: killed, living side by side, leftovers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.storage.tier import PREFIX, FileTier, remove_leftovers
+from hf_zero.storage.nvme_files import PREFIX, NvmeFiles, remove_leftovers
 
 LIVING = """
 import sys, torch
-from hf_zero.storage.tier import FileTier
-tier = FileTier([sys.argv[1]], 0, block_size=8192)
-region = tier.allocate("r", 1 << 22)
+from hf_zero.storage.nvme_files import NvmeFiles
+files = NvmeFiles([sys.argv[1]], 0, block_size=8192)
+extent = files.allocate("r", 1 << 22)
 values = torch.arange(1 << 20, dtype=torch.int32)
-region.write(0, values)
-tier.flush()
+extent.write(0, values)
+files.flush()
 print("ready", flush=True)
 sys.stdin.readline()
 out = torch.zeros_like(values)
-region.read(0, out).wait()
-later = tier.allocate("s", 8192)
+extent.read(0, out).wait()
+later = files.allocate("s", 8192)
 later.write(0, out[:2048])
-tier.flush()
+files.flush()
 print("same" if torch.equal(out, values) else "other", flush=True)
 """
 
@@ -56,10 +56,10 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
 def test_living_processes_leave_each_other_alone(tmp_path: Path) -> None:
     process = living(tmp_path)
     for _ in range(3):
-        tier = FileTier([tmp_path], 0, block_size=8192)
-        tier.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20))
-        tier.flush()
-        tier.close()
+        files = NvmeFiles([tmp_path], 0, block_size=8192)
+        files.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20))
+        files.flush()
+        files.close()
     out, _ = process.communicate("go\n", timeout=60)
     assert out == "same\n"
     assert process.returncode == 0
@@ -68,9 +68,9 @@ def test_living_processes_leave_each_other_alone(tmp_path: Path) -> None:
 
 KILLED_EARLY = """
 import os, signal, sys
-from hf_zero.storage import tier
-tier.open_direct = lambda path: os.kill(os.getpid(), signal.SIGKILL)
-tier.FileTier([sys.argv[1]])
+from hf_zero.storage import nvme_files
+nvme_files.open_direct = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+nvme_files.NvmeFiles([sys.argv[1]])
 """
 
 
@@ -80,7 +80,7 @@ def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(
     done = subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=60)
     assert done.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
-    FileTier([tmp_path]).close()
+    NvmeFiles([tmp_path]).close()
     assert os.listdir(tmp_path) == []
     assert heard_in_full == [f"removed {tmp_path / left}, which a run that was killed had left"]
 
@@ -120,10 +120,10 @@ def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    tier = FileTier([tmp_path])
+    files = NvmeFiles([tmp_path])
     assert len(taken) == 1
-    region = tier.allocate("r", 8)
-    region.write(0, torch.ones(8, dtype=torch.uint8)).wait()
-    assert os.fstat(tier._files[0].descriptor).st_size == tier.nbytes
+    extent = files.allocate("r", 8)
+    extent.write(0, torch.ones(8, dtype=torch.uint8)).wait()
+    assert os.fstat(files._files[0].descriptor).st_size == files.nbytes
     assert os.listdir(tmp_path) == []
-    tier.close()
+    files.close()

@@ -1,0 +1,141 @@
+"""The rows of storage in memory: of the compute device, and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_zero.device import kinds
+from hf_zero.ops.host import Blocks, Moment
+from hf_zero.storage.base import Allocator, StorageFormat, SubGroup, overwrite
+
+
+class DeviceStorage:
+    """Arrays in memory of the compute device: ``fetch`` is the array and costs nothing."""
+
+    offloaded = False
+
+    def __init__(self, arrays: Mapping[str, torch.Tensor]):
+        """``arrays`` [owned] by name; none for what has no state."""
+        self._arrays = dict(arrays)
+        self.sub_groups: Sequence[SubGroup] = [
+            (0, array.numel()) for array in [*self._arrays.values()][:1]
+        ]
+
+    def names(self) -> list[str]:
+        return list(self._arrays)
+
+    def add(self, name: str, how: StorageFormat) -> None:
+        like = next(iter(self._arrays.values()))
+        self._arrays[name] = torch.zeros_like(like, dtype=how.dtype)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._arrays[name].dtype
+
+    def fetch(self, name: str) -> torch.Tensor:
+        return self._arrays[name]
+
+    def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        own = self._arrays[name][start : start + out.numel()]
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own, non_blocking=True)
+
+    def store(self, name: str, start: int, values: torch.Tensor) -> None:
+        own = self._arrays[name][start : start + values.numel()]
+        if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
+            own.copy_(values, non_blocking=not kinds.is_host(own.device))
+
+    def prefetch(self, sub_group: int) -> None:
+        """It is here."""
+
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+        return dict(self._arrays)
+
+    def release(self, sub_group: int) -> None:
+        """It was changed where it is."""
+
+    def entry(self, name: str) -> torch.Tensor:
+        return self._arrays[name]
+
+    def nbytes(self) -> dict[str, int]:
+        return {
+            "device": sum(array.nbytes for array in self._arrays.values()),
+            "ram": 0,
+            "disk": 0,
+        }
+
+    def close(self) -> None:
+        self._arrays.clear()
+
+
+class HostStorage:
+    """Arrays in host memory: those of numbers lie whole, quantised ones in sub-groups."""
+
+    offloaded = True
+
+    def __init__(self, numel: int, sub_groups: Sequence[SubGroup], allocator: Allocator):
+        self.sub_groups = list(sub_groups)
+        self._numel = numel
+        self._allocator = allocator
+        self._whole: dict[str, torch.Tensor] = {}
+        self._blocks: dict[str, list[Blocks]] = {}
+
+    def names(self) -> list[str]:
+        return [*self._whole, *self._blocks]
+
+    def add(self, name: str, how: StorageFormat) -> None:
+        if how.blocks:
+            self._blocks[name] = [
+                Blocks.zeros(stop - start, how.signed) for start, stop in self.sub_groups
+            ]
+        else:
+            self._whole[name] = self._allocator(self._numel, how.dtype)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._whole[name].dtype if name in self._whole else torch.float32
+
+    def fetch(self, name: str) -> torch.Tensor:
+        if name in self._whole:
+            return self._whole[name]
+        out = torch.zeros(self._numel)
+        for (start, stop), blocks in zip(self.sub_groups, self._blocks[name]):
+            out[start:stop] = blocks.decode()
+        return out
+
+    def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        own = self.fetch(name)[start : start + out.numel()]
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own, non_blocking=True)
+
+    def store(self, name: str, start: int, values: torch.Tensor) -> None:
+        if name in self._whole:
+            overwrite(self._whole[name], start, values)
+            return
+        for (begin, end), blocks in zip(self.sub_groups, self._blocks[name]):
+            first, last = max(begin, start), min(end, start + values.numel())
+            if first < last:
+                overwrite(blocks, first - begin, values[first - start : last - start])
+
+    def prefetch(self, sub_group: int) -> None:
+        """It is here."""
+
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+        start, stop = self.sub_groups[sub_group]
+        held: dict[str, Moment] = {name: array[start:stop] for name, array in self._whole.items()}
+        return held | {name: blocks[sub_group] for name, blocks in self._blocks.items()}
+
+    def release(self, sub_group: int) -> None:
+        """It was changed where it is."""
+
+    def entry(self, name: str) -> torch.Tensor:
+        return self._whole[name] if name in self._whole else torch.zeros(1).expand(self._numel)
+
+    def nbytes(self) -> dict[str, int]:
+        numbers = sum(array.nbytes for array in self._whole.values())
+        blocks = sum(each.nbytes for array in self._blocks.values() for each in array)
+        return {"device": 0, "ram": numbers + blocks, "disk": 0}
+
+    def close(self) -> None:
+        self._whole.clear()
+        self._blocks.clear()

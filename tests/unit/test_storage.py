@@ -1,0 +1,199 @@
+"""Where shards live: what is stored is fetched, in the row's dtype, whatever the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.storage.base import SHARD, Storage, StorageFormat
+from hf_zero.storage.buffer_pool import BufferPool
+from hf_zero.storage.memory import DeviceStorage, HostStorage
+from hf_zero.storage.nvme import NvmeStorage
+from hf_zero.storage.nvme_files import NvmeFiles
+from tests.helpers.accelerators import play_streams
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
+ROWS = ("device", "host", "files")
+Open = Callable[[int, torch.dtype], Storage]
+
+
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+def filled(storage: Storage, dtype: torch.dtype) -> Any:
+    storage.add(SHARD, StorageFormat(dtype))
+    return storage
+
+
+def on_host(numel: int, dtype: torch.dtype) -> Any:
+    return filled(HostStorage(numel, [(0, numel)], zeros), dtype)
+
+
+def in_files(
+    key: str, numel: int, dtype: torch.dtype, files: NvmeFiles, pool: BufferPool
+) -> NvmeStorage:
+    return filled(NvmeStorage(key, numel, [(0, numel)], files, pool), dtype)
+
+
+@pytest.fixture(params=ROWS)
+def row(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    if request.param == "device":
+        return lambda numel, dtype: DeviceStorage({SHARD: torch.zeros(numel, dtype=dtype)})
+    if request.param == "host":
+        return lambda numel, dtype: on_host(numel, dtype)
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    return lambda numel, dtype: in_files("shard", numel, dtype, files, pool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_starts_at_zero_and_gives_back_what_was_stored(row: Open, dtype: torch.dtype) -> None:
+    storage = row(24, dtype)
+    assert storage.dtype(SHARD) == dtype and sum(storage.nbytes().values()) >= 24 * dtype.itemsize
+    assert storage.fetch(SHARD)[0:24].tolist() == [0] * 24
+    storage.store(SHARD, 8, torch.arange(1, 9).to(dtype))
+    assert storage.fetch(SHARD)[0:24].tolist() == [0] * 8 + list(range(1, 9)) + [0] * 8
+    fetched = storage.fetch(SHARD)[7:10]
+    assert fetched.dtype == dtype and fetched.device == CPU and fetched.tolist() == [0, 1, 2]
+    out = torch.full((3,), 5).to(dtype)
+    storage.fetch_into(SHARD, 9, out)
+    assert out.tolist() == [2, 3, 4]
+
+
+def test_values_are_cast_to_the_dtype_of_the_row(row: Open) -> None:
+    storage = row(4, torch.bfloat16)
+    values = torch.tensor([1.0, 1.001, -3.0, 1e-3])
+    storage.store(SHARD, 0, values)
+    assert torch.equal(storage.fetch(SHARD)[0:4], values.bfloat16())
+
+
+def test_memory_that_was_acquired_can_be_filled_and_stored(row: Open) -> None:
+    storage = row(8, torch.float32)
+    values = storage.acquire(0, overwrite=True)[SHARD]
+    values.fill_(4)
+    storage.store(SHARD, 0, values)
+    assert storage.fetch(SHARD)[0:8].tolist() == [4] * 8
+
+
+def test_the_host_writes_in_place_part_by_part(row: Open) -> None:
+    storage = row(8, torch.float32)
+    storage.prefetch(0)  # what was read ahead must not be taken for what is written now
+    for start in (0, 3):
+        part = storage.acquire(0, overwrite=True)[SHARD][start : min(start + 3, 8)]
+        assert part is not None
+        part.fill_(start + 1)
+    last = storage.acquire(0, overwrite=True)[SHARD][6:8]
+    assert last is not None
+    last.fill_(9)
+    storage.release(0)
+    assert storage.fetch(SHARD)[0:8].tolist() == [1, 1, 1, 4, 4, 4, 9, 9]
+
+
+def test_nothing_can_be_stored_and_fetched(row: Open) -> None:
+    storage = row(0, torch.float32)
+    storage.store(SHARD, 0, torch.empty(0))
+    assert storage.fetch(SHARD)[0:0].numel() == 0 and sum(storage.nbytes().values()) == 0
+
+
+def test_only_files_are_read_to_fetch_an_array(row: Open, request: pytest.FixtureRequest) -> None:
+    storage = row(16, torch.float32)
+    storage.fetch(SHARD).fill_(3.0)
+    kind = request.node.callspec.params["row"]
+    assert storage.fetch(SHARD).tolist() == [0.0 if kind == "files" else 3.0] * 16
+    assert storage.offloaded is (kind != "device")
+
+
+def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path: Path) -> None:
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(3, zeros)
+    shards = [in_files(str(i), 5000, torch.float32, files, pool) for i in range(6)]
+    for i, shard in enumerate(shards):
+        shard.store(SHARD, 0, torch.full((5000,), float(i)))
+    for order in (range(6), range(5, -1, -1), (3, 3, 0, 5, 0)):
+        for shard in shards:
+            shard.prefetch(0)
+        for i in order:
+            assert shards[i].fetch(SHARD)[0:5000].eq(i).all()
+    assert pool.nbytes == 3 * 20480
+
+
+def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) -> None:
+    shard = in_files("shard", 5000, torch.float32, NvmeFiles([tmp_path], 0), BufferPool(5, zeros))
+    part = shard.acquire(0, overwrite=True)[SHARD]
+    assert part is not None
+    shard.prefetch(0)
+    part.fill_(1.0)
+    shard.release(0)
+    assert shard.fetch(SHARD)[0:5000].eq(1).all()
+
+
+def test_a_shard_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:EIO")
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    shard = in_files("shard", 4096, torch.float32, files, pool)
+    shard.store(SHARD, 0, torch.ones(4096))
+    assert shard.fetch(SHARD)[0:1].item() == 1.0 and pool.write_error is None
+    shard.store(SHARD, 0, torch.full((4096,), 2.0))
+    assert shard.fetch(SHARD)[4000:4096].eq(2).all() and isinstance(pool.write_error, OSError)
+    shard.store(SHARD, 5, torch.zeros(1))
+    part = shard.acquire(0, overwrite=True)[SHARD][0:2]
+    assert part is not None
+    part.fill_(7.0)
+    shard.release(0)
+    assert shard.fetch(SHARD)[0:7].tolist() == [7, 7, 2, 2, 2, 0, 2]
+
+
+def test_shards_that_are_larger_than_those_written_before(tmp_path: Path) -> None:
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    shards = []
+    for number, numel in enumerate((10, 5000, 3, 20_000, 9000)):
+        shards.append(in_files(f"shard {number}", numel, torch.float32, files, pool))
+        shards[-1].store(SHARD, 0, torch.full((numel,), float(number)))
+    assert pool.nbytes == 2 * 81920
+    for number, shard in enumerate(shards):
+        assert shard.fetch(SHARD)[0:3].eq(number).all()
+        part = shard.acquire(0, overwrite=True)[SHARD][0:3]
+        assert part is not None and len(part) == 3
+        part.fill_(-1)
+        shard.release(0)
+    assert all(shard.fetch(SHARD)[0:3].eq(-1).all() for shard in shards)
+
+
+def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played, asked = play_streams(monkeypatch, prompt=False), []
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    shards = [in_files(str(i), 5000, torch.float32, files, pool) for i in range(3)]
+    for i, shard in enumerate(shards):
+        shard.store(SHARD, 0, torch.full((5000,), float(i)))
+    pool.flush()
+    copy = torch.Tensor.copy_
+
+    def copied(out: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        asked.append(non_blocking)
+        return copy(out, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    outs = [torch.zeros(5000) for _ in shards]
+    for shard, out in zip(shards[:2], outs):
+        shard.fetch_into(SHARD, 0, out)
+    assert asked == [True, True] and len(played.events) == 2 and played.log == []
+    shards[2].prefetch(0)  # no buffer is free, and nobody waits to read ahead
+    assert played.log == []
+    shards[2].fetch_into(SHARD, 0, outs[2])
+    assert (
+        played.log == [("host waits", "compute")]
+        and played.events[0].over
+        and not played.events[1].over
+    )
+    assert [float(out[0]) for out in outs] == [0.0, 1.0, 2.0]
+    # the host writes a buffer only when no copy from it is under way
+    part = shards[0].acquire(0, overwrite=True)[SHARD]
+    assert part is not None and played.events[1].over
