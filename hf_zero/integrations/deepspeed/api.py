@@ -13,6 +13,7 @@ from hf_zero.integrations.deepspeed.tables.ops import OPS
 from hf_zero.integrations.deepspeed.tables.runtime import RUNTIME
 from hf_zero.integrations.deepspeed.tables.top import TOP
 from hf_zero.integrations.deepspeed.tables.utils import UTILS
+from hf_zero.integrations.deepspeed.tables.zero import ZERO_ROWS
 
-MODULES: tuple[Module, ...] = (*TOP, *OPS, *RUNTIME, *UTILS)
+MODULES: tuple[Module, ...] = (*TOP, *OPS, *RUNTIME, *ZERO_ROWS, *UTILS)
 API: dict[str, Module] = {row.path: row for row in MODULES}

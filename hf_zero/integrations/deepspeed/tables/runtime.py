@@ -12,6 +12,7 @@ from hf_zero.integrations.deepspeed.rows import (
 )
 from hf_zero.integrations.deepspeed.schedule_names import CONSTANTS
 from hf_zero.integrations.deepspeed.tables.remedies import (
+    ADAMW,
     BY_CONFIG,
     CONSTANT,
     FILES,
@@ -20,6 +21,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     INTERNAL,
     NO_PIPELINE,
     NO_SEQUENCE_PARALLEL,
+    OWN_OPTIMIZER,
 )
 from hf_zero.integrations.deepspeed.tables.top import CONFIG, CONFIG_ERROR
 
@@ -56,33 +58,32 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
         "PARTITION_ACTIVATIONS CPU_CHECKPOINT CONTIGUOUS_CHECKPOINTING SYNCHRONIZE PROFILE_TIME",
     ),
 )
-ZERO: tuple[Row, ...] = (
-    *names("hf_zero.core.gathered", "GatheredParameters"),
-    *names("hf_zero.core.parameter", "ZeroParamStatus"),
-    *names(f"{HERE}.zero_init", "Init", "register_external_parameter"),
-    *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
-    *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),
-)
-TILED = names(f"{HERE}.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
-GENERATION = names(f"{HERE}.generation", "unwrap_model_for_generation")
-OFFLOAD = names(
-    f"{HERE}.zero_config",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-)
 OPTIMIZERS = names("torch.optim", "Optimizer as DeepSpeedOptimizer", "Optimizer as ZeROOptimizer")
-OWN_OPTIMIZER = "the engine keeps the user's own optimizer object; engine.optimizer is it"
+ANY_RANKS = "every checkpoint of hf-zero resumes on any number of ranks and at any stage as it is"
+ONE_BIT = classes_not_built(
+    ADAMW, "OnebitAdam OnebitLamb ZeroOneAdam", base="torch.optim:Optimizer"
+)
 
 RUNTIME = (
-    module("deepspeed.checkpoint", "Checkpoints.", left_out(FILES, "*")),
+    module(
+        "deepspeed.checkpoint",
+        "Checkpoints.",
+        names(f"{HERE}.constants", "UNIVERSAL_CHECKPOINT_INFO"),
+        classes_not_built(ANY_RANKS, "DeepSpeedCheckpoint ZeROCheckpoint"),
+        left_out(FILES, "*"),
+    ),
+    module(
+        "deepspeed.checkpoint.ds_to_universal",
+        "Checkpoints for any number of ranks.",
+        functions_not_built(ANY_RANKS, "main"),
+        left_out(FILES, "*"),
+    ),
     module(
         "deepspeed.checkpoint.utils",
         "State dicts to be saved.",
         names(f"{HERE}.state_dicts", "clone_tensors_for_torch_save"),
-        left_out(
-            FILES,
+        functions_not_built(
+            "the files of a checkpoint are listed in its manifest.json",
             "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank",
         ),
     ),
@@ -144,7 +145,46 @@ RUNTIME = (
         left_out(CONSTANT, "MEMORY_OPT_ALLREDUCE_SIZE CASTABLE_DTYPES"),
         left_out(INTERNAL, "split_half_float_double_sparse EngineTimers"),
     ),
+    module(
+        "deepspeed.runtime.bf16_optimizer",
+        "Training in bf16.",
+        classes_not_built(OWN_OPTIMIZER, "BF16_Optimizer"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.runtime.constants",
+        "Names of keys, and defaults.",
+        names(
+            f"{HERE}.constants",
+            "GRADIENT_ACCUMULATION_STEPS",
+            "GRADIENT_CLIPPING",
+            "GRADIENT_CLIPPING_DEFAULT",
+            "ROUTE_ENCODE",
+            "ROUTE_EVAL",
+            "ROUTE_PREDICT",
+            "ROUTE_TRAIN",
+            "TRAIN_BATCH_SIZE",
+            "TRAIN_MICRO_BATCH_SIZE_PER_GPU",
+        ),
+        left_out(CONSTANT, "*"),
+    ),
     module("deepspeed.runtime.fp16", "Training in fp16."),
+    module(
+        "deepspeed.runtime.fp16.fused_optimizer",
+        "Training in fp16.",
+        classes_not_built(OWN_OPTIMIZER, "FP16_Optimizer"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.runtime.fp16.unfused_optimizer",
+        "Training in fp16.",
+        classes_not_built(OWN_OPTIMIZER, "FP16_UnfusedOptimizer"),
+    ),
+    module("deepspeed.runtime.fp16.onebit", "Optimizers that compress gradients.", ONE_BIT),
+    *(
+        module(f"deepspeed.runtime.fp16.onebit.{name}", "One of them.", ONE_BIT)
+        for name in ("adam", "lamb", "zoadam")
+    ),
     module(
         "deepspeed.runtime.fp16.loss_scaler",
         "Loss scales.",
@@ -297,82 +337,5 @@ RUNTIME = (
             "maybe_loss_for_backward OutputBackwardHookManager register_output_backward_hooks "
             "check_internal_apis_for_count_used_parameters count_used_parameters_in_backward",
         ),
-    ),
-    module(
-        "deepspeed.runtime.zero",
-        "Models in shards: construction, access.",
-        ZERO,
-        TILED,
-        GENERATION,
-        left_out(OWN_OPTIMIZER, "DeepSpeedZeRoOffload"),
-    ),
-    module(
-        "deepspeed.runtime.zero.config",
-        "The section zero_optimization.",
-        names(f"{HERE}.zero_config", "DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config"),
-        names(f"{HERE}.zero_config", "ZERO as ZERO_OPTIMIZATION"),
-        left_out(BY_CONFIG, "ZERO_FORMAT read_zero_config_deprecated"),
-    ),
-    module("deepspeed.runtime.zero.offload_config", "Its sections of offloading.", OFFLOAD),
-    module(
-        "deepspeed.runtime.zero.partition_parameters",
-        "Models in shards: construction, access.",
-        ZERO,
-        names(f"{HERE}.zero_init", "zero_wrapper_for_fp_tensor_constructor"),
-        names(f"{HERE}.accelerator", "get_accelerator"),
-        names("torch", "arange as _orig_torch_arange"),
-        left_out(
-            INTERNAL,
-            "partitioned_param_data_shape zero_init_context top_level_context "
-            "DS_Z3_EAGER_FALLBACK_OWNER_ATTR DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR "
-            "DEFAULT_TENSOR_OVERRIDES get_allgather_dtype NoGatherHandle NoGatherCoalescedHandle "
-            "print_rank_0 debug_rank0 unregister_external_parameter get_new_tensor_fn_for_dtype "
-            "get_all_subclasses free_param reuse_buffers temp_contiguous_tensor empty_buffers "
-            "InsertPostInitMethodToModuleSubClasses shutdown_init_context restore_init_context "
-            "AllGatherHandle AllGatherCoalescedHandle MultipleAllGatherHandles "
-            "AllReduceCoalescedHandle QuantizationInfo CUDAQuantizer",
-        ),
-    ),
-    module(
-        "deepspeed.runtime.zero.stage3",
-        "Estimates of memory for stage 3.",
-        names(
-            f"{HERE}.memory_needs",
-            "estimate_zero3_model_states_mem_needs",
-            "estimate_zero3_model_states_mem_needs_all_cold",
-            "estimate_zero3_model_states_mem_needs_all_live",
-        ),
-        GENERATION,
-        left_out(OWN_OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),
-        left_out(
-            INTERNAL,
-            "pg_correctness_test OPTIMIZER_SWAP_IN_STATE_TIMER INIT_OPTIMIZER_TIMER "
-            "OPTIMIZER_SWAP_OUT_STATE_TIMER OPTIMIZER_STEP_TIMER print_rank_0 input isclose lcm "
-            "move_to_cpu IPGBucketZ3 INITIAL_MICRO_STEP_ID model_to_params",
-        ),
-    ),
-    module(
-        "deepspeed.runtime.zero.stage_1_and_2",
-        "Estimates of memory for stages 1 and 2.",
-        names(
-            f"{HERE}.memory_needs",
-            "estimate_zero2_model_states_mem_needs",
-            "estimate_zero2_model_states_mem_needs_all_cold",
-            "estimate_zero2_model_states_mem_needs_all_live",
-        ),
-        left_out(OWN_OPTIMIZER, "DeepSpeedZeroOptimizer"),
-        left_out(
-            INTERNAL,
-            "pg_correctness_test OPTIMIZER_ALLGATHER_TIMER OPTIMIZER_GRADIENTS_TIMER "
-            "OPTIMIZER_STEP_TIMER OPTIMIZER_TIMERS INITIAL_MICRO_STEP_ID input "
-            "split_half_float_double isclose lcm get_alignment_padding print_rank_msg IPGBucket "
-            "GradPartitionBufferGroup model_to_params",
-        ),
-    ),
-    module(
-        "deepspeed.runtime.zero.tiling",
-        "Linear layers in tiles.",
-        TILED,
-        names(f"{HERE}.tiled_linear", "split_tensor_along_last_dim"),
     ),
 )

@@ -161,7 +161,12 @@ TOP = (
             "MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding",
         ),
     ),
-    module("deepspeed.git_version_info", "The release.", VERSIONS),
+    module(
+        "deepspeed.git_version_info",
+        "The release.",
+        VERSIONS,
+        names(f"{HERE}.version", "TORCH_INFO as torch_info"),
+    ),
     module(
         "deepspeed.constants",
         "The default port and timeout.",
@@ -228,6 +233,21 @@ TOP = (
             "DLTS_HOSTFILE EXPORT_ENVS EXCLUDE_ENVS DEEPSPEED_ENVIRONMENT_PATHS PDSH_MAX_FAN_OUT",
         ),
         command=f"{HERE}.launcher:main",
+    ),
+    module(
+        "deepspeed.launcher.multinode_runner",
+        "Launchers of several hosts.",
+        classes_not_built(
+            "`hf-zero launch --hostfile` starts hosts over ssh; srun and mpirun start ranks too",
+            "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner "
+            "MVAPICHRunner",
+        ),
+    ),
+    module(
+        "deepspeed.autotuning",
+        "Search for a configuration.",
+        classes_not_built("`hf-zero propose` finds a configuration that fits", "Autotuner"),
+        left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.monitor",

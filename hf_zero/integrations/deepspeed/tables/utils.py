@@ -156,6 +156,21 @@ UTILS = (
         left_out("print(vars(args))", "print_configuration"),
         left_out(INTERNAL, "get_dist_msg"),
     ),
+    module(
+        "deepspeed.utils.comms_logging",
+        "The log of collectives.",
+        classes_not_built("deepspeed.comm logs collectives: configure, log_summary", "CommsLogger"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.utils.numa",
+        "Cores of this machine.",
+        functions_not_built(
+            "start the script with numactl and --no_python",
+            "get_numactl_cmd get_numa_cores check_for_numactl_pkg",
+        ),
+        left_out(INTERNAL, "*"),
+    ),
     module("deepspeed.utils.init_on_device", "Models made on a device.", ON_DEVICE),
     module(
         "deepspeed.utils.nvtx",

@@ -1,0 +1,17 @@
+"""Constants of DeepSpeed that scripts import: names of keys, routes of data, defaults."""
+
+from __future__ import annotations
+
+TRAIN_BATCH_SIZE = "train_batch_size"
+TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
+GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING_DEFAULT = 0.0
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
+ROUTE_ENCODE = "encode"
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
