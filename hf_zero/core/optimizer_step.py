@@ -17,6 +17,7 @@ from hf_zero.core.norm import squared_norm
 from hf_zero.core.precision import LossScaler
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel
+from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
@@ -53,8 +54,7 @@ class OptimizerStep:
                 model.units,
                 mesh,
                 mesh.device,
-                placement.sub_group_size,
-                placement.take_pinned,
+                StagedCopies(mesh.device, placement.sub_group_size, placement.take_pinned),
                 self.gradient_offload,
             )
             model.schedule.on_use = self.updater.used

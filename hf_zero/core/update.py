@@ -13,47 +13,28 @@ next learning rate at once. Where the optimizer itself has to step, it does so b
 
 from __future__ import annotations
 
-import heapq
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
-from itertools import count
 
 import torch
 
-from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradient_offload import GradientOffload
 from hf_zero.core.parameter import OwnedParameter, UpdatingParameter
+from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.unit import Unit
 from hf_zero.core.update_gathers import Gather, UpdateGathers
+from hf_zero.core.update_queue import UpdateQueue
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
 from hf_zero.spans import span
-from hf_zero.storage.base import Allocator
-
-# pieces on their way to a GPU at once: the small last one of a unit must not hold up the next
-STAGED = 3
-
-
-@dataclass(order=True)
-class _Task:
-    """The update of one unit; the smallest is done first."""
-
-    urgency: int
-    number: int
-    run: Callable[[], streams.Event | None] = field(compare=False)
-    future: Future[streams.Event | None] = field(compare=False)
 
 
 class Updater:
-    """Updates the units that have offloaded state.
-
-    ``allocator`` gives memory that a GPU can copy from.
+    """Updates the units that have offloaded state; ``copies`` takes new parameters to a GPU.
 
     ``mesh`` has a dimension of updates where parameters are whole and their state is in chunks:
     units are then gathered as well, in the order of the model on all ranks
@@ -65,8 +46,7 @@ class Updater:
         units: Sequence[Unit],
         mesh: Mesh,
         device: torch.device,
-        piece: int,
-        allocator: Allocator,
+        copies: StagedCopies,
         offload: GradientOffload | None = None,
     ):
         self._all = list(units)
@@ -78,25 +58,18 @@ class Updater:
             weakref.finalize(self, self._gathers.close)
             mesh.issue_before_others(self._gathers.issue_all)
         self._device = device
-        self._piece = piece
-        self._allocator = allocator
+        self._copies = copies
         self._offload = offload
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # in the order of the forward under way
-        self._worker: ThreadPoolExecutor | None = None
-        self._stream: streams.Stream | None = None
-        self._staged: list[tuple[torch.Tensor, streams.Event | None]] = []
+        self._queue = UpdateQueue(device)
         self.early: Update | None = None  # begun in the backward under way
         self._started: list[Unit] = []  # by it
-        self._waiting: list[_Task] = []  # a heap
-        self._numbers = count()
-        self._lock = threading.Lock()
         self.refresh()
 
     def refresh(self) -> None:
         """Look which units have offloaded flats now."""
-        self._units = [unit for unit in self._all if unit.offloaded]
-        self._order = list(self._units)
+        self._order = [unit for unit in self._all if unit.offloaded]
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -155,22 +128,18 @@ class Updater:
             beside = streams.shard_stream(self._device)
             # nor do shards leave the memory that is written
             events += [streams.record_event(beside)] if beside is not None else []
-            if self._stream is None and self._gathers is not None:
-                self._stream = streams.new_stream(self._device)
+            if self._gathers is not None:
+                self._copies.open()
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat.optimizer_shard)
         if update.touches_optimizer:
             for unit in units:
                 done: Future[streams.Event | None] = Future()
-                done.set_result(self._run(update, unit, [*events, *self._landings(unit)]))
+                done.set_result(self._run(update, unit, [*events, *self._copied_gradients(unit)]))
                 self._add(unit, done)
                 self.finish(unit)
             return
-        if self._worker is None:
-            begin = partial(kinds.set_device, self._device)
-            self._worker = ThreadPoolExecutor(1, "hf-zero update", initializer=begin)
-            weakref.finalize(self, self._worker.shutdown, wait=False)
         for place, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()
             self._add(unit, future)
@@ -182,15 +151,8 @@ class Updater:
                 if self._gathers is None and update is self.early
                 else len(self._order) + place
             )
-            task = _Task(
-                urgency,
-                next(self._numbers),
-                partial(self._run, update, unit, [*events, *self._landings(unit)]),
-                future,
-            )
-            with self._lock:
-                heapq.heappush(self._waiting, task)
-            self._worker.submit(self._run_next)
+            run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
+            self._queue.submit(urgency, run, future)
 
     def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
         """``unit`` is going to be updated, which ``future`` tells, and gathered."""
@@ -198,11 +160,11 @@ class Updater:
         if self._gathers is not None:
             owned = [(flat.full, *flat.owned) for flat in unit.offloaded]
             pairs = [(full, full[start:stop]) for full, start, stop in owned]
-            gather = self._gathers.add(unit.label, pairs, future, self._stream)
+            gather = self._gathers.add(unit.label, pairs, future, self._copies.stream)
         self._pending[unit] = future, gather
 
-    def _landings(self, unit: Unit) -> list[streams.Event]:
-        """What tells that the gradients of ``unit`` are in host memory."""
+    def _copied_gradients(self, unit: Unit) -> list[streams.Event]:
+        """The ends of the copies of the gradients of ``unit`` to host memory."""
         if self._offload is None:
             return []
         found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
@@ -253,64 +215,27 @@ class Updater:
                 failure = failure or error
                 del self._pending[unit]
                 _unmark(unit)
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        self._queue.close()
         if self._gathers is not None:
             self._gathers.close()
             self._gathers.join()
         return failure
 
-    # ---- on the worker ----
-
-    def _run_next(self) -> None:
-        with self._lock:
-            task = heapq.heappop(self._waiting)
-        try:
-            task.future.set_result(task.run())
-        except BaseException as error:
-            task.future.set_exception(error)
+    # ---- on the thread of updates ----
 
     @torch.no_grad()
     def _run(
         self, update: Update, unit: Unit, ready: Sequence[streams.Event]
     ) -> streams.Event | None:
+        copies = self._copies
         for event in ready:
             event.synchronize()
         with span("update", unit.label):
             for flat in unit.offloaded:
-                update.run(
-                    flat.optimizer_shard, partial(self._place, flat), partial(self._placed, flat)
-                )
+                place, placed = partial(copies.place, flat), partial(copies.placed, flat)
+                update.run(flat.optimizer_shard, place, placed)
                 flat.end_host_writes()
-        return streams.record_event(self._stream) if self._stream is not None else None
-
-    def _place(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
-        own = flat.part_in_host_memory(start, stop)
-        if own is not None:
-            return own
-        if self._stream is None:
-            self._stream = streams.new_stream(self._device)
-        if len(self._staged) < STAGED:
-            memory, left = self._allocator(self._piece * torch.float32.itemsize, torch.uint8), None
-        else:
-            memory, left = self._staged.pop(0)
-        if left is not None:
-            left.synchronize()
-        self._staged.append((memory, None))
-        return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
-
-    def _placed(self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None) -> None:
-        if (
-            values is None
-            or self._stream is None
-            or flat.part_in_host_memory(start, stop) is not None
-        ):
-            return
-        with streams.on_stream(self._stream), span("copy_to_device", flat.key, values.nbytes):
-            flat.store_part(start, values)
-            memory, _ = self._staged[-1]
-            self._staged[-1] = (memory, streams.record_event(self._stream))
+        return copies.record()
 
 
 def _mark(unit: Unit, finish: Callable[[], None], future: Future[streams.Event | None]) -> None:

@@ -312,7 +312,8 @@ class Recorder:
                 for each in (reducer, reducer._intake, reducer._reductions, engine.updater):
                     replace(each, "_offload", offload)
                 replace(engine.updater, "_device", gpu)
-                replace(engine.updater, "_worker", _Worker(self))
+                replace(engine.updater._copies, "_device", gpu)
+                replace(engine.updater._queue, "_worker", _Worker(self))
                 replace(updates, "Future", lambda: _Promise(self))
                 replace(engine.bound, "begin", self._begin(engine.bound.begin))
             self._proxy_files(replace)
@@ -325,7 +326,7 @@ class Recorder:
             finally:
                 self._on = False
                 if engine.updater is not None:
-                    engine.updater._worker.shutdown()
+                    engine.updater._queue._worker.shutdown()
 
     def mark(self) -> None:
         self.add(Op("mark"))

@@ -229,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         HOST, left_out("wait", "update_gathers.py wait"), COPIES
     ),
     "a pinned buffer is refilled under its copy": Fault(
-        PIECES, left_out("synchronize", "update.py _place"), COPIES
+        PIECES, left_out("synchronize", "staged_copies.py place"), COPIES
     ),
     "shards are written while they are brought": Fault(
         ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES

@@ -19,7 +19,6 @@ ATTRIBUTES = {
     "hf_zero.core.hooks.Hooks": 20,
     "hf_zero.core.schedule.Schedule": 22,
     "hf_zero.core.unit.Unit": 23,
-    "hf_zero.core.update.Updater": 19,
     "hf_zero.distributed.consensus.Consensus": 22,
 }
 # most of them have the parameters of the class of DeepSpeed or torch that they stand for
